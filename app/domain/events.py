@@ -1,0 +1,192 @@
+"""What can happen to a session, as frozen facts.
+
+An event holds ids, counts, hashes and references to blobs, never content: a prompt or a completion
+lives in the store's content tables, so that erasing it leaves the log whole. Events are stored under
+`name` with the integer `VERSIONS[name]`; a changed shape takes the next number and a step in
+`upcast.py`. Hashes are lower-case hex.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Matcher = Literal["tolerant", "strict", "role_content_only"]
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The base of all events. `omit_defaults` keeps rows small; a default is therefore part of a version."""
+
+
+class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the creator of a session chose."""
+
+    rollback_window: int
+    matcher: Matcher = "tolerant"
+    on_divergence: Literal["reject", "segment"] = "reject"
+    retain: Literal["window", "all"] = "window"
+    history: Literal["linear"] = "linear"
+    group_id: str | None = None
+    attempt: int | None = None
+    adapter: str | None = None
+
+
+class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A per-session blob stored once: `number` within the session, `size` in raw bytes, hash of the raw bytes."""
+
+    number: int
+    kind: Literal["metadata", "params", "tools"]
+    size: int
+    hash: str
+
+
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class SessionCreated(Event, frozen=True):
+    """`body_hash` tells a repeated create from a conflicting one."""
+
+    config: SessionConfig
+    body_hash: str
+    metadata: BlobRef | None = None
+
+
+class TurnOpened(Event, frozen=True):
+    """A claim was taken. Its `seq` is the fence: it only grows, and the turn's commit must name it."""
+
+    turn: int
+    parent: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None = None
+    protocol: Literal["chat"] = "chat"
+
+
+class TurnCommitted(Event, frozen=True):
+    """A turn is part of the session for good.
+
+    Messages: the turn's history is its parent's first `base_messages` messages (0: it starts anew),
+    then `new_messages` of the client, then the reply's one. `message_hashes` are the canonical hashes of
+    the latter two. `client_hash` is the hash of the spelling of the request's messages, as the client
+    sent them, by which the next request's history is known again without looking at each message.
+
+    Tokens: the prompt is the parent's `base_tokens` tokens (0: the engine's prompt does not continue
+    them) and `suffix_tokens` new ones; `output_tokens` follow. `tokens_hash` covers all of them.
+    """
+
+    turn: int
+    parent: int
+    fence: int
+    segment: int
+    base_messages: int
+    new_messages: int
+    message_hashes: tuple[str, ...]
+    client_hash: str
+    base_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    tokens_hash: str
+    body_hash: str
+    content_hash: str
+    params: int
+    dialect: Literal["sglang", "vllm"]
+    engine: str
+    weight_versions: tuple[VersionSpan, ...]
+    requested_at: float
+    tools: int | None = None
+    finish_reason: str | None = None
+    retry_key: str | None = None
+    new_blobs: tuple[BlobRef, ...] = ()
+    segment_cause: Literal["drift", "divergence"] | None = None
+    protocol: Literal["chat"] = "chat"
+    choice_index: int = 0
+
+
+class TurnRejected(Event, frozen=True):
+    """The open turn ended without a commit: the engine's answer (`status`) or our own rule refused it."""
+
+    turn: int
+    fence: int
+    reason: str
+    status: int | None = None
+    detail: str | None = None
+
+
+class TurnAbandoned(Event, frozen=True):
+    """The open turn's owner is gone (`owner_dead`, `shutdown`) or it was cut off (`session_closed`, `disconnect`)."""
+
+    turn: int
+    fence: int
+    reason: Literal["owner_dead", "shutdown", "session_closed", "disconnect"]
+
+
+class RolledBack(Event, frozen=True):
+    """The turns after `to_turn` (0: all) are no longer live. Stands in the commit of the turn that replaces them."""
+
+    to_turn: int
+    discarded: tuple[int, ...]
+
+
+class RewardAssigned(Event, frozen=True):
+    """A later assignment replaces an earlier one of the same `turn` (None: of the session)."""
+
+    reward: float
+    components: dict[str, float] = {}
+    turn: int | None = None
+
+
+class SessionClosed(Event, frozen=True):
+    reason: Literal["deleted"] = "deleted"
+
+
+class SessionErased(Event, frozen=True):
+    """The content is gone; the log's skeleton and the id stay, so that the id is never used again."""
+
+
+TYPES: dict[str, type[Event]] = {
+    cls.__name__: cls
+    for cls in (
+        SessionCreated,
+        TurnOpened,
+        TurnCommitted,
+        TurnRejected,
+        TurnAbandoned,
+        RolledBack,
+        RewardAssigned,
+        SessionClosed,
+        SessionErased,
+    )
+}
+
+VERSIONS: dict[str, int] = dict.fromkeys(TYPES, 1)
+
+EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")
+"""Events after which a session's export rows may differ from before."""
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """An event in its place: `seq` counts from 1 without a gap, `at` is seconds since the epoch."""
+
+    seq: int
+    at: float
+    event: Event
+
+
+def name_of(event: Event) -> str:
+    return type(event).__name__
+
+
+class UnknownEvent(Exception):
+    """The log holds an event that this version cannot read; the session is refused rather than guessed."""
+
+
+def to_fields(event: Event) -> dict[str, Any]:
+    """The event as JSON-able fields, defaults left out."""
+    fields: dict[str, Any] = msgspec.to_builtins(event)
+    return fields

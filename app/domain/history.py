@@ -1,0 +1,248 @@
+"""Is this request's history the stored one? Canonical messages, and where a request joins the session.
+
+Harnesses do not send the engine's assistant message back as it was: they drop reasoning, turn null into
+absent or `""`, re-serialise tool arguments, move unknown fields. The `tolerant` matcher sees through
+that; what is stored keeps the engine's spelling. What no matcher sees through is refused, because taking
+it for a retry would silently discard a sampled turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import Matcher
+from app.domain.session import Session, Turn
+from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
+from workers.depth import MAX_DEPTH, too_deep
+
+Message = Mapping[str, Any]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def canonical_hash(message: Message, matcher: Matcher) -> str:
+    """128 bits over what `matcher` takes to be the message, as hex."""
+    return _digest(msgspec.json.encode(CANONICAL[matcher](message), order="sorted"))
+
+
+def _tolerant(message: Message) -> list[Any]:
+    """Role, text and calls: absent, null, "", [] and padding are equal, and so are equal arguments."""
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    if isinstance(legacy := message.get("function_call"), Mapping):
+        calls.append([None, *_function(legacy)])
+    answers = message.get("tool_call_id") or message.get("id") if message["role"] == "tool" else None
+    return [message["role"], _content(message.get("content")), calls, answers]
+
+
+def _strict(message: Message) -> Any:
+    """Every field, whatever its order and spacing."""
+    return message
+
+
+def _role_content_only(message: Message) -> list[Any]:
+    return [message["role"], _content(message.get("content"))]
+
+
+CANONICAL: Mapping[Matcher, Callable[[Message], Any]] = {
+    "tolerant": _tolerant,
+    "strict": _strict,
+    "role_content_only": _role_content_only,
+}
+
+
+def _content(content: Any) -> Any:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content.strip()
+    if isinstance(content, list):
+        if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content).strip()
+        return [_plain(part) for part in content]
+    return _plain(content)
+
+
+def _call(call: Any) -> list[Any]:
+    if not isinstance(call, Mapping):
+        return [None, None, _plain(call)]
+    function = call.get("function")
+    return [call.get("id"), *_function(function if isinstance(function, Mapping) else call)]
+
+
+def _function(function: Message) -> list[Any]:
+    return [function.get("name"), _arguments(function.get("arguments"))]
+
+
+def _arguments(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        text = arguments.strip()
+        if not text:
+            return {}
+        try:
+            return _plain(msgspec.json.decode(text))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return text
+    return {} if arguments is None else _plain(arguments)
+
+
+def _plain(value: Any) -> Any:
+    """JSON without what a re-serialisation changes: 1e3, 1000.0 and 1000 are one number."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+class Incoming:
+    """The messages of a request: their raw JSON, decoded and hashed only where someone asks.
+
+    `raws[i]` is message i as the client spelled it.
+    """
+
+    def __init__(self, raws: Sequence[msgspec.Raw], matcher: Matcher) -> None:
+        self.raws = raws
+        self.matcher: Matcher = matcher
+        self._messages: dict[int, Message] = {}
+        self._hashes: dict[int, str] = {}
+        self._spelled = 0
+        self._hasher = hashlib.sha256()
+        self._spellings: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.raws)
+
+    def message(self, index: int) -> Message:
+        """Message `index`. Raises InvalidRequest where it is not an object with a role."""
+        message = self._messages.get(index)
+        if message is None:
+            message = self._messages[index] = decode_message(self.raws[index], f"messages[{index}]")
+        return message
+
+    def canonical(self, index: int) -> str:
+        found = self._hashes.get(index)
+        if found is None:
+            try:
+                found = canonical_hash(self.message(index), self.matcher)
+            except (TypeError, UnicodeEncodeError) as error:
+                raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
+            self._hashes[index] = found
+        return found
+
+    def spelling(self, count: int) -> str:
+        """A hash of the first `count` messages' bytes. Ask for growing counts: it is computed as it goes."""
+        if count not in self._spellings:
+            if count < self._spelled:
+                self._spelled, self._hasher = 0, hashlib.sha256()
+            for raw in self.raws[self._spelled : count]:
+                self._hasher.update(memoryview(raw))
+                self._hasher.update(b",")
+            self._spelled = count
+            self._spellings[count] = self._hasher.copy().hexdigest()[:32]
+        return self._spellings[count]
+
+    def repeats(self, turn: Turn) -> bool:
+        """Does the request begin with the messages of `turn`'s request, byte for byte?"""
+        sent = turn.message_count - 1
+        return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
+
+    def check(self, leaf: Turn | None) -> None:
+        """Raises InvalidRequest for a message of the wrong shape; what repeats `leaf`'s request was checked then."""
+        known = leaf.message_count - 1 if leaf is not None and self.repeats(leaf) else 0
+        for index in range(known, len(self.raws)):
+            self.canonical(index)
+
+
+def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
+    """A message object. Raises InvalidRequest where it is none, has no role or nests too deep."""
+    if too_deep(bytes(memoryview(raw))):
+        raise InvalidRequest(f"{where} nests deeper than {MAX_DEPTH} levels")
+    try:
+        message = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{where} must be an object")
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"{where}.role must be a string")
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise InvalidRequest(f"{where}.tool_calls must be a list")
+    return message
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Where a request joins: after live turn `parent` (0: at the beginning).
+
+    The first `base_messages` of its messages are the stored ones; `discarded` turns end if it commits.
+    """
+
+    parent: int
+    base_messages: int
+    discarded: tuple[int, ...] = ()
+    segment_cause: Literal["divergence"] | None = None
+
+
+def match(session: Session, incoming: Incoming) -> Plan:
+    """Find where the request joins the session.
+
+    Raises RollbackTooDeep where it goes back further than the session's window, and HistoryMismatch where
+    it holds an assistant message in a place where another one is stored.
+    """
+    leaf = session.leaf
+    if leaf is None:
+        return Plan(0, 0)
+    if (
+        len(incoming) >= leaf.message_count
+        and incoming.repeats(leaf)
+        and incoming.canonical(leaf.message_count - 1) == leaf.message_hashes[-1]
+    ):
+        return Plan(leaf.number, leaf.message_count)
+    history = session.history()
+    equal = _equal_messages(history, incoming)
+    if equal >= leaf.message_count:
+        return Plan(leaf.number, leaf.message_count)
+    kept = [turn for turn in history if turn.message_count <= equal]
+    discarded = tuple(turn.number for turn in history[len(kept) :])
+    error = _refusal(session, incoming, equal, len(discarded))
+    if error is None:
+        return Plan(session.turn(discarded[0]).parent, kept[-1].message_count if kept else 0, discarded)
+    if session.config.on_divergence == "segment":
+        return Plan(leaf.number, 0, segment_cause="divergence")
+    raise error
+
+
+def _equal_messages(history: Sequence[Turn], incoming: Incoming) -> int:
+    """How many of the request's first messages are the stored ones."""
+    index = 0
+    for turn in history:
+        for stored in turn.message_hashes:
+            if index >= len(incoming) or incoming.canonical(index) != stored:
+                return index
+            index += 1
+    return index
+
+
+def _refusal(
+    session: Session, incoming: Incoming, equal: int, discards: int
+) -> HistoryMismatch | RollbackTooDeep | None:
+    window = session.config.rollback_window
+    roles = [incoming.message(index)["role"] for index in range(equal, len(incoming))]
+    if "assistant" in roles:
+        return HistoryMismatch(
+            f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
+            f"an assistant message follows that this session never produced there; "
+            f"{equal} of {len(incoming)} messages match"
+        )
+    if discards > window:
+        return RollbackTooDeep(
+            f"the request goes back {discards} turns, to message {equal}; the session's rollback window is {window}"
+        )
+    return None

@@ -1,0 +1,208 @@
+"""A session's state: a fold of its events.
+
+`Session` is what a process keeps of a session between requests and what a snapshot stores: it grows by
+a few hundred bytes a turn, never by the prompt, and can be thrown away at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import (
+    BlobRef,
+    Event,
+    Recorded,
+    RewardAssigned,
+    RolledBack,
+    SessionClosed,
+    SessionConfig,
+    SessionCreated,
+    SessionErased,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    UnknownEvent,
+)
+
+Status = Literal["open", "closed", "erased"]
+
+
+class Turn(msgspec.Struct, frozen=True, array_like=True):
+    """What later turns need to know of a committed one. `message_count` and `token_count` include its reply."""
+
+    number: int
+    parent: int
+    segment: int
+    base_messages: int
+    message_count: int
+    message_hashes: tuple[str, ...]
+    client_hash: str
+    base_tokens: int
+    token_count: int
+    tokens_hash: str
+    output_tokens: int
+    finish_reason: str | None
+    retry_key: str | None
+    body_hash: str
+    seq: int
+
+
+class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
+    """A claim: the turn that is in flight."""
+
+    turn: int
+    parent: int
+    fence: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+
+
+class Reward(msgspec.Struct, frozen=True, array_like=True):
+    reward: float
+    components: dict[str, float]
+
+
+class Session(msgspec.Struct, frozen=True, array_like=True):
+    """The state after event `version`.
+
+    `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
+    is the leaf. `blobs` are the per-session blobs that a turn may refer to again.
+    """
+
+    session_id: str
+    version: int
+    status: Status
+    config: SessionConfig
+    body_hash: str
+    created_at: float
+    metadata: BlobRef | None = None
+    turns: tuple[Turn, ...] = ()
+    path: tuple[int, ...] = ()
+    open_turn: OpenTurn | None = None
+    blobs: tuple[BlobRef, ...] = ()
+    blob_count: int = 0
+    reward: Reward | None = None
+    turn_rewards: dict[int, Reward] = {}
+    closed_at: float | None = None
+
+    @property
+    def leaf(self) -> Turn | None:
+        return self.turns[self.path[-1] - 1] if self.path else None
+
+    def turn(self, number: int) -> Turn:
+        return self.turns[number - 1]
+
+    def history(self) -> list[Turn]:
+        """The live turns whose messages make up the leaf's history, oldest first."""
+        if not self.path:
+            return []
+        chain = [self.turn(self.path[-1])]
+        while chain[-1].base_messages:
+            chain.append(self.turn(chain[-1].parent))
+        chain.reverse()
+        return chain
+
+    def token_chain(self, number: int) -> list[Turn]:
+        """The turns whose tokens make up the sequence after turn `number`, oldest first."""
+        chain = [self.turn(number)]
+        while chain[-1].base_tokens:
+            chain.append(self.turn(chain[-1].parent))
+        chain.reverse()
+        return chain
+
+
+RECENT_BLOBS = 8
+"""How many blobs a new turn's parameters and tools are compared with before they are stored again."""
+
+
+def apply(session: Session | None, recorded: Recorded, session_id: str) -> Session:
+    """The state one event later.
+
+    Raises UnknownEvent where the event does not continue the state: a gap, or a log that does not begin
+    with SessionCreated.
+    """
+    event, seq = recorded.event, recorded.seq
+    if session is None:
+        if seq != 1 or not isinstance(event, SessionCreated):
+            raise UnknownEvent(f"the log of session {session_id} does not begin with SessionCreated")
+        return Session(
+            session_id=session_id,
+            version=1,
+            status="open",
+            config=event.config,
+            body_hash=event.body_hash,
+            created_at=recorded.at,
+            metadata=event.metadata,
+            blob_count=0 if event.metadata is None else 1,
+        )
+    if seq != session.version + 1:
+        raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")
+    return msgspec.structs.replace(session, version=seq, **_changes(session, event, recorded))
+
+
+def fold(session_id: str, events: Iterable[Recorded], session: Session | None = None) -> Session | None:
+    """The state after all events, from `session` on; None for an empty log."""
+    for recorded in events:
+        session = apply(session, recorded, session_id)
+    return session
+
+
+def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
+    match event:
+        case TurnOpened():
+            return {"open_turn": _opened(event, recorded.seq)}
+        case TurnCommitted():
+            return _committed(session, event, recorded.seq)
+        case TurnRejected() | TurnAbandoned():
+            return {"open_turn": None}
+        case RolledBack():
+            return {"path": session.path[: len(session.path) - len(event.discarded)]}
+        case RewardAssigned():
+            reward = Reward(event.reward, event.components)
+            if event.turn is None:
+                return {"reward": reward}
+            return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
+        case SessionClosed():
+            return {"status": "closed", "open_turn": None, "closed_at": recorded.at}
+        case SessionErased():
+            return {"status": "erased", "open_turn": None}
+        case _:
+            raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
+
+
+def _opened(event: TurnOpened, seq: int) -> OpenTurn:
+    return OpenTurn(event.turn, event.parent, seq, event.incarnation, event.body_hash, event.retry_key)
+
+
+def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, Any]:
+    turn = Turn(
+        number=event.turn,
+        parent=event.parent,
+        segment=event.segment,
+        base_messages=event.base_messages,
+        message_count=event.base_messages + event.new_messages + 1,
+        message_hashes=event.message_hashes,
+        client_hash=event.client_hash,
+        base_tokens=event.base_tokens,
+        token_count=event.base_tokens + event.suffix_tokens + event.output_tokens,
+        tokens_hash=event.tokens_hash,
+        output_tokens=event.output_tokens,
+        finish_reason=event.finish_reason,
+        retry_key=event.retry_key,
+        body_hash=event.body_hash,
+        seq=seq,
+    )
+    changes: dict[str, Any] = {
+        "turns": (*session.turns, turn),
+        "path": (*session.path, turn.number),
+        "open_turn": None,
+    }
+    if event.new_blobs:
+        changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]
+        changes["blob_count"] = session.blob_count + len(event.new_blobs)
+    return changes

@@ -1,0 +1,157 @@
+"""Every error a client can meet, as one tree.
+
+An error carries what the OpenAI SDKs read (`status`, `code`, `type`) and whether sending the same
+request again can help (`retry`: `x-should-retry`, which those SDKs obey before their own rules; None
+says nothing). A message holds ids, lengths and limits, never a prompt, a completion or a secret.
+
+    AppError
+    ├── InvalidRequest          400 invalid_request       what is wrong, and where
+    │   ├── Unsupported         400 unsupported           a documented choice that this version lacks
+    │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
+    │   └── HistoryMismatch     400 history_mismatch      is not the stored history
+    ├── SessionNotFound         404 session_not_found     an id never seen
+    ├── SessionClosed           404 session_closed        an id that was, and is closed or erased
+    ├── SessionExists           409 session_exists        created before with another body
+    │   └── SessionEnded        409 session_closed        created before, and closed or erased since
+    ├── SessionBusy             409 session_busy          another turn of the session is in flight
+    ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
+    ├── RequestTooLarge         413 request_too_large
+    ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
+    ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
+    ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
+    ├── UpstreamUnreachable     502 upstream_unreachable
+    ├── UpstreamTimeout         504 upstream_timeout
+    ├── NoUpstream              503 no_upstream
+    ├── Overloaded              503 overloaded            past a bound; try again later
+    ├── StoreUnavailable        503 store_unavailable
+    ├── StoreFull               507 store_full
+    └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
+
+`StartupError` is no reply: it stops the process with one line.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class AppError(Exception):
+    """An answer that is not the one asked for. Subclasses fix the status and the code."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+    retry: bool | None = None
+    retry_after_s: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that the OpenAI SDKs read."""
+        return {"error": {"message": str(self), "type": self.type, "code": self.code, "param": None}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry is not None:
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
+        return headers
+
+
+class InvalidRequest(AppError):
+    status, code, type, retry = 400, "invalid_request", "invalid_request_error", False
+
+
+class Unsupported(InvalidRequest):
+    code = "unsupported"
+
+
+class RollbackTooDeep(InvalidRequest):
+    code = "rollback_too_deep"
+
+
+class HistoryMismatch(InvalidRequest):
+    code = "history_mismatch"
+
+
+class SessionNotFound(AppError):
+    status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
+
+
+class SessionClosed(AppError):
+    status, code, type, retry = 404, "session_closed", "invalid_request_error", False
+
+
+class SessionExists(AppError):
+    status, code, type, retry = 409, "session_exists", "invalid_request_error", False
+
+
+class SessionEnded(SessionExists):
+    """An id is never used again."""
+
+    code = "session_closed"
+
+
+class SessionBusy(AppError):
+    status, code, type, retry = 409, "session_busy", "conflict_error", False
+
+
+class ClaimLost(AppError):
+    """The turn was generated, but the claim had passed on; a marked retry finds the truth in the log."""
+
+    status, code, type, retry = 409, "claim_lost", "conflict_error", True
+
+
+class RequestTooLarge(AppError):
+    status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
+
+
+class IdempotencyMismatch(AppError):
+    status, code, type, retry = 422, "idempotency_mismatch", "invalid_request_error", False
+
+
+class ClientGone(AppError):
+    status, code, type = 499, "client_disconnected", "invalid_request_error"
+
+
+class UpstreamInvalid(AppError):
+    """A rule of the reply's shape was broken; generating again may well give a sound one."""
+
+    status, code, type = 502, "upstream_invalid", "upstream_error"
+
+
+class UpstreamUnreachable(AppError):
+    status, code, type = 502, "upstream_unreachable", "upstream_error"
+
+
+class UpstreamTimeout(AppError):
+    status, code, type = 504, "upstream_timeout", "upstream_error"
+
+
+class NoUpstream(AppError):
+    status, code, type = 503, "no_upstream", "upstream_error"
+    retry_after_s = 5
+
+
+class Overloaded(AppError):
+    status, code, type = 503, "overloaded", "server_error"
+    retry_after_s = 1
+
+
+class StoreUnavailable(AppError):
+    status, code, type = 503, "store_unavailable", "server_error"
+    retry_after_s = 2
+
+
+class StoreFull(AppError):
+    status, code, type = 507, "store_full", "server_error"
+    retry_after_s = 30
+
+
+class SessionUnreadable(AppError):
+    """Nothing is guessed, and no other session is touched."""
+
+    status, code, type, retry = 500, "session_unreadable", "server_error", False
+
+
+class StartupError(Exception):
+    """The service cannot start; the message is the one line an operator reads."""

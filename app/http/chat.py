@@ -1,0 +1,170 @@
+"""The chat routes as plain ASGI endpoints: this path carries all the load.
+
+A turn outlives its client. A stream is one chunk, rendered from the committed reply; while the engine
+works, comments keep it alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from app.errors import AppError, InvalidRequest
+from app.http.limits import read_body
+from app.http.replies import error_parts, send_reply
+from app.http.sessions import SESSION_ID, CreateSession, new_session
+from app.http.state import Services, of_scope
+from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
+from app.service.turns import RetryMark, TurnReply, hash_key
+from app.upstream.headers import Headers
+
+SessionOf = Callable[[Services, Scope, Headers], Awaitable[str]]
+
+
+class ChatEndpoint:
+    """`session_of` finds the session: in the path, or in a header."""
+
+    def __init__(self, session_of: SessionOf) -> None:
+        self._session_of = session_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = of_scope(scope)
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        try:
+            with app.inflight.room() as room:
+                body = await read_body(receive, headers, app.settings.max_request_bytes, room)
+                if body is None:
+                    return
+                session_id = await self._session_of(app, scope, headers)
+                await _Exchange(app, receive, send).run(session_id, body, headers)
+        except AppError as error:
+            await send_reply(send, *error_parts(error))
+
+
+class _Exchange:
+    """One request and its reply."""
+
+    def __init__(self, app: Services, receive: Receive, send: Send) -> None:
+        self._turns = app.turns
+        self._keepalive_s = app.settings.stream_keepalive_s or None
+        self._abort_after_s = app.settings.abort_after_s
+        self._receive = receive
+        self._send = send
+
+    async def run(self, session_id: str, body: bytes, headers: Headers) -> None:
+        call = self._turns.chat(session_id, body, headers, retry_mark(headers))
+        stream = wants_stream(body)
+        if not stream and self._abort_after_s is None:
+            reply = await call
+        else:
+            task = asyncio.ensure_future(call)
+            watch = asyncio.ensure_future(self._cut_on_disconnect(session_id, task))
+            try:
+                if stream:
+                    await self._stream(task)
+                    return
+                reply = await asyncio.shield(task)
+            finally:
+                watch.cancel()
+        await send_reply(self._send, reply.status, _marked(reply), reply.body)
+
+    async def _stream(self, task: asyncio.Task[TurnReply]) -> None:
+        """Errors keep their status, unless a comment has gone out already."""
+        began = False
+        while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
+            if not began:
+                began = True
+                await _start_stream(self._send, [])
+            await self._event(KEEPALIVE, more=True)
+        try:
+            reply = task.result()
+        except AppError as error:
+            if not began:
+                raise
+            await self._event(as_error_event(error.body()) + DONE)
+            return
+        if reply.turn is not None:
+            if not began:
+                await _start_stream(self._send, [h for h in _marked(reply) if h[0] != "content-type"])
+            await self._event(as_stream(reply.body))
+        elif began:
+            await self._event(as_error_event(reply.body) + DONE)
+        else:
+            await send_reply(self._send, reply.status, reply.headers, reply.body)
+
+    async def _event(self, data: bytes, *, more: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _cut_on_disconnect(self, session_id: str, task: asyncio.Task[TurnReply]) -> None:
+        if self._abort_after_s is None:
+            return
+        while (await self._receive())["type"] != "http.disconnect":
+            continue
+        await asyncio.wait({task}, timeout=self._abort_after_s)
+        if not task.done():
+            self._turns.cut_off(session_id, "disconnect")
+
+
+async def _start_stream(send: Send, headers: Headers) -> None:
+    head = [*headers, ("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
+    await send(
+        {
+            "type": "http.response.start",
+            "status": 200,
+            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head],
+        }
+    )
+
+
+def _marked(reply: TurnReply) -> Headers:
+    """The engine's headers, and which turn this is."""
+    if reply.turn is None:
+        return reply.headers
+    headers = [*reply.headers, ("x-turnlog-turn", str(reply.turn))]
+    return [*headers, ("x-turnlog-replayed", "true")] if reply.replayed else headers
+
+
+def retry_mark(headers: Headers) -> RetryMark:
+    """`Idempotency-Key`, or `x-stainless-retry-count` of at least 1. Raises InvalidRequest."""
+    key = None
+    is_retry = False
+    for name, value in headers:
+        if name == "idempotency-key":
+            if not value or len(value) > 255:
+                raise InvalidRequest("Idempotency-Key must have 1 to 255 characters")
+            key = hash_key(value)
+        elif name == "x-stainless-retry-count":
+            is_retry = value.isdigit() and int(value) > 0
+    return RetryMark(key, is_retry)
+
+
+async def session_in_path(app: Services, scope: Scope, headers: Headers) -> str:
+    session_id: str = scope["path_params"]["session_id"]
+    return session_id
+
+
+SESSION_HEADERS = (
+    "x-turnlog-session-id",
+    "x-dynamo-session-id",
+    "x-session-id",
+    "session-id",
+    "x-claude-code-session-id",
+    "x-multi-turn-session-id",
+)
+"""Where a harness that cannot change its path may name the session, in this order."""
+
+
+async def session_in_header(app: Services, scope: Scope, headers: Headers) -> str:
+    """The session is created on its first use. Raises InvalidRequest where no header names one."""
+    given = {name: value.strip() for name, value in headers if name in SESSION_HEADERS}
+    name = next((name for name in SESSION_HEADERS if name in given), None)
+    if name is None:
+        raise InvalidRequest(f"no session: send one of the headers {', '.join(SESSION_HEADERS)}")
+    session_id = given[name]
+    if not re.match(SESSION_ID, session_id):
+        raise InvalidRequest(f"{name} must be 1 to 128 letters, digits, dots, underscores, colons or hyphens")
+    await app.sessions.ensure(new_session(CreateSession(session_id=session_id), app.settings.rollback_window))
+    return session_id

@@ -1,0 +1,104 @@
+"""Routes about the service itself: alive, ready, export."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from app.errors import AppError, InvalidRequest, Unsupported
+from app.http.state import begun, services
+from app.service.export import Filters
+from app.store import reads
+
+router = APIRouter()
+
+BUILT = {"format": "ndjson", "shape": "turnlog"}
+LATER = frozenset({"max_seq_len", "advantage", "replay"})
+"""Documented parameters of `/export` that this version lacks; ignoring one would change the rows' meaning."""
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, Any]:
+    """Answers as long as the process does; waits for nothing."""
+    return {"status": "ok", "in_flight": services(request).turns.in_flight}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Can a turn be taken: does the database answer, does an engine?"""
+    app = services(request)
+    checks = {"database": True, "engine": bool(app.engines.base_urls) and await app.engines.any_healthy()}
+    try:
+        await app.database.read(reads.epoch)
+    except AppError:
+        checks["database"] = False
+    good = all(checks.values())
+    return JSONResponse({"status": "ready" if good else "not_ready", "checks": checks}, 200 if good else 503)
+
+
+@router.get("/export")
+async def export(
+    request: Request,
+    format: str = "ndjson",
+    shape: str = "turnlog",
+    session_id: str | None = None,
+    group_id: str | None = None,
+    status: Literal["completed", "truncated", "aborted"] | None = None,
+    session_status: Literal["open", "closed", "erased"] | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+    cursor: str | None = None,
+    limit: Annotated[int | None, Query(ge=1)] = None,
+    explain: bool = False,
+) -> StreamingResponse:
+    """Training rows as NDJSON, in the order of commit.
+
+    `x-turnlog-cursor` repeats this export, `x-turnlog-next-cursor` continues behind it, each row's `cursor`
+    continues behind that row.
+    """
+    _require_known(request, {"format": format, "shape": shape})
+    filters = Filters(
+        session_id=session_id,
+        group_id=group_id,
+        status=status,
+        session_status=session_status,
+        since=_seconds("since", since),
+        until=_seconds("until", until),
+        min_reward=min_reward,
+        max_reward=max_reward,
+    )
+    started = await services(request).exporter.start(filters, cursor, limit, explain)
+    headers = {"x-turnlog-cursor": started.cursor, "x-turnlog-next-cursor": started.next_cursor}
+    return StreamingResponse(await begun(started.rows), media_type="application/x-ndjson", headers=headers)
+
+
+def _require_known(request: Request, chosen: dict[str, str]) -> None:
+    for name, value in chosen.items():
+        if value != BUILT[name]:
+            raise Unsupported(f"{name}={value} is not built; this version has {name}={BUILT[name]}")
+    parameters = {*Filters.__struct_fields__, *BUILT, "cursor", "limit", "explain"}
+    for name in request.query_params:
+        if name in LATER:
+            raise Unsupported(f"{name} is not built in this version")
+        if name not in parameters:
+            raise InvalidRequest(f"{name} is not a parameter of /export; there are {', '.join(sorted(parameters))}")
+
+
+def _seconds(name: str, text: str | None) -> float | None:
+    """Seconds since the epoch, or ISO 8601 (UTC where it names no zone). Raises InvalidRequest."""
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} must be seconds since the epoch or ISO 8601") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

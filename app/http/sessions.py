@@ -1,0 +1,198 @@
+"""The session routes beside chat."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from app.domain.events import SessionConfig
+from app.domain.session import Session
+from app.errors import InvalidRequest, Unsupported
+from app.http.state import Services, begun, services
+from app.service import transcript
+from app.service.sessions import NewSession, summary
+from app.store import reads
+from app.upstream import headers as http_headers
+
+router = APIRouter()
+
+SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_METADATA = 64 << 10
+"""Bytes of a session's metadata: it is a label, not a place for data."""
+
+
+class CreateSession(BaseModel):
+    """The body of `POST /sessions`; every field is optional."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    session_id: str | None = Field(default=None, pattern=SESSION_ID)
+    group_id: str | None = Field(default=None, max_length=512)
+    attempt: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    metadata: dict[str, Any] | None = None
+    rollback_window: int | None = Field(default=None, ge=0, le=1000)
+    retain: Literal["window", "all"] = "window"
+    history: Literal["linear", "tree"] = "linear"
+    on_divergence: Literal["reject", "segment"] = "reject"
+    matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
+    adapter: str | None = Field(default=None, max_length=512)
+    on_abort: Literal["return", "continue", "fail"] = "return"
+
+
+class Reward(BaseModel):
+    """The body of `PUT /sessions/{id}/reward`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: FiniteFloat = Field(strict=True)
+    components: dict[str, FiniteFloat] = {}
+    turn: int | None = Field(default=None, ge=1, strict=True)
+
+
+def require_session_id(session_id: str) -> str:
+    """Raises InvalidRequest for an id that could be mistaken for a path."""
+    if not session_id.strip("."):
+        raise InvalidRequest("session_id must not be only dots")
+    return session_id
+
+
+def new_session(body: CreateSession, default_window: int) -> NewSession:
+    """Raises Unsupported for choices that are documented but not built, InvalidRequest."""
+    if body.history == "tree":
+        raise Unsupported("history: tree is not built; use linear")
+    if body.on_abort != "return":
+        raise Unsupported(f"on_abort: {body.on_abort} is not built; use return")
+    if body.metadata and len(msgspec.json.encode(body.metadata)) > MAX_METADATA:
+        raise InvalidRequest(f"metadata has more than {MAX_METADATA} bytes")
+    return NewSession(
+        session_id=uuid.uuid4().hex if body.session_id is None else require_session_id(body.session_id),
+        config=SessionConfig(
+            rollback_window=default_window if body.rollback_window is None else body.rollback_window,
+            matcher=body.matcher,
+            on_divergence=body.on_divergence,
+            retain=body.retain,
+            group_id=body.group_id,
+            attempt=body.attempt,
+            adapter=body.adapter,
+        ),
+        metadata=body.metadata,
+    )
+
+
+@router.post("/sessions")
+async def create_session(request: Request, body: CreateSession | None = None) -> dict[str, Any]:
+    """Create a session; idempotent where the client names it."""
+    app = services(request)
+    new = new_session(body or CreateSession(), app.settings.rollback_window)
+    await app.sessions.create(new)
+    return {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
+
+
+@router.get("/sessions")
+async def list_sessions(
+    request: Request,
+    status: Literal["open", "closed", "erased"] | None = None,
+    group_id: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    cursor: str | None = None,
+) -> dict[str, Any]:
+    """Newest first, paged by cursor."""
+    before = None if cursor is None else _decode_cursor(cursor)
+    heads = await services(request).sessions.page(status=status, group_id=group_id, before=before, limit=limit + 1)
+    page = heads[:limit]
+    more = len(heads) > limit
+    return {
+        "sessions": [msgspec.to_builtins(head) for head in page],
+        "next_cursor": _encode_cursor(page[-1]) if more else None,
+    }
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(request: Request, session_id: str) -> StreamingResponse:
+    """The live turns as they were sent and answered."""
+    app = services(request)
+    live = await app.sessions.require(session_id)
+    return StreamingResponse(await begun(_session_json(app, live.session)), media_type="application/json")
+
+
+async def _session_json(app: Services, session: Session) -> AsyncIterator[bytes]:
+    separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
+    async for record in transcript.records(app.database, session):
+        yield separator + record
+        separator = b","
+    if separator != b",":
+        yield separator
+    ids = b"" if session.leaf is None else await transcript.token_ids(app.database, session, session.leaf.number)
+    metadata = {
+        "accumulated_token_ids": memoryview(ids).cast("i").tolist(),
+        "max_trim_tokens": 0,
+        **summary(session),
+    }
+    yield b'],"metadata":' + msgspec.json.encode(metadata) + b"}"
+
+
+@router.get("/sessions/{session_id}/events")
+async def get_events(
+    request: Request, session_id: str, after: Annotated[int, Query(ge=0)] = 0, follow: bool = False
+) -> StreamingResponse:
+    """The session's log as NDJSON; with `follow` it stays open."""
+    lines = await services(request).sessions.events(session_id, after, follow)
+    return StreamingResponse(lines if follow else await begun(lines), media_type="application/x-ndjson")
+
+
+@router.put("/sessions/{session_id}/reward")
+async def put_reward(request: Request, session_id: str, body: Reward) -> dict[str, Any]:
+    """Assign the reward of the session, or of one of its turns."""
+    sessions = services(request).sessions
+    seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
+    return {"session_id": session_id, "seq": seq}
+
+
+@router.delete("/sessions/{session_id}", status_code=204)
+async def delete_session(request: Request, session_id: str, erase: bool = False) -> Response:
+    """Close the session at once; with `erase` delete its content for good."""
+    sessions = services(request).sessions
+    if erase:
+        await sessions.erase(session_id)
+    else:
+        await sessions.close(session_id)
+    return Response(status_code=204)
+
+
+@router.get("/sessions/{session_id}/v1/models")
+async def session_models(request: Request, session_id: str) -> Response:
+    """What the session's engine serves."""
+    app = services(request)
+    await app.sessions.require(session_id)
+    return await models_reply(app, session_id)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """What an engine serves."""
+    return await models_reply(services(request), "")
+
+
+async def models_reply(app: Services, session_id: str) -> Response:
+    headers = http_headers.to_engine((), session_id, app.settings.upstream_api_key)
+    reply = await app.engines.models(session_id, headers)
+    return Response(reply.body, reply.status, dict(http_headers.to_client(reply.headers)))
+
+
+def _encode_cursor(head: reads.Head) -> str:
+    return base64.urlsafe_b64encode(msgspec.json.encode([head.created_at, head.session_id])).decode()
+
+
+def _decode_cursor(cursor: str) -> tuple[float, str]:
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=tuple[float, str])
+    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
+        raise InvalidRequest("cursor is not one that this list gave") from error

@@ -1,0 +1,53 @@
+"""What the routes work with, made once by `app.main`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import Request
+from starlette.types import Scope
+
+from app.http.limits import Inflight
+from app.service.export import Exporter
+from app.service.sessions import Sessions
+from app.service.turns import Turns
+from app.settings import Settings
+from app.store.engine import Database
+from app.store.writer import Writer
+from app.upstream.engines import Engines
+
+
+class Services(msgspec.Struct, frozen=True):
+    settings: Settings
+    database: Database
+    writer: Writer
+    engines: Engines
+    sessions: Sessions
+    turns: Turns
+    exporter: Exporter
+    inflight: Inflight
+
+
+def services(request: Request) -> Services:
+    return of_scope(request.scope)
+
+
+def of_scope(scope: Scope) -> Services:
+    found: Services = scope["app"].state.services
+    return found
+
+
+async def begun(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The stream with its first piece already made, so that what fails at once still gets its own status."""
+    try:
+        first = await anext(stream)
+    except StopAsyncIteration:
+        return _chain(b"", stream)
+    return _chain(first, stream)
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in rest:
+        yield piece

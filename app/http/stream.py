@@ -1,0 +1,64 @@
+"""A committed reply as server-sent events: the one chunk that an OpenAI client accepts as a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+KEEPALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_NOT_IN_A_CHUNK = (
+    "meta_info",
+    "message",
+    "prompt_token_ids",
+    "response_token_ids",
+    "token_ids",
+    "routed_experts",
+)
+
+
+class _Flag(msgspec.Struct):
+    stream: bool | None = None
+
+
+def wants_stream(body: bytes) -> bool:
+    """Does the request ask for a stream? A body that cannot be read is for the turn to refuse: False."""
+    if b'"stream"' not in body:
+        return False
+    try:
+        return bool(msgspec.json.decode(body, type=_Flag).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+
+
+def as_stream(body: bytes) -> bytes:
+    """One `chat.completion.chunk` with the whole message, and `[DONE]`."""
+    reply: dict[str, Any] = msgspec.json.decode(body)
+    chunk = {name: value for name, value in reply.items() if name not in ("choices", "prompt_token_ids", "sglext")}
+    chunk["object"] = "chat.completion.chunk"
+    chunk["choices"] = [_choice(choice) for choice in reply["choices"]]
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n" + DONE
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    delta = dict(choice["message"])
+    calls = delta.get("tool_calls")
+    if calls:
+        delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
+    else:
+        delta.pop("tool_calls", None)
+    kept = {name: value for name, value in choice.items() if name not in _NOT_IN_A_CHUNK}
+    return {**kept, "index": choice.get("index", 0), "delta": delta}
+
+
+def as_error_event(body: dict[str, Any] | bytes) -> bytes:
+    """`body`: our own error object, or an engine's error as it came."""
+    if isinstance(body, bytes):
+        try:
+            decoded = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            decoded = {"message": "the engine returned an error that is not JSON", "type": "upstream_error"}
+        body = decoded if isinstance(decoded, dict) and "error" in decoded else {"error": decoded}
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"

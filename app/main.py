@@ -1,0 +1,176 @@
+"""The composition root: `uvicorn app.main:app`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from app.errors import AppError, InvalidRequest, StartupError
+from app.http import service, sessions
+from app.http.chat import ChatEndpoint, session_in_header, session_in_path
+from app.http.limits import Inflight
+from app.http.replies import error_parts
+from app.http.state import Services
+from app.service.cache import SessionCache
+from app.service.export import Exporter
+from app.service.follow import Followers
+from app.service.recovery import Recovery, register
+from app.service.sessions import Sessions
+from app.service.turns import Turns
+from app.settings import Settings, load_settings
+from app.store.engine import Database
+from app.store.writer import Writer
+from app.upstream.client import EngineClient
+from app.upstream.engines import Engines
+
+log = logging.getLogger("turnlog")
+
+DRAIN_S = 10.0
+"""How long a stopping server waits for turns whose client has gone already."""
+
+
+@contextlib.asynccontextmanager
+async def run_services(settings: Settings, release: str) -> AsyncIterator[Services]:
+    """Everything that lives as long as the process. Raises StartupError."""
+    database = Database(settings.database_url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(database.close)
+        await database.open()
+        incarnation = await register(database)
+        writer = Writer(database)
+        writer.start()
+        recovery = Recovery(database, writer, incarnation, settings.lease_s, time.time)
+        stack.push_async_callback(recovery.stop)
+        stack.push_async_callback(writer.stop)
+        client = EngineClient(
+            connect_timeout_s=settings.upstream_connect_timeout_s,
+            timeout_s=settings.upstream_timeout_s,
+            max_bytes=settings.max_upstream_bytes,
+        )
+        stack.push_async_callback(client.close)
+        cache = SessionCache(database, writer, settings.cache_bytes)
+        stack.push_async_callback(cache.close)
+        engines = Engines(settings.upstreams, client)
+        followers = Followers()
+        made_turns = Turns(
+            cache=cache,
+            writer=writer,
+            engines=engines,
+            followers=followers,
+            settings=settings,
+            clock=time.time,
+            incarnation=incarnation,
+        )
+        stack.push_async_callback(made_turns.drain, DRAIN_S)
+        made_sessions = Sessions(database, writer, cache, followers, time.time)
+        made_sessions.on_close(lambda session_id: made_turns.cut_off(session_id, "session_closed"))
+        recovery.start()
+        yield Services(
+            settings=settings,
+            database=database,
+            writer=writer,
+            engines=engines,
+            sessions=made_sessions,
+            turns=made_turns,
+            exporter=Exporter(database, release),
+            inflight=Inflight(settings.inflight_bytes),
+        )
+
+
+class Turnlog(FastAPI):
+    """FastAPI whose start-up fails with one line instead of a traceback."""
+
+    def __init__(self, settings: Settings, release: str) -> None:
+        super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None)
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """The ASGI lifespan, from start-up to shutdown."""
+        await receive()
+        try:
+            async with run_services(self._settings, self.version) as services:
+                self.state.services = services
+                _quiet_access_log()
+                await send({"type": "lifespan.startup.complete"})
+                await receive()
+        except StartupError as error:
+            await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
+            return
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _quiet_access_log() -> None:
+    """A line per request costs more than the request's routing, and the log of a session says more."""
+    access = logging.getLogger("uvicorn.access")
+    access.handlers.clear()
+    access.propagate = False
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The application; its services live from ASGI lifespan start to end."""
+    app = Turnlog(settings, _release())
+    app.router.routes[:0] = [
+        Route("/sessions/{session_id}/v1/chat/completions", ChatEndpoint(session_in_path), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(session_in_header), methods=["POST"]),
+    ]
+    app.include_router(sessions.router)
+    app.include_router(service.router)
+    app.add_exception_handler(AppError, _app_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+async def _app_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    status, headers, body = error_parts(error)
+    return Response(body, status, dict(headers))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    return await _app_error(request, InvalidRequest(f"{place or 'the body'}: {first['msg']}"))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    body = {"message": str(error.detail), "type": "invalid_request_error", "code": code, "param": None}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+def _release() -> str:
+    try:
+        return version("turnlog")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _from_environment() -> FastAPI:
+    try:
+        return create_app(load_settings())
+    except StartupError as error:
+        sys.exit(f"turnlog: {error}")
+
+
+app = _from_environment()

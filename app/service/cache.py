@@ -1,0 +1,194 @@
+"""Sessions in memory: a bounded cache of folds and of the messages that requests repeat.
+
+Nothing here is needed to be right. An entry is trusted for a turn only where its version equals the one
+at which the claim was taken; it can be dropped at any moment and comes back from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from app.domain.events import Recorded, UnknownEvent
+from app.domain.session import Session, Turn, apply
+from app.errors import AppError, SessionUnreadable
+from app.store import codec, reads
+from app.store.engine import Database
+from app.store.log import SaveSnapshot
+from app.store.writer import Writer
+
+log = logging.getLogger("turnlog.cache")
+
+ENTRY_BYTES = 2048
+TURN_BYTES = 768
+"""Rough memory of an entry and of each folded turn in it; enough to bound the whole."""
+
+SNAPSHOT_EVENTS = 1024
+"""Events folded on a miss after which a snapshot is worth its write."""
+
+
+class Live:
+    """A session's state, and lazily its messages: per turn the raw JSON of its new ones and of the reply's."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.messages: dict[int, bytes] = {}
+        self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
+        self.message_bytes = 0
+
+    @property
+    def size(self) -> int:
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + self.message_bytes
+
+    def advance(self, events: Iterable[Recorded]) -> bool:
+        """Fold new events in; False where they do not follow, which means the entry is out of date."""
+        for recorded in events:
+            if recorded.seq != self.session.version + 1:
+                return False
+            self.session = apply(self.session, recorded, self.session.session_id)
+            turns = self.session.turns
+            if turns and turns[-1].seq == recorded.seq and turns[-1].retry_key is not None:
+                self.keyed[turns[-1].retry_key] = turns[-1].number
+        return True
+
+    def remember(self, turn: int, messages: bytes) -> None:
+        self.message_bytes += len(messages) - len(self.messages.get(turn, b""))
+        self.messages[turn] = messages
+
+
+class SessionCache:
+    """Least recently used first out, bounded by a rough count of bytes."""
+
+    def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
+        self.database = database
+        self._writer = writer
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, Live] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._bytes = 0
+        self._loading: dict[str, asyncio.Task[Live | None]] = {}
+        self._saving: set[asyncio.Task[None]] = set()
+
+    async def get(self, session_id: str) -> Live | None:
+        """The session as this process knows it; from the log on a miss."""
+        live = self._entries.get(session_id)
+        if live is not None:
+            self._entries.move_to_end(session_id)
+            return live
+        return await self._load(session_id)
+
+    async def current(self, session_id: str) -> Live | None:
+        """The session as it is: with one API process that is what the cache holds, with more it is read."""
+        if self.database.is_sqlite:
+            return await self.get(session_id)
+        return await self.refresh(session_id)
+
+    async def refresh(self, session_id: str) -> Live | None:
+        """The session with what others have appended since."""
+        live = self._entries.get(session_id)
+        if live is None:
+            return await self._load(session_id)
+        known = live.session
+        new = await self.database.read(
+            lambda connection: reads.load_events(connection, session_id, after=known.version)
+        )
+        if live.session is known and not live.advance(new):
+            self.drop(session_id)
+            return await self._load(session_id)
+        self._account(session_id, live)
+        return live
+
+    def advance(self, session_id: str, events: Sequence[Recorded]) -> None:
+        """Fold in what this process has just written."""
+        live = self._entries.get(session_id)
+        if live is None:
+            return
+        if live.advance(events):
+            self._account(session_id, live)
+        else:
+            self.drop(session_id)
+
+    def remember(self, session_id: str, turn: int, messages: bytes) -> None:
+        """Keep a turn's messages, which the next request will need."""
+        live = self._entries.get(session_id)
+        if live is not None:
+            live.remember(turn, messages)
+            self._account(session_id, live)
+
+    def held_elsewhere(self, session: Session, incarnation: int) -> bool:
+        """Does another process hold the session's open turn? With SQLite there is no other that lives."""
+        held = session.open_turn
+        return held is not None and held.incarnation != incarnation and not self.database.is_sqlite
+
+    def drop(self, session_id: str) -> None:
+        if self._entries.pop(session_id, None) is not None:
+            self._bytes -= self._sizes.pop(session_id)
+
+    async def messages(self, live: Live, chain: Sequence[Turn]) -> list[bytes]:
+        """The raw JSON of each turn's messages, joined by commas; what is not in memory is read."""
+        missing = [turn.number for turn in chain if turn.number not in live.messages]
+        if missing:
+            session_id = live.session.session_id
+            wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, missing))
+            for number, wire in wires.items():
+                live.remember(number, b",".join((*wire.messages, wire.message)))
+            if self._entries.get(session_id) is live:
+                self._account(session_id, live)
+        return [live.messages[turn.number] for turn in chain]
+
+    async def close(self) -> None:
+        for task in (*self._loading.values(), *self._saving):
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), *self._saving, return_exceptions=True)
+
+    async def _load(self, session_id: str) -> Live | None:
+        """Concurrent misses of one session share one read, which outlives a cancelled request."""
+        task = self._loading.get(session_id)
+        if task is None:
+            task = asyncio.create_task(self._read(session_id))
+            self._loading[session_id] = task
+            task.add_done_callback(lambda _: self._loading.pop(session_id, None))
+        return await asyncio.shield(task)
+
+    async def _read(self, session_id: str) -> Live | None:
+        try:
+            session = await self.database.read(lambda connection: reads.load_session(connection, session_id))
+        except UnknownEvent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        if session is None:
+            return None
+        live = self._entries.get(session_id)
+        if live is None or live.session.version < session.version:
+            live = Live(session)
+            self.drop(session_id)
+            self._entries[session_id] = live
+            self._sizes[session_id] = 0
+            self._account(session_id, live)
+        return live
+
+    def _account(self, session_id: str, live: Live) -> None:
+        self._bytes += live.size - self._sizes[session_id]
+        self._sizes[session_id] = live.size
+        self._entries.move_to_end(session_id)
+        while self._bytes > self._max_bytes and len(self._entries) > 1:
+            self.drop(next(iter(self._entries)))
+
+    def snapshot_if_due(self, before: int, session: Session) -> None:
+        """Save a fold now and then, so that a miss on a long session does not read all of it."""
+        if before // SNAPSHOT_EVENTS == session.version // SNAPSHOT_EVENTS:
+            return
+        task = asyncio.create_task(self._save(session))
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+
+    async def _save(self, session: Session) -> None:
+        data = await asyncio.to_thread(lambda: codec.compress(msgspec.msgpack.encode(session)))
+        operation = SaveSnapshot(session.session_id, session.version, reads.SNAPSHOT_FORMAT, data)
+        try:
+            await self._writer.submit(operation)
+        except AppError as error:
+            log.warning("no snapshot of session %s was saved: %s", session.session_id, error)

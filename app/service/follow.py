@@ -1,0 +1,43 @@
+"""Telling those who follow a session's log that it has grown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+POLL_S = 1.0
+"""How soon a follower sees what another process has appended."""
+
+
+class Followers:
+    """Who is reading which log live."""
+
+    def __init__(self) -> None:
+        self._following: dict[str, set[asyncio.Event]] = {}
+
+    @contextlib.contextmanager
+    def follow(self, session_id: str) -> Iterator[asyncio.Event]:
+        """An event that is set whenever the session's log grows. Clear it before reading, wait after."""
+        changed = asyncio.Event()
+        following = self._following.setdefault(session_id, set())
+        following.add(changed)
+        try:
+            yield changed
+        finally:
+            following.discard(changed)
+            if not following:
+                self._following.pop(session_id, None)
+
+    def notify(self, session_id: str) -> None:
+        for changed in self._following.get(session_id, ()):
+            changed.set()
+
+
+async def wait_for_change(changed: asyncio.Event) -> None:
+    """Until the event is set, or POLL_S have passed."""
+    try:
+        async with asyncio.timeout(POLL_S):
+            await changed.wait()
+    except TimeoutError:
+        return

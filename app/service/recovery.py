@@ -1,0 +1,73 @@
+"""Being alive, and taking over from those who are not; nothing here needs a human."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from app.errors import AppError
+from app.store import incarnations
+from app.store.engine import Database
+from app.store.log import AbandonDead
+from app.store.writer import Writer
+
+log = logging.getLogger("turnlog.recovery")
+
+BEATS_PER_LEASE = 4
+"""Heartbeats in the time after which a silent process loses its claims."""
+
+SWEEP = 200
+"""Dead claims abandoned in one transaction."""
+
+
+async def register(database: Database) -> int:
+    """This process as a new incarnation; whoever is certainly dead is ended on the way."""
+    return await database.write(lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
+
+
+class Recovery:
+    """`lease_s` of silence end a process's claims; with SQLite its lock alone decides."""
+
+    def __init__(
+        self, database: Database, writer: Writer, incarnation: int, lease_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._incarnation = incarnation
+        self._lease_s = lease_s
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Both run beside the traffic: a claim finds a dead holder by itself and does not wait for the sweep."""
+        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._beat())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._database.write(lambda tx: incarnations.end(tx, self._incarnation), durable=False)
+
+    async def _sweep(self) -> None:
+        """Abandon, in the log, every open turn of a dead process."""
+        after: str | None = ""
+        found = 0
+        while after is not None:
+            operation = AbandonDead(after, SWEEP, self._clock(), self._lease_s)
+            try:
+                after, count = await self._writer.submit(operation)
+            except AppError as error:
+                log.warning("abandoning dead turns stopped: %s; each is found again when its session is used", error)
+                return
+            found += count
+        if found:
+            log.info("abandoned the open turns of %d sessions, whose process had died", found)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            try:
+                await self._database.write(lambda tx: incarnations.heartbeat(tx, self._incarnation), durable=False)
+            except AppError as error:
+                log.warning("a heartbeat was missed: %s", error)

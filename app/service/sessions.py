@@ -1,0 +1,208 @@
+"""A session's life around its turns: create, reward, close, erase, and what can be read of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from app.domain import decide
+from app.domain.events import BlobRef, Recorded, SessionConfig, SessionCreated, UnknownEvent
+from app.domain.session import Session
+from app.errors import (
+    AppError,
+    SessionClosed,
+    SessionEnded,
+    SessionExists,
+    SessionNotFound,
+    SessionUnreadable,
+)
+from app.service.cache import Live, SessionCache
+from app.service.follow import Followers, wait_for_change
+from app.store import codec, reads
+from app.store.engine import Database
+from app.store.log import Appended, AssignReward, Close, Create, Erase, Existing, Refused, StoredBlob
+from app.store.writer import Writer
+
+Clock = Callable[[], float]
+
+
+class NewSession(msgspec.Struct, frozen=True):
+    """What a client asks for; `config.rollback_window` is already settled."""
+
+    session_id: str
+    config: SessionConfig
+    metadata: dict[str, Any] | None
+
+
+class Sessions:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(
+        self, database: Database, writer: Writer, cache: SessionCache, followers: Followers, clock: Clock
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._cache = cache
+        self._followers = followers
+        self._clock = clock
+        self._on_close: list[Callable[[str], None]] = []
+
+    def on_close(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with a session's id as soon as its close is on disk."""
+        self._on_close.append(callback)
+
+    async def create(self, new: NewSession) -> None:
+        """Idempotent for the same id and body. Raises SessionExists, SessionEnded."""
+        raw = b"" if not new.metadata else msgspec.json.encode(new.metadata)
+        blob = None
+        if raw:
+            digest = hashlib.sha256(raw).hexdigest()
+            blob = StoredBlob(0, "metadata", len(raw), digest, codec.compress(raw))
+        body_hash = hashlib.sha256(msgspec.json.encode([new.config, new.metadata or {}], order="sorted")).hexdigest()
+        body_hash = body_hash[:32]
+        event = SessionCreated(
+            config=new.config,
+            body_hash=body_hash,
+            metadata=None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash),
+        )
+        outcome = await self._writer.submit(
+            Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
+        )
+        if isinstance(outcome, Existing):
+            _require_same(new.session_id, outcome, body_hash)
+        else:
+            self._followers.notify(new.session_id)
+
+    async def ensure(self, new: NewSession) -> None:
+        """Create the session unless there is one of that id already, in whatever state."""
+        if await self._cache.get(new.session_id) is None:
+            with contextlib.suppress(SessionExists):
+                await self.create(new)
+
+    async def assign_reward(
+        self, session_id: str, reward: float, components: dict[str, float], turn: int | None
+    ) -> int:
+        """The seq of the assignment. Raises SessionNotFound, SessionClosed (erased), InvalidRequest."""
+        live = await self._cache.current(session_id)
+        event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
+        outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
+        return self._appended(session_id, outcome).events[-1].seq
+
+    async def close(self, session_id: str) -> None:
+        """Raises SessionNotFound, SessionClosed. A turn in flight can no longer commit."""
+        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        self._appended(session_id, outcome)
+        for callback in self._on_close:
+            callback(session_id)
+
+    async def erase(self, session_id: str) -> None:
+        """Close if need be, then delete the content and take it out of the log files too.
+
+        Idempotent. Raises SessionNotFound.
+        """
+        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        if isinstance(outcome, Appended):
+            self._appended(session_id, outcome)
+            for callback in self._on_close:
+                callback(session_id)
+        elif outcome.status is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        erased = await self._writer.submit(Erase(session_id, self._clock()))
+        self._cache.drop(session_id)
+        if isinstance(erased, Appended):
+            self._followers.notify(session_id)
+        await self._database.checkpoint()
+
+    async def require(self, session_id: str) -> Live:
+        """An open session as it is now. Raises SessionNotFound, SessionClosed."""
+        live = await self._cache.current(session_id)
+        decide.require_open(live.session if live else None, session_id)
+        assert live is not None
+        return live
+
+    async def page(
+        self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int
+    ) -> list[reads.Head]:
+        """Newest first."""
+        return await self._database.read(
+            lambda connection: reads.list_heads(
+                connection, status=status, group_id=group_id, before=before, limit=limit
+            )
+        )
+
+    async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
+        """The log as NDJSON lines, after seq `after`. Raises SessionNotFound before the first line."""
+        head = await self._database.read(lambda connection: reads.head(connection, session_id))
+        if head is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        return self._events(session_id, after, follow)
+
+    async def _events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
+        with self._followers.follow(session_id) as changed:
+            while True:
+                changed.clear()
+                page = await self._page(session_id, after)
+                if page:
+                    after = page[-1].seq
+                    yield await asyncio.to_thread(_ndjson, page)
+                if len(page) == PAGE:
+                    continue
+                if not follow:
+                    return
+                await wait_for_change(changed)
+
+    async def _page(self, session_id: str, after: int) -> list[Recorded]:
+        try:
+            return await self._database.read(
+                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE)
+            )
+        except UnknownEvent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+    def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
+        if isinstance(outcome, Refused):
+            raise refusal(session_id, outcome.status)
+        self._cache.advance(session_id, outcome.events)
+        self._followers.notify(session_id)
+        return outcome
+
+
+PAGE = 500
+"""Events read at a time."""
+
+
+def _ndjson(page: list[Recorded]) -> bytes:
+    lines = []
+    for recorded in page:
+        fields = {"seq": recorded.seq, "type": type(recorded.event).__name__, "at": recorded.at}
+        lines.append(msgspec.json.encode({**fields, **msgspec.to_builtins(recorded.event)}))
+    return b"\n".join(lines) + b"\n"
+
+
+def refusal(session_id: str, status: str | None) -> AppError:
+    """Why nothing could be written to a session."""
+    if status is None:
+        return SessionNotFound(f"session {session_id} does not exist")
+    return SessionClosed(f"session {session_id} is {status}")
+
+
+def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
+    if existing.status != "open":
+        raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")
+    if existing.body_hash != body_hash:
+        raise SessionExists(f"session {session_id} exists and was created with another body")
+
+
+def summary(session: Session) -> dict[str, Any]:
+    """What `GET /sessions/{id}` says of a session beside its records."""
+    return {
+        "status": session.status,
+        "version": session.version,
+        "group_id": session.config.group_id,
+        "reward": session.reward.reward if session.reward else None,
+    }

@@ -1,0 +1,111 @@
+"""What went over the wire, put together again from what is stored once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from app.domain.decide import TOKEN_BYTES
+from app.domain.events import TurnCommitted, UnknownEvent
+from app.domain.session import Session, Turn
+from app.errors import SessionUnreadable
+from app.store import codec, reads
+from app.store.codec import CorruptContent, Wire
+from app.store.engine import Database
+from app.upstream.engines import CHAT
+
+
+def request_body(params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str | None) -> bytes:
+    """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in."""
+    parts = [params[:-1]]
+    if rid is not None:
+        parts.append(b',"rid":"' + rid.encode() + b'"')
+    if tools is not None:
+        parts.append(b',"tools":' + tools)
+    parts += [b',"messages":[', b",".join(messages), b"]}"]
+    return b"".join(parts)
+
+
+async def token_ids(database: Database, session: Session, number: int) -> bytes:
+    """All token ids after turn `number`, prompt and output, as little-endian int32. Raises SessionUnreadable."""
+    return await _ids(database, session, [turn.number for turn in session.token_chain(number)])
+
+
+async def _ids(database: Database, session: Session, numbers: Sequence[int]) -> bytes:
+    """The tokens that each of these turns added, one after the other."""
+    try:
+        facts = await database.read(lambda connection: reads.load_facts(connection, session.session_id, numbers))
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    return b"".join(part for fact in facts.values() for part in (fact.suffix_ids, fact.output_ids))
+
+
+async def stored_reply(database: Database, session: Session, number: int) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Status, headers and body of a committed turn's reply, to the byte. Raises SessionUnreadable."""
+    wire = await _wire(database, session, number)
+    ids = await token_ids(database, session, number)
+    return wire.status, wire.headers, _reply(session.turn(number), wire, ids)
+
+
+async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
+    """A record per live turn, as JSON, one at a time: a whole session of them grows with turns × context."""
+    committed = await _committed(database, session)
+    history: list[bytes] = []
+    ids = b""
+    for number in session.path:
+        turn, (at, event) = session.turn(number), committed[number]
+        wire = await _wire(database, session, number)
+        ids = (ids if turn.base_tokens else b"") + await _ids(database, session, [number])
+        request, history = await _request(database, session, turn, event, wire, history)
+        yield msgspec.json.encode(
+            {
+                "timestamp": at,
+                "request_timestamp": event.requested_at,
+                "method": "POST",
+                "path": CHAT,
+                "status_code": wire.status,
+                "request": msgspec.Raw(request),
+                "response": msgspec.Raw(_reply(turn, wire, ids)),
+                "turn": number,
+            }
+        )
+
+
+async def _request(
+    database: Database, session: Session, turn: Turn, event: TurnCommitted, wire: Wire, history: list[bytes]
+) -> tuple[bytes, list[bytes]]:
+    """The request as the engine got it, and the history that the next turn continues."""
+    numbers = [event.params] if event.tools is None else [event.params, event.tools]
+    blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
+    messages = [*(history if turn.base_messages else []), *wire.messages]
+    tools = None if event.tools is None else blobs[event.tools]
+    body = request_body(blobs[event.params], tools, messages, wire.rid or None)
+    return body, [*messages, wire.message]
+
+
+def _reply(turn: Turn, wire: Wire, ids: bytes) -> bytes:
+    prompt = memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES]
+    return codec.paste_prompt_ids(wire, prompt.cast("i"))
+
+
+async def _wire(database: Database, session: Session, number: int) -> Wire:
+    try:
+        wires = await database.read(lambda connection: reads.load_wires(connection, session.session_id, [number]))
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
+    return wires[number]
+
+
+async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
+    """When each turn was committed, and its event."""
+    try:
+        events = await database.read(lambda connection: reads.load_events(connection, session.session_id))
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    return {
+        recorded.event.turn: (recorded.at, recorded.event)
+        for recorded in events
+        if isinstance(recorded.event, TurnCommitted)
+    }

@@ -1,0 +1,125 @@
+"""The settings: environment variables named `TURNLOG_*`, read once into one frozen object."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from app.errors import StartupError
+
+log = logging.getLogger("turnlog.settings")
+
+PREFIX = "TURNLOG_"
+MIB = 1 << 20
+DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
+
+LATER = frozenset(
+    {
+        "TURNLOG_ADMIN_TOKEN",
+        "TURNLOG_ENGINE_SESSIONS",
+        "TURNLOG_REPLAY",
+        "TURNLOG_TOKENIZER",
+        "TURNLOG_TRUSTED_NETWORKS",
+    }
+)
+"""Settings of planned features that must not be thought to be in force: setting one stops start-up."""
+
+
+class Settings(BaseSettings):
+    """What an operator can choose. Every field has a default that works on one machine."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
+
+    database_url: str = "sqlite+aiosqlite:///./var/turnlog.db"
+    upstreams: Annotated[tuple[str, ...], NoDecode] = ()
+    upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
+    upstream_api_key: str | None = None
+    upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
+    upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
+    rollback_window: int = Field(default=1, ge=0, le=1000)
+    client_reply: Literal["auto", "verbatim"] = "auto"
+    stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
+    on_disconnect: str = Field(default="finish", pattern=r"^(finish|abort_after:\d+(\.\d+)?)$")
+    max_request_bytes: int = Field(default=64 * MIB, ge=1024)
+    max_upstream_bytes: int = Field(default=256 * MIB, ge=1024)
+    inflight_bytes: int = Field(default=2048 * MIB, ge=1024)
+    inline_max_bytes: int = Field(default=256 * 1024, ge=0)
+    cache_bytes: int = Field(default=256 * MIB, ge=0)
+    lease_s: float = Field(default=8, ge=1, le=3600)
+
+    @field_validator("upstreams", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("upstreams")
+    @classmethod
+    def _base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError("base URLs such as http://127.0.0.1:30000, separated by commas")
+            if parts.username or parts.password:
+                raise ValueError("base URLs without credentials (use TURNLOG_UPSTREAM_API_KEY)")
+        if len(set(value)) != len(value):
+            raise ValueError("base URLs, each once")
+        return value
+
+    @field_validator("database_url")
+    @classmethod
+    def _driver(cls, value: str) -> str:
+        try:
+            url = make_url(value)
+        except ArgumentError as error:
+            raise ValueError("a URL such as sqlite+aiosqlite:///./var/turnlog.db") from error
+        if url.drivername not in DRIVERS:
+            raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
+        if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
+            raise ValueError("a file: a store in memory would lose every session")
+        return value
+
+    @property
+    def abort_after_s(self) -> float | None:
+        """Seconds a turn outlives its client; None: for as long as it takes (`finish`)."""
+        mode, _, seconds = self.on_disconnect.partition(":")
+        return float(seconds) if mode == "abort_after" else None
+
+
+def load_settings() -> Settings:
+    """Read the environment. Raises StartupError with one line that names variable, value and choices."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
+        if name in LATER:
+            raise StartupError(f"{name} is set, but this version does not have that feature yet: unset it")
+        log.warning("%s is not a setting of this version and is ignored", name)
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise StartupError(_one_line(error.errors()[0])) from error
+
+
+def _one_line(problem: Mapping[str, Any]) -> str:
+    name = PREFIX + str(problem["loc"][0]).upper() if problem["loc"] else PREFIX
+    value = problem["input"]
+    if name.endswith("API_KEY"):
+        value = "(not shown)"
+    if name.endswith("DATABASE_URL"):
+        value = _without_password(str(value))
+    wanted = str(problem["msg"]).removeprefix("Value error, ")
+    return f"{name}={value!r}: accepted is {wanted[0].lower()}{wanted[1:]}"
+
+
+def _without_password(url: str) -> str:
+    """Hide what stands between the user's name and the host, also in a URL too broken to parse."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)

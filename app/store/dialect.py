@@ -1,0 +1,230 @@
+"""The one place where SQLite and PostgreSQL differ: functions, pragmas, the transaction, errors.
+
+Statements are SQLAlchemy Core everywhere. On SQLite the writer compiles each once and hands it to the
+driver: a turn takes seven statements, and Core's cost per execution (about 40 µs) would be most of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sqlalchemy import BigInteger, Connection, Double
+from sqlalchemy.dialects import sqlite
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import ClauseElement, Executable, Insert
+from sqlalchemy.sql.functions import FunctionElement
+
+from app.errors import AppError, StoreFull, StoreUnavailable
+
+Row = Sequence[Any]
+Parameters = Mapping[str, Any]
+
+
+class current_tx(FunctionElement[int]):
+    """The id of the running transaction; 0 where one writer makes it needless."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(current_tx)
+def _no_tx(element: current_tx, compiler: Any, **options: Any) -> str:
+    return "0"
+
+
+@compiles(current_tx, "postgresql")
+def _xid8(element: current_tx, compiler: Any, **options: Any) -> str:
+    return "(pg_current_xact_id()::text::bigint)"
+
+
+class oldest_tx(FunctionElement[int]):
+    """The oldest transaction that may still commit; what is stamped below it is complete and in order."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(oldest_tx)
+def _one_writer(element: oldest_tx, compiler: Any, **options: Any) -> str:
+    return "1"
+
+
+@compiles(oldest_tx, "postgresql")
+def _xmin(element: oldest_tx, compiler: Any, **options: Any) -> str:
+    return "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)"
+
+
+class now(FunctionElement[float]):
+    """Seconds since the epoch by the database's clock."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(now)
+def _julian(element: now, compiler: Any, **options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(now, "postgresql")
+def _clock_timestamp(element: now, compiler: Any, **options: Any) -> str:
+    return "extract(epoch from clock_timestamp())::double precision"
+
+
+class Tx(Protocol):
+    """A write transaction as the log sees it; what it runs is Core, what it returns plain rows."""
+
+    def one(self, statement: Executable, parameters: Parameters) -> Row | None: ...
+
+    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
+
+    def run(self, statement: Executable, parameters: Parameters) -> int:
+        """Returns how many rows it changed."""
+        ...
+
+    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None: ...
+
+    def positions(self, count: int) -> Iterator[int] | None:
+        """Numbers for `count` new events, or None where the database gives them."""
+        ...
+
+
+class AlchemyTx:
+    """Through SQLAlchemy's own execution; the database numbers events."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def one(self, statement: Executable, parameters: Parameters) -> Row | None:
+        return self._connection.execute(statement, parameters).first()
+
+    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        return self._connection.execute(statement, parameters).all()
+
+    def run(self, statement: Executable, parameters: Parameters) -> int:
+        return self._connection.execute(statement, parameters).rowcount
+
+    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            self._connection.execute(statement, rows)
+
+    def positions(self, count: int) -> Iterator[int] | None:
+        return None
+
+
+class SqliteTx:
+    """Straight on the driver's connection, with statements compiled once.
+
+    `next_position` is the number of the next event; a rolled-back transaction leaves a gap, never a repeat.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
+        self._cursor = connection.cursor()
+        self._positions = itertools.count(next_position)
+        self._compiled: dict[tuple[int, tuple[str, ...] | None], _Compiled] = {}
+        self._dialect = sqlite.dialect(paramstyle="qmark")
+
+    def one(self, statement: Executable, parameters: Parameters) -> Row | None:
+        sql, values = self._bind(statement, parameters)
+        row: Row | None = self._cursor.execute(sql, values).fetchone()
+        self._cursor.fetchall()
+        return row
+
+    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        sql, values = self._bind(statement, parameters)
+        return self._cursor.execute(sql, values).fetchall()
+
+    def run(self, statement: Executable, parameters: Parameters) -> int:
+        sql, values = self._bind(statement, parameters)
+        return self._cursor.execute(sql, values).rowcount
+
+    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            sql, values = self._bind(statement, row, tuple(row))
+            self._cursor.execute(sql, values)
+
+    def positions(self, count: int) -> Iterator[int] | None:
+        return itertools.islice(self._positions, count)
+
+    def _bind(
+        self, statement: Executable, parameters: Parameters, columns: tuple[str, ...] | None = None
+    ) -> tuple[str, list[Any]]:
+        key = (id(statement), columns)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(statement, columns)
+        return found.sql, [parameters.get(name, default) for name, default in found.names]
+
+    def _compile(self, statement: Executable, columns: tuple[str, ...] | None) -> _Compiled:
+        assert isinstance(statement, ClauseElement)
+        compiled = statement.compile(dialect=self._dialect, column_keys=None if columns is None else list(columns))
+        names: list[str] = compiled.positiontup or []  # type: ignore[attr-defined]
+        return _Compiled(statement, str(compiled), [(name, compiled.params.get(name)) for name in names])
+
+
+class _Compiled(NamedTuple):
+    """`statement` is kept so that its id stays its own."""
+
+    statement: Executable
+    sql: str
+    names: list[tuple[str, Any]]
+
+
+PRAGMAS = (
+    "PRAGMA auto_vacuum = INCREMENTAL",
+    "PRAGMA journal_mode = WAL",
+    "PRAGMA foreign_keys = ON",
+    "PRAGMA secure_delete = ON",
+    "PRAGMA temp_store = MEMORY",
+    "PRAGMA cache_size = -65536",
+    "PRAGMA journal_size_limit = 67108864",
+)
+
+MIN_SQLITE = (3, 35, 0)
+"""The first with RETURNING."""
+
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG})
+_WHOLE_DATABASE = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_NOTADB,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_INTERRUPT,
+    }
+)
+_UNAVAILABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
+"""SQLSTATE classes: connection, resources, operator intervention, system, rollback, state, lock."""
+
+
+def store_error(error: BaseException) -> AppError | None:
+    """What a driver's error means to a client; None for one that is our own mistake."""
+    if isinstance(error, DBAPIError):
+        if error.orig is None:
+            return None
+        return store_error(error.orig)
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code in _FULL:
+            return StoreFull("the database is full")
+        return StoreUnavailable(f"the database answered {_code_name(error)}") if code in _WHOLE_DATABASE else None
+    if isinstance(error, OSError):
+        return StoreUnavailable(f"the database cannot be reached: {type(error).__name__}")
+    state = getattr(error, "sqlstate", None)
+    if state == "53100":
+        return StoreFull("the database is full")
+    if isinstance(state, str) and state.startswith(_UNAVAILABLE_CLASSES):
+        return StoreUnavailable(f"the database answered {state}")
+    return None
+
+
+def _code_name(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", type(error).__name__)

@@ -1,0 +1,472 @@
+"""What can be written: one operation a class, each judged on its own inside a shared transaction.
+
+An operation never raises for what a client may have caused; it returns an outcome that says so. So one
+that loses its fence does not fail its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import msgspec
+from sqlalchemy import and_, bindparam, delete, insert, or_, select, update
+
+from app.domain import upcast
+from app.domain.events import (
+    VERSIONS,
+    Event,
+    Recorded,
+    RewardAssigned,
+    SessionClosed,
+    SessionErased,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    name_of,
+)
+from app.store.dialect import Row, Tx, now
+from app.store.schema import blobs, events, incarnations, open_turns, sessions, snapshots, turns
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Operation(Protocol[Result]):
+    """`size` is about how many bytes it writes; `durable` says that an acknowledgement rests on it."""
+
+    durable: ClassVar[bool]
+
+    @property
+    def size(self) -> int: ...
+
+    def apply(self, tx: Tx) -> Result: ...
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Nothing was written: the session's status is `status`, or None where there is no such session."""
+
+    status: str | None
+
+
+class Appended(msgspec.Struct, frozen=True):
+    """Written; `events` in their places."""
+
+    events: tuple[Recorded, ...]
+
+
+class Stale(msgspec.Struct, frozen=True):
+    """Nothing was claimed: the session has moved on from the expected version."""
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Nothing was claimed: a live process holds the session's open turn."""
+
+    turn: int
+    fence: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+
+
+class StoredBlob(msgspec.Struct, frozen=True):
+    """A per-session blob's row; `data` is a compressed frame, `size` and `hash` those of the raw bytes."""
+
+    number: int
+    kind: str
+    size: int
+    hash: str
+    data: bytes
+
+
+_insert_event = insert(events)
+_insert_session = insert(sessions)
+_insert_open_turn = insert(open_turns)
+_insert_turn = insert(turns)
+_insert_blob = insert(blobs)
+
+_head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
+    sessions.c.session_id == bindparam("sid")
+)
+_claim = (
+    update(sessions)
+    .where(
+        sessions.c.session_id == bindparam("sid"),
+        sessions.c.version == bindparam("expected"),
+        sessions.c.open_turns == 0,
+        sessions.c.status == "open",
+    )
+    .values(version=sessions.c.version + 1, open_turns=1)
+)
+_free = (
+    delete(open_turns)
+    .where(
+        open_turns.c.session_id == bindparam("sid"),
+        open_turns.c.fence == bindparam("fenced"),
+        open_turns.c.incarnation == bindparam("holder"),
+    )
+    .returning(open_turns.c.fence)
+)
+_advance = (
+    update(sessions)
+    .where(sessions.c.session_id == bindparam("sid"))
+    .values(
+        version=sessions.c.version + bindparam("count"),
+        open_turns=sessions.c.open_turns - bindparam("freed"),
+        turns=sessions.c.turns + bindparam("committed"),
+        updated_at=bindparam("at"),
+    )
+    .returning(sessions.c.version)
+)
+_reward = (
+    update(sessions)
+    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status != "erased")
+    .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
+    .returning(sessions.c.version)
+)
+_set_reward = update(sessions).where(sessions.c.session_id == bindparam("sid")).values(reward=bindparam("value"))
+_set_status = (
+    update(sessions)
+    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == bindparam("was"))
+    .values(status=bindparam("state"))
+)
+_dead = or_(
+    incarnations.c.ended_at.is_not(None),
+    incarnations.c.heartbeat_at < now() - bindparam("lease_s"),
+    incarnations.c.id.is_(None),
+)
+_open = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
+_open_turns = (
+    select(
+        open_turns.c.turn,
+        open_turns.c.fence,
+        open_turns.c.incarnation,
+        open_turns.c.body_hash,
+        open_turns.c.retry_key,
+        _dead.label("dead"),
+    )
+    .select_from(_open)
+    .where(open_turns.c.session_id == bindparam("sid"))
+)
+_dead_open_turns = (
+    select(open_turns.c.session_id)
+    .select_from(_open)
+    .where(_dead, open_turns.c.session_id > bindparam("after"))
+    .order_by(open_turns.c.session_id)
+    .limit(bindparam("most"))
+)
+_drop_open_turns = delete(open_turns).where(
+    and_(open_turns.c.session_id == bindparam("sid"), open_turns.c.fence == bindparam("fenced"))
+)
+_drop_content = tuple(
+    delete(table).where(table.c.session_id == bindparam("sid")) for table in (turns, blobs, snapshots)
+)
+_drop_snapshot = delete(snapshots).where(snapshots.c.session_id == bindparam("sid"))
+_insert_snapshot = insert(snapshots)
+
+
+def _append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
+    """Write events at `first` and after; the caller has moved the head's version past them."""
+    positions = tx.positions(len(new))
+    rows: list[dict[str, Any]] = []
+    for seq, event in enumerate(new, first):
+        name = name_of(event)
+        row = {
+            "session_id": session_id,
+            "seq": seq,
+            "type": name,
+            "version": VERSIONS[name],
+            "at": at,
+            "data": upcast.encode(event),
+        }
+        if positions is not None:
+            row["position"] = next(positions)
+        rows.append(row)
+    tx.insert(_insert_event, rows)
+    return Appended(tuple(Recorded(seq, at, event) for seq, event in enumerate(new, first)))
+
+
+def _advance_head(
+    tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0, committed: int = 0
+) -> Appended:
+    row = tx.one(_advance, {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at})
+    assert row is not None, f"open turn of session {session_id} without a head"
+    return _append(tx, session_id, row[0] - len(new) + 1, at, new)
+
+
+def _refused(tx: Tx, session_id: str) -> Refused:
+    head = tx.one(_head, {"sid": session_id})
+    return Refused(None if head is None else head[1])
+
+
+class Create(msgspec.Struct, frozen=True):
+    """A new session, or Existing where the id is taken."""
+
+    durable: ClassVar[bool] = True
+    session_id: str
+    at: float
+    event: Event
+    body_hash: str
+    group_id: str | None
+    blob: StoredBlob | None
+
+    @property
+    def size(self) -> int:
+        return 512 + (len(self.blob.data) if self.blob else 0)
+
+    def apply(self, tx: Tx) -> Appended | Existing:
+        head = tx.one(_head, {"sid": self.session_id})
+        if head is not None:
+            return Existing(head[1], head[3])
+        row = {
+            "session_id": self.session_id,
+            "version": 1,
+            "status": "open",
+            "open_turns": 0,
+            "turns": 0,
+            "group_id": self.group_id,
+            "created_at": self.at,
+            "updated_at": self.at,
+            "body_hash": self.body_hash,
+        }
+        tx.insert(_insert_session, [row])
+        if self.blob is not None:
+            tx.insert(_insert_blob, [_blob_row(self.session_id, self.blob)])
+        return _append(tx, self.session_id, 1, self.at, [self.event])
+
+
+class Existing(msgspec.Struct, frozen=True):
+    status: str
+    body_hash: str
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Take the session's one open turn, at exactly the version that the caller knows.
+
+    A claim whose holder is dead is abandoned in the log on the way; the outcome is then Stale, because
+    the version has moved.
+    """
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    expected: int
+    at: float
+    event: TurnOpened
+    lease_s: float
+
+    @property
+    def size(self) -> int:
+        return 512
+
+    def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
+        if not tx.run(_claim, {"sid": self.session_id, "expected": self.expected}):
+            return self._why_not(tx)
+        fence = self.expected + 1
+        row = {
+            "session_id": self.session_id,
+            "fence": fence,
+            "turn": self.event.turn,
+            "parent_turn": self.event.parent,
+            "incarnation": self.event.incarnation,
+            "body_hash": self.event.body_hash,
+            "retry_key": self.event.retry_key,
+            "opened_at": self.at,
+        }
+        tx.insert(_insert_open_turn, [row])
+        return _append(tx, self.session_id, fence, self.at, [self.event])
+
+    def _why_not(self, tx: Tx) -> Stale | Busy | Refused:
+        head = tx.one(_head, {"sid": self.session_id})
+        if head is None or head[1] != "open":
+            return Refused(None if head is None else head[1])
+        holders = tx.all(_open_turns, {"sid": self.session_id, "lease_s": self.lease_s})
+        live = [row for row in holders if not row[5]]
+        _abandon(tx, self.session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+        return Busy(*live[0][:5]) if live else Stale()
+
+
+def _abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
+    """End open turns that are not the caller's own; one that has ended meanwhile is passed over."""
+    gone = [
+        TurnAbandoned(row[0], row[1], reason)
+        for row in holders
+        if tx.run(_drop_open_turns, {"sid": session_id, "fenced": row[1]})
+    ]
+    if not gone:
+        return Appended(())
+    return _advance_head(tx, session_id, at, gone, freed=len(gone))
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """End the open turn with what it brought, if the fence still stands; else nothing is written."""
+
+    durable: ClassVar[bool] = True
+    session_id: str
+    fence: int
+    incarnation: int
+    at: float
+    events: Sequence[Event]
+    facts: bytes
+    wire: bytes
+    blobs: Sequence[StoredBlob]
+
+    @property
+    def size(self) -> int:
+        return 1024 + len(self.facts) + len(self.wire) + sum(len(blob.data) for blob in self.blobs)
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not _take(tx, self.session_id, self.fence, self.incarnation):
+            return _refused(tx, self.session_id)
+        turn = self.events[-1]
+        assert isinstance(turn, TurnCommitted)
+        row = {
+            "session_id": self.session_id,
+            "turn": turn.turn,
+            "parent_turn": turn.parent,
+            "segment": turn.segment,
+            "choice_index": turn.choice_index,
+            "protocol": turn.protocol,
+            "facts": self.facts,
+            "wire": self.wire,
+        }
+        tx.insert(_insert_turn, [row])
+        tx.insert(_insert_blob, [_blob_row(self.session_id, blob) for blob in self.blobs])
+        return _advance_head(tx, self.session_id, self.at, self.events, freed=1, committed=1)
+
+
+def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
+    """The fence: does this process still hold this open turn? If so it holds it no longer."""
+    return tx.one(_free, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
+
+
+class Release(msgspec.Struct, frozen=True):
+    """End the open turn without a commit."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    at: float
+    event: Event
+
+    @property
+    def size(self) -> int:
+        return 512
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not _take(tx, self.session_id, self.fence, self.incarnation):
+            return _refused(tx, self.session_id)
+        return _advance_head(tx, self.session_id, self.at, [self.event], freed=1)
+
+
+class AssignReward(msgspec.Struct, frozen=True):
+    """In an open or a closed session."""
+
+    durable: ClassVar[bool] = True
+    session_id: str
+    at: float
+    event: RewardAssigned
+
+    @property
+    def size(self) -> int:
+        return 512
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        row = tx.one(_reward, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return _refused(tx, self.session_id)
+        if self.event.turn is None:
+            tx.run(_set_reward, {"sid": self.session_id, "value": self.event.reward})
+        return _append(tx, self.session_id, row[0], self.at, [self.event])
+
+
+class Close(msgspec.Struct, frozen=True):
+    """Close an open session; its open turn ends abandoned and can no longer commit."""
+
+    durable: ClassVar[bool] = True
+    session_id: str
+    at: float
+
+    @property
+    def size(self) -> int:
+        return 512
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not tx.run(_set_status, {"sid": self.session_id, "was": "open", "state": "closed"}):
+            return _refused(tx, self.session_id)
+        holders = tx.all(_open_turns, {"sid": self.session_id, "lease_s": 0.0})
+        gone = _abandon(tx, self.session_id, self.at, holders, "session_closed")
+        closed = _advance_head(tx, self.session_id, self.at, [SessionClosed()])
+        return Appended(gone.events + closed.events)
+
+
+class Erase(msgspec.Struct, frozen=True):
+    """Delete the content of a closed session; the log's skeleton stays."""
+
+    durable: ClassVar[bool] = True
+    session_id: str
+    at: float
+
+    @property
+    def size(self) -> int:
+        return 512
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not tx.run(_set_status, {"sid": self.session_id, "was": "closed", "state": "erased"}):
+            return _refused(tx, self.session_id)
+        for statement in _drop_content:
+            tx.run(statement, {"sid": self.session_id})
+        return _advance_head(tx, self.session_id, self.at, [SessionErased()])
+
+
+class SaveSnapshot(msgspec.Struct, frozen=True):
+    """Replace the session's snapshot; one that is older than the stored one does no harm."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    seq: int
+    format: str
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def apply(self, tx: Tx) -> None:
+        head = tx.one(_head, {"sid": self.session_id})
+        if head is None or head[1] == "erased":
+            return
+        tx.run(_drop_snapshot, {"sid": self.session_id})
+        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
+        tx.insert(_insert_snapshot, [row])
+
+
+class AbandonDead(msgspec.Struct, frozen=True):
+    """Abandon up to `most` open turns of dead processes, of sessions after `after`; returns the last id seen."""
+
+    durable: ClassVar[bool] = False
+    after: str
+    most: int
+    at: float
+    lease_s: float
+
+    @property
+    def size(self) -> int:
+        return 256 * self.most
+
+    def apply(self, tx: Tx) -> tuple[str | None, int]:
+        found = tx.all(_dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
+        for (session_id,) in found:
+            holders = tx.all(_open_turns, {"sid": session_id, "lease_s": self.lease_s})
+            _abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+        return (found[-1][0] if len(found) == self.most else None), len(found)
+
+
+def _blob_row(session_id: str, blob: StoredBlob) -> dict[str, Any]:
+    return {
+        "session_id": session_id,
+        "number": blob.number,
+        "kind": blob.kind,
+        "size": blob.size,
+        "hash": blob.hash,
+        "data": blob.data,
+    }

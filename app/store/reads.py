@@ -1,0 +1,206 @@
+"""What can be read: plain functions over a Core connection, for `Database.read`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from sqlalchemy import ColumnElement, exists, null, select, tuple_
+from sqlalchemy import Connection as Connection
+
+from app.domain import upcast
+from app.domain.events import EXPORTED, Recorded
+from app.domain.session import Session, fold
+from app.store import codec
+from app.store.codec import CorruptContent, Facts, Wire
+from app.store.dialect import oldest_tx
+from app.store.schema import blobs, events, sessions, snapshots, store_meta, turns
+
+SNAPSHOT_FORMAT = "session-1"
+"""Changes with the shape of `Session`; snapshots in another format are folded anew."""
+
+
+class Head(msgspec.Struct, frozen=True):
+    """A session's row: `version` is its last seq, times are seconds since the epoch."""
+
+    session_id: str
+    version: int
+    status: str
+    turns: int
+    group_id: str | None
+    reward: float | None
+    created_at: float
+    updated_at: float
+
+
+_HEAD = (
+    sessions.c.session_id,
+    sessions.c.version,
+    sessions.c.status,
+    sessions.c.turns,
+    sessions.c.group_id,
+    sessions.c.reward,
+    sessions.c.created_at,
+    sessions.c.updated_at,
+)
+
+
+class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A place in the order of commits."""
+
+    tx: int
+    position: int
+
+
+def head(connection: Connection, session_id: str) -> Head | None:
+    row = connection.execute(select(*_HEAD).where(sessions.c.session_id == session_id)).first()
+    return None if row is None else Head(*row)
+
+
+def list_heads(
+    connection: Connection,
+    *,
+    status: str | None,
+    group_id: str | None,
+    before: tuple[float, str] | None,
+    limit: int,
+) -> list[Head]:
+    """Newest first, those created before `before` (created_at, session_id)."""
+    query = select(*_HEAD).order_by(sessions.c.created_at.desc(), sessions.c.session_id.desc()).limit(limit)
+    if status is not None:
+        query = query.where(sessions.c.status == status)
+    if group_id is not None:
+        query = query.where(sessions.c.group_id == group_id)
+    if before is not None:
+        query = query.where(tuple_(sessions.c.created_at, sessions.c.session_id) < before)
+    return [Head(*row) for row in connection.execute(query)]
+
+
+def load_events(
+    connection: Connection,
+    session_id: str,
+    *,
+    after: int = 0,
+    upto: Position | None = None,
+    limit: int | None = None,
+) -> list[Recorded]:
+    """A session's events after seq `after`, in order. Raises UnknownEvent."""
+    query = (
+        select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
+        .where(events.c.session_id == session_id, events.c.seq > after)
+        .order_by(events.c.seq)
+    )
+    if upto is not None:
+        query = query.where(_at_or_before(upto))
+    if limit is not None:
+        query = query.limit(limit)
+    return [
+        Recorded(seq, at, upcast.decode(name, version, data))
+        for seq, at, name, version, data in connection.execute(query)
+    ]
+
+
+def load_session(connection: Connection, session_id: str, known: Session | None = None) -> Session | None:
+    """The state of a session now, from `known` or its snapshot on. Raises UnknownEvent."""
+    start = known if known is not None else load_snapshot(connection, session_id)
+    return fold(session_id, load_events(connection, session_id, after=start.version if start else 0), start)
+
+
+def load_snapshot(connection: Connection, session_id: str) -> Session | None:
+    """A cached fold, or None; a damaged or foreign one counts as none, because the log is the truth."""
+    query = select(snapshots.c.format, snapshots.c.data).where(snapshots.c.session_id == session_id)
+    row = connection.execute(query).first()
+    if row is None or row[0] != SNAPSHOT_FORMAT:
+        return None
+    try:
+        return msgspec.msgpack.decode(codec.decompress(row[1]), type=Session)
+    except (CorruptContent, msgspec.MsgspecError):
+        return None
+
+
+Frames = dict[int, tuple[bytes | None, bytes | None]]
+"""A turn's stored facts and wire, by turn; None where not asked for or erased."""
+
+SPAN = 500
+"""Turns in one IN list; SQLite takes at most some thousand parameters."""
+
+
+def load_frames(
+    connection: Connection, session_id: str, numbers: Sequence[int], *, facts: bool = True, wire: bool = True
+) -> Frames:
+    found: Frames = {}
+    for start in range(0, len(numbers), SPAN):
+        query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else null()).where(
+            turns.c.session_id == session_id, turns.c.turn.in_(numbers[start : start + SPAN])
+        )
+        found.update((row[0], (row[1], row[2])) for row in connection.execute(query))
+    return found
+
+
+def load_facts(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Facts]:
+    """The tokens of some turns. Raises CorruptContent, also for a turn whose content is not there."""
+    frames = load_frames(connection, session_id, numbers, wire=False)
+    return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
+
+
+def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Wire]:
+    """What went over the wire in some turns. Raises CorruptContent, also where the content is not there."""
+    frames = load_frames(connection, session_id, numbers, facts=False)
+    return {number: codec.unpack(frames.get(number, (None, None))[1], Wire) for number in numbers}
+
+
+def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
+    """Raw per-session blobs by number. Raises CorruptContent."""
+    query = select(blobs.c.number, blobs.c.data).where(
+        blobs.c.session_id == session_id, blobs.c.number.in_(sorted(set(numbers)))
+    )
+    return {number: codec.decompress(data) for number, data in connection.execute(query)}
+
+
+def epoch(connection: Connection) -> str:
+    """The store's epoch: a restore raises it, and with it ends every export cursor."""
+    value: str = connection.execute(select(store_meta.c.value).where(store_meta.c.key == "epoch")).scalar_one()
+    return value
+
+
+def horizon(connection: Connection) -> Position:
+    """The last place in the order below which nothing can appear any more."""
+    last = (
+        select(events.c.tx, events.c.position)
+        .where(events.c.tx < oldest_tx())
+        .order_by(events.c.tx.desc(), events.c.position.desc())
+        .limit(1)
+    )
+    row = connection.execute(last).first()
+    return Position(0, 0) if row is None else Position(*row)
+
+
+def changed_sessions(
+    connection: Connection, *, after: Position, upto: Position, limit: int, session_id: str | None = None
+) -> list[tuple[str, Position]]:
+    """Sessions in the order of their last exported event in (after, upto], each once, with that place."""
+    later = events.alias("later")
+    newer = exists().where(
+        later.c.session_id == events.c.session_id,
+        later.c.seq > events.c.seq,
+        later.c.type.in_(EXPORTED),
+        tuple_(later.c.tx, later.c.position) <= (upto.tx, upto.position),
+    )
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(
+            tuple_(events.c.tx, events.c.position) > (after.tx, after.position),
+            _at_or_before(upto),
+            events.c.type.in_(EXPORTED),
+            ~newer,
+        )
+        .order_by(events.c.tx, events.c.position)
+        .limit(limit)
+    )
+    if session_id is not None:
+        query = query.where(events.c.session_id == session_id)
+    return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
+
+
+def _at_or_before(place: Position) -> ColumnElement[bool]:
+    return tuple_(events.c.tx, events.c.position) <= (place.tx, place.position)

@@ -1,0 +1,153 @@
+"""The tables, alike on SQLite and PostgreSQL.
+
+Every table's key begins with the session, so that PostgreSQL can partition or distribute by it. `events`
+is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns` and `blobs` hold the content
+that events refer to; `snapshots` is a cache that may be emptied at any time.
+
+Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
+gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
+id: a reader stays below the oldest transaction that still runs and so never skips a late commit.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+)
+
+from app.store.dialect import current_tx
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+SESSION_ID = String(128)
+
+
+metadata = MetaData(naming_convention=NAMING)
+
+store_meta = Table(
+    "store_meta",
+    metadata,
+    Column("key", String(64), primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""`epoch`: an export cursor names it; a restore raises it, because positions start anew then."""
+
+incarnations = Table(
+    "incarnations",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("host", String(255), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("started_at", Double, nullable=False),
+    Column("heartbeat_at", Double, nullable=False),
+    Column("ended_at", Double),
+)
+"""The processes that have served this store; times are the database's own clock."""
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", SESSION_ID, primary_key=True),
+    Column("version", BigInteger, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("open_turns", Integer, nullable=False),
+    Column("turns", Integer, nullable=False),
+    Column("group_id", Text),
+    Column("reward", Double),
+    Column("created_at", Double, nullable=False),
+    Column("updated_at", Double, nullable=False),
+    Column("body_hash", String(32), nullable=False),
+    Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
+    Index("ix_sessions_group_id", "group_id"),
+    sqlite_with_rowid=False,
+)
+"""The head of each log; `version` is its last seq, `turns` counts committed ones."""
+
+open_turns = Table(
+    "open_turns",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("turn", Integer, nullable=False),
+    Column("parent_turn", Integer, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("body_hash", String(32), nullable=False),
+    Column("retry_key", String(32)),
+    Column("opened_at", Double, nullable=False),
+    PrimaryKeyConstraint("session_id", "fence"),
+    sqlite_with_rowid=False,
+)
+"""The claims. A linear session has at most one; the table does not say so, because a tree has many."""
+
+events = Table(
+    "events",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("type", String(32), nullable=False),
+    Column("version", SmallInteger, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("tx", BigInteger, server_default=current_tx(), nullable=False),
+    Column("position", BigInteger, Identity(), nullable=False),
+    PrimaryKeyConstraint("session_id", "seq"),
+    Index("ix_events_tx_position", "tx", "position"),
+)
+"""The log. `data` is the event's JSON; `at` is seconds since the epoch by the service's clock."""
+
+turns = Table(
+    "turns",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("turn", Integer, nullable=False),
+    Column("parent_turn", Integer, nullable=False),
+    Column("segment", Integer, nullable=False),
+    Column("choice_index", SmallInteger, nullable=False),
+    Column("protocol", String(16), nullable=False),
+    Column("facts", LargeBinary),
+    Column("wire", LargeBinary),
+    PrimaryKeyConstraint("session_id", "turn", "choice_index"),
+)
+"""A committed turn's content, null once erased: training facts, and what went over the wire."""
+
+blobs = Table(
+    "blobs",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("hash", String(64), nullable=False),
+    Column("location", Text),
+    Column("data", LargeBinary),
+    PrimaryKeyConstraint("session_id", "number"),
+)
+"""What a session stores once: metadata, parameters, tools. `location` names an object store's copy."""
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    Column("session_id", SESSION_ID, primary_key=True),
+    Column("seq", BigInteger, nullable=False),
+    Column("format", String(32), nullable=False),
+    Column("data", LargeBinary, nullable=False),
+)
+"""A fold of the first `seq` events, in the format of the release named; any other format is ignored."""

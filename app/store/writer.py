@@ -1,0 +1,158 @@
+"""The one writer of a process: what waits at the same moment is committed together.
+
+    submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
+
+An outcome is handed back only after the transaction has ended. A batch that breaks on one operation's
+fault is run again one by one, so that the fault stays with its owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.errors import AppError, Overloaded, StoreUnavailable
+from app.store.dialect import Tx
+from app.store.engine import Database
+from app.store.log import Operation
+
+Result = TypeVar("Result")
+
+MAX_BATCH = 512
+"""Operations in one transaction."""
+
+MAX_BATCH_BYTES = 16 << 20
+"""Bytes in one transaction: a larger one would hold the others' fsync up."""
+
+MAX_QUEUE = 10_000
+MAX_QUEUE_BYTES = 256 << 20
+WAIT_S = 5.0
+"""How long a request waits for room in the queue before it is answered 503."""
+
+
+class Counters(msgspec.Struct):
+    """What the writer has done since the process began."""
+
+    operations: int = 0
+    transactions: int = 0
+    durable_transactions: int = 0
+
+
+class _Entry(msgspec.Struct, eq=False):
+    operation: Operation[Any]
+    outcome: asyncio.Future[Any]
+
+
+class Writer:
+    """Runs as one task from `start` to `stop`."""
+
+    def __init__(self, database: Database) -> None:
+        self.counters = Counters()
+        self._database = database
+        self._queue: deque[_Entry] = deque()
+        self._bytes = 0
+        self._ready = asyncio.Event()
+        self._room = asyncio.Condition()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="turnlog-writer")
+
+    async def stop(self) -> None:
+        """Commit what is queued and end; what comes later is refused."""
+        self._stopping = True
+        self._ready.set()
+        if self._task is not None:
+            await self._task
+
+    async def submit(self, operation: Operation[Result]) -> Result:
+        """Queue `operation` and wait for its outcome.
+
+        Raises Overloaded (the queue stayed full), StoreUnavailable, StoreFull: then it is unknown only
+        whether it was written where the commit itself failed, and the log tells.
+        """
+        if self._stopping:
+            raise StoreUnavailable("the server is stopping")
+        if self._is_full():
+            await self._wait_for_room()
+        entry = _Entry(operation, asyncio.get_running_loop().create_future())
+        self._queue.append(entry)
+        self._bytes += operation.size
+        self._ready.set()
+        outcome: Result = await entry.outcome
+        return outcome
+
+    def _is_full(self) -> bool:
+        return len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES
+
+    async def _wait_for_room(self) -> None:
+        try:
+            async with asyncio.timeout(WAIT_S), self._room:
+                await self._room.wait_for(lambda: not self._is_full())
+        except TimeoutError:
+            raise Overloaded(f"{len(self._queue)} writes are waiting") from None
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                if self._stopping:
+                    return
+                self._ready.clear()
+                await self._ready.wait()
+                continue
+            batch = self._take()
+            await self._write(batch)
+            if not self._is_full():
+                async with self._room:
+                    self._room.notify_all()
+
+    def _take(self) -> list[_Entry]:
+        batch: list[_Entry] = []
+        size = 0
+        while self._queue and len(batch) < MAX_BATCH and size < MAX_BATCH_BYTES:
+            entry = self._queue.popleft()
+            size += entry.operation.size
+            batch.append(entry)
+        self._bytes -= size
+        # PostgreSQL locks rows in this order; two processes that agree on it cannot wait for each other.
+        batch.sort(key=lambda entry: getattr(entry.operation, "session_id", ""))
+        return batch
+
+    async def _write(self, batch: list[_Entry]) -> None:
+        operations = [entry.operation for entry in batch]
+        try:
+            outcomes = await self._commit(operations)
+        except AppError as error:
+            for entry in batch:
+                _fail(entry, error)
+        except Exception as error:  # noqa: BLE001 - the outermost edge of the writer: it must outlive any fault
+            if len(batch) == 1:
+                _fail(batch[0], error)
+                return
+            for entry in batch:
+                await self._write([entry])
+        else:
+            for entry, outcome in zip(batch, outcomes, strict=True):
+                if not entry.outcome.done():
+                    entry.outcome.set_result(outcome)
+
+    async def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
+        def run(tx: Tx) -> list[Any]:
+            return [operation.apply(tx) for operation in operations]
+
+        durable = any(operation.durable for operation in operations)
+        outcomes = await self._database.write(run, durable=durable)
+        self.counters.operations += len(operations)
+        self.counters.transactions += 1
+        self.counters.durable_transactions += durable
+        return outcomes
+
+
+def _fail(entry: _Entry, error: BaseException) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        entry.outcome.set_exception(error)

@@ -1,0 +1,122 @@
+"""One HTTP client for all engines: aiohttp, chosen by measurement (`ops/bench/clients.py`).
+
+httpx scans every pooled connection on each request, which costs milliseconds at 64 clients.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from app.upstream.headers import Headers
+
+KEEPALIVE_S = 4.0
+"""Idle connections are dropped before the engines' servers (uvicorn: 5 s) close them under our feet."""
+
+PIECE = 256 << 10
+"""A larger body is sent in pieces of so many bytes, so that other requests run between them."""
+
+
+class EngineReply(msgspec.Struct, frozen=True):
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class EngineError(Exception):
+    """The engine gave no usable answer."""
+
+
+class NotSent(EngineError):
+    """No connection was made, so another engine may safely be asked."""
+
+
+class Lost(EngineError):
+    """The connection ended after the request had been sent: a generation may have happened."""
+
+
+class TimedOut(EngineError):
+    """No whole answer within TURNLOG_UPSTREAM_TIMEOUT_S."""
+
+
+class TooLarge(EngineError):
+    """The answer is larger than TURNLOG_MAX_UPSTREAM_BYTES."""
+
+
+class EngineClient:
+    """POST and GET to an engine, without redirects, cookies, environment proxies or decompression."""
+
+    def __init__(self, *, connect_timeout_s: float, timeout_s: float, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_keepalive_socket)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept"),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def post(self, url: str, body: bytes, headers: Headers) -> EngineReply:
+        """Raises NotSent, Lost, TimedOut, TooLarge."""
+        if len(body) > PIECE:
+            headers = [*headers, ("content-length", str(len(body)))]
+        return await self._request("POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body))
+
+    async def get(self, url: str, headers: Headers) -> EngineReply:
+        """Raises NotSent, Lost, TimedOut, TooLarge."""
+        return await self._request("GET", url, headers, lambda: None)
+
+    async def _request(self, method: str, url: str, headers: Headers, data: Callable[[], Any]) -> EngineReply:
+        try:
+            async with self._session.request(
+                method, url, data=data(), headers=headers, allow_redirects=False
+            ) as response:
+                body = await self._read(response)
+                return EngineReply(response.status, list(response.headers.items()), body)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotSent(type(error).__name__) from error
+        except TimeoutError as error:
+            raise TimedOut("no answer in time") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Lost(type(error).__name__) from error
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        length = response.content_length
+        if length is not None:
+            if length > self._max_bytes:
+                raise TooLarge(f"{length} bytes")
+            return await response.read()
+        pieces: list[bytes] = []
+        size = 0
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > self._max_bytes:
+                raise TooLarge(f"more than {self._max_bytes} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    view = memoryview(body)
+    for start in range(0, len(body), PIECE):
+        yield view[start : start + PIECE]
+
+
+def _keepalive_socket(address: Any) -> socket.socket:
+    """TCP keepalive notices an engine that vanished during an hour's generation."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return made

@@ -1,0 +1,97 @@
+"""Which engine serves a session, and what its failures mean to a client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from app.errors import NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
+from app.upstream.client import EngineClient, EngineReply, Lost, NotSent, TimedOut, TooLarge
+from app.upstream.headers import Headers
+
+CHAT = "/v1/chat/completions"
+MODELS = "/v1/models"
+PROBE_TIMEOUT_S = 2.0
+
+
+class Engines:
+    """The configured engines. A session keeps its place among them, so that its prefix stays in one cache."""
+
+    def __init__(self, base_urls: Sequence[str], client: EngineClient) -> None:
+        self.base_urls = tuple(base_urls)
+        self._client = client
+
+    def order(self, session_id: str) -> list[str]:
+        """The engines in the order in which this session tries them (rendezvous hashing)."""
+        if not self.base_urls:
+            raise NoUpstream("no engine is configured: set TURNLOG_UPSTREAMS")
+        if len(self.base_urls) == 1:
+            return list(self.base_urls)
+        return sorted(self.base_urls, key=lambda url: hashlib.sha256(f"{url} {session_id}".encode()).digest())
+
+    async def chat(self, session_id: str, body: bytes, headers: Headers) -> tuple[str, EngineReply]:
+        """The engine's base URL and its answer, whatever its status.
+
+        An engine that cannot be connected to is passed over. Raises NoUpstream, UpstreamUnreachable,
+        UpstreamTimeout, UpstreamInvalid (too large, compressed or a redirect).
+        """
+        for base_url in self.order(session_id):
+            try:
+                reply = await self._client.post(base_url + CHAT, body, headers)
+            except NotSent:
+                continue
+            except Lost as error:
+                raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
+            except TimedOut as error:
+                raise UpstreamTimeout(f"{base_url} did not answer in time") from error
+            except TooLarge as error:
+                raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
+            _require_plain(base_url, reply)
+            return base_url, reply
+        raise UpstreamUnreachable(f"none of {len(self.base_urls)} engines can be connected to")
+
+    async def abort(self, base_url: str, rid: str) -> None:
+        """Ask SGLang to end a generation; an engine that cannot be told will notice the closed connection."""
+        body = msgspec.json.encode({"rid": rid, "abort_all": False})
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._client.post(base_url + "/abort_request", body, [("content-type", "application/json")])
+        except (NotSent, Lost, TimedOut, TooLarge, TimeoutError):
+            return
+
+    async def models(self, session_id: str, headers: Headers) -> EngineReply:
+        """GET /v1/models. Raises NoUpstream, UpstreamUnreachable, UpstreamTimeout."""
+        for base_url in self.order(session_id):
+            try:
+                return await self._client.get(base_url + MODELS, headers)
+            except NotSent:
+                continue
+            except (Lost, TooLarge) as error:
+                raise UpstreamUnreachable(f"{base_url}: {error}") from error
+            except TimedOut as error:
+                raise UpstreamTimeout(f"{base_url} did not answer in time") from error
+        raise UpstreamUnreachable(f"none of {len(self.base_urls)} engines can be connected to")
+
+    async def any_healthy(self) -> bool:
+        """Does an engine answer /health at all? A paused one answers badly, but is not gone."""
+        results = await asyncio.gather(*(self._answers(url) for url in self.base_urls))
+        return any(results)
+
+    async def _answers(self, base_url: str) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await self._client.get(base_url + "/health", [])
+        except (NotSent, Lost, TimedOut, TooLarge, TimeoutError):
+            return False
+        return True
+
+
+def _require_plain(base_url: str, reply: EngineReply) -> None:
+    if 300 <= reply.status < 400:
+        raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
+    encoding = next((value for name, value in reply.headers if name.lower() == "content-encoding"), "identity")
+    if encoding.lower() != "identity":
+        raise UpstreamInvalid(f"{base_url} compressed its reply ({encoding}) though asked not to")

@@ -1,0 +1,49 @@
+"""Alembic's environment: the application's own database URL, on SQLite under the application's lock."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from alembic import context
+from filelock import Timeout
+from sqlalchemy import Connection
+
+from app.errors import StartupError
+from app.settings import load_settings
+from app.store.engine import create_engine, sqlite_lock
+from app.store.schema import metadata
+
+
+def _migrate(connection: Connection) -> None:
+    context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+async def _online(url: str) -> None:
+    engine = create_engine(url)
+    async with engine.begin() as connection:
+        await connection.run_sync(_migrate)
+    await engine.dispose()
+
+
+def run() -> None:
+    try:
+        url = context.config.get_main_option("sqlalchemy.url") or load_settings().database_url
+    except StartupError as error:
+        sys.exit(f"turnlog: {error}")
+    lock = sqlite_lock(url)
+    if lock is not None:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            sys.exit("turnlog: a server is running on this database: stop it before changing its schema")
+    try:
+        asyncio.run(_online(url))
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+run()

@@ -1,0 +1,1 @@
+"""Tools around the service: what runs beside it, never inside it."""

@@ -1,0 +1,96 @@
+"""``python -m ops.simulator``: one simulated engine on one port."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ops.simulator.app import create_app
+from ops.simulator.config import Config
+
+
+class NoDelayProtocol(HttpToolsProtocol):
+    """Nagle off on every connection: left on, it adds 40 ms to a call."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Set the option before the first byte is read."""
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+
+
+class AnnouncedServer(uvicorn.Server):
+    """Says where it listens once it does, so that a parent need not poll."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, then print one line."""
+        await super().startup(sockets)
+        host, port = (sockets or [])[0].getsockname()[:2]
+        print(f"listening http://{host}:{port}", flush=True)
+
+
+def _not_a_reset(record: logging.LogRecord) -> bool:
+    """Keep uvicorn's complaint about a body left unfinished, a wanted fault, out of the log."""
+    return not record.getMessage().startswith("ASGI callable returned without completing response")
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    layers, top_k, experts = (int(part) for part in text.split(","))
+    return layers, top_k, experts
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m ops.simulator", description=__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port, printed on stdout")
+    parser.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--latency-ms", type=float, default=0.0)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--weight-versions", action="store_true", help="always report their spans")
+    parser.add_argument("--model", default="simulator")
+    parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations that think first")
+    parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
+    return parser.parse_args()
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    config = Config(
+        dialect=arguments.dialect,
+        seed=arguments.seed,
+        latency_s=arguments.latency_ms / 1000,
+        weight_version=arguments.weight_version,
+        weight_versions=arguments.weight_versions,
+        model=arguments.model,
+        reasoning=arguments.reasoning,
+        experts=arguments.experts,
+    )
+    listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
+    settings = uvicorn.Config(
+        create_app(config),
+        http=NoDelayProtocol,
+        access_log=False,
+        log_level=logging.ERROR,
+        server_header=True,
+        timeout_keep_alive=600,
+        timeout_graceful_shutdown=1,
+    )
+    logging.getLogger("uvicorn.error").addFilter(_not_a_reset)
+    await AnnouncedServer(settings).serve(sockets=[listener])
+
+
+def main() -> None:
+    """Parse the command line and serve until told to stop."""
+    arguments = _arguments()
+    uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
+    with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
+        runner.run(_serve(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The raw ASGI application: routes, control, and how replies leave.
+
+No framework: the simulator shares its cores with the server under benchmark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from ops.simulator.config import Config
+from ops.simulator.control import Control
+from ops.simulator.engine import Engine
+from ops.simulator.records import RequestLog, Seen
+from ops.simulator.wire import Delivery, FaultOrder, Reply
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_CHAT = "/v1/chat/completions"
+
+
+class Simulator:
+    """An ASGI application that answers as one inference engine."""
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Config()
+        self.engine = Engine(self.config)
+        self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
+        self.control = Control(self.engine, self.requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        body = await _read_body(receive)
+        if body is None:
+            return
+        path = scope["path"]
+        if path == _CHAT and scope["method"] == "POST":
+            reply = await self._chat(scope, body, receive)
+        else:
+            reply = await self._controlled(scope, path, body)
+        if reply is not None:
+            await _deliver(reply, receive, send)
+
+    async def _chat(self, scope: Scope, body: bytes, receive: Receive) -> Reply | None:
+        headers = scope["headers"]
+        self.requests.add(Seen(scope["path"], headers, body))
+        key = next((value for name, value in headers if name == b"x-smg-routing-key"), b"")
+        return await self.engine.chat(body, key.decode("latin-1"), lambda: _hung_up(receive))
+
+    async def _controlled(self, scope: Scope, path: str, body: bytes) -> Reply:
+        handler = self.control.find(scope["method"], path)
+        if handler is None:
+            return self.engine.error("Not Found", 404)
+        if not path.startswith("/sim/"):
+            self.requests.add(Seen(path, scope["headers"], body))
+        values = parse_qs(scope["query_string"].decode("latin-1"))
+        query = {name: found[-1] for name, found in values.items()}
+        try:
+            return await handler(body, query)
+        except msgspec.DecodeError as error:
+            return self.engine.error(str(error))
+
+
+def create_app(config: Config | None = None) -> Simulator:
+    """A simulator with ``config``; the defaults are a silent SGLang engine."""
+    return Simulator(config)
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": message["type"] + ".complete"})
+        if message["type"] == "lifespan.shutdown":
+            return
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """The whole body, or ``None`` where the client left before its end."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
+    if reply.delivery is Delivery.NEVER:
+        await _hung_up(receive)
+        return
+    parts = reply.parts or (b"",)
+    size = sum(map(len, parts))
+    headers = [(b"content-type", reply.content_type), *reply.headers]
+    if reply.content_type != b"text/event-stream":
+        headers.append((b"content-length", b"%d" % size))
+    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+    order = reply.order
+    if order is not None and reply.delivery is Delivery.RESET:
+        at = size // 2 if order.at_byte is None else order.at_byte
+        await send({"type": "http.response.body", "body": reply.body[:at], "more_body": True})
+        # Returning with the body unfinished makes the server close the socket.
+        return
+    if order is not None and reply.delivery is Delivery.DRIP:
+        await _drip(reply.body, order, send)
+        return
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+
+
+async def _drip(body: bytes, order: FaultOrder, send: Send) -> None:
+    step = max(1, -(-len(body) // max(order.pieces, 1)))
+    for at in range(0, len(body), step):
+        await send({"type": "http.response.body", "body": body[at : at + step], "more_body": True})
+        await asyncio.sleep(order.delay_s)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

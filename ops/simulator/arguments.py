@@ -1,0 +1,85 @@
+"""Arguments that fit a tool's JSON schema, drawn from a seeded generator."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ops.simulator.tokenizer import WORDS
+
+_EXOTIC = ("Zürich", "東京 🚀", 'a "quoted" word', "line\nbreak", "back\\slash", "мир")
+_MAX_DEPTH = 6
+
+
+def draw_arguments(schema: dict[str, Any] | None, rng: random.Random) -> dict[str, Any]:
+    """An object that fits ``schema``, as far as the usual keywords go.
+
+    Known: type, properties, required, enum, const, anyOf, oneOf, items, bounds
+    of numbers, lengths, and local ``$ref``. Patterns and formats are not.
+    """
+    root = schema or {}
+    value = _draw(root if "properties" in root or "$ref" in root else {"type": "object"}, root, rng, 0)
+    return value if isinstance(value, dict) else {}
+
+
+def _draw(schema: dict[str, Any], root: dict[str, Any], rng: random.Random, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        return None
+    if "$ref" in schema:
+        target: Any = root
+        for step in str(schema["$ref"]).removeprefix("#/").split("/"):
+            target = target.get(step, {}) if isinstance(target, dict) else {}
+        return _draw(target, root, rng, depth + 1)
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return rng.choice(schema["enum"])
+    for keyword in ("anyOf", "oneOf"):
+        if schema.get(keyword):
+            return _draw(rng.choice(schema[keyword]), root, rng, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if isinstance(kind, list):
+        kind = rng.choice(kind)
+    return _of_type(kind, schema, root, rng, depth)
+
+
+def _of_type(kind: str, schema: dict[str, Any], root: dict[str, Any], rng: random.Random, depth: int) -> Any:
+    if kind == "object":
+        required = schema.get("required", ())
+        properties = schema.get("properties", {})
+        return {
+            name: _draw(part, root, rng, depth + 1)
+            for name, part in properties.items()
+            if name in required or rng.random() < 0.5
+        }
+    if kind == "array":
+        low = int(schema.get("minItems", 0))
+        count = rng.randint(low, max(low, min(int(schema.get("maxItems", low + 2)), low + 2)))
+        return [_draw(schema.get("items", {}), root, rng, depth + 1) for _ in range(count)]
+    if kind == "string":
+        return _string(schema, rng)
+    if kind in ("integer", "number"):
+        return _number(kind, schema, rng)
+    return rng.random() < 0.5 if kind == "boolean" else None
+
+
+def _string(schema: dict[str, Any], rng: random.Random) -> str:
+    text = rng.choice(_EXOTIC) if rng.random() < 0.15 else " ".join(rng.choices(WORDS, k=rng.randint(1, 3)))
+    least, most = int(schema.get("minLength", 0)), schema.get("maxLength")
+    while len(text) < least:
+        text += rng.choice(WORDS)
+    return text if most is None else text[: int(most)]
+
+
+def _number(kind: str, schema: dict[str, Any], rng: random.Random) -> int | float:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if low is None:
+        low = 0 if high is None else high - 100
+    if high is None:
+        high = low + 100
+    if kind == "number":
+        return float(low + (high - low) * rng.uniform(0.01, 0.99))
+    first = int(low) + (1 if "exclusiveMinimum" in schema else 0)
+    last = int(high) - (1 if "exclusiveMaximum" in schema else 0)
+    return rng.randint(first, max(first, last))

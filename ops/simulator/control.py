@@ -1,0 +1,249 @@
+"""The engines' control routes, and the simulator's own under ``/sim``."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from ops.simulator.engine import Engine
+from ops.simulator.faults import UnknownFault
+from ops.simulator.records import RequestLog
+from ops.simulator.wire import FaultOrder, Reply, json_reply
+
+Query = dict[str, str]
+Handler = Callable[[bytes, Query], Awaitable[Reply]]
+
+
+class OpenSession(Struct):
+    """Body of ``/open_session``."""
+
+    capacity_of_str_len: int
+    session_id: str | None = None
+    streaming: bool | None = None
+    timeout: float | None = None
+
+
+class CloseSession(Struct):
+    """Body of ``/close_session``."""
+
+    session_id: str
+
+
+class AbortRequest(Struct):
+    """Body of ``/abort_request``."""
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseGeneration(Struct):
+    """Body of ``/pause_generation``."""
+
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class UpdateWeightVersion(Struct):
+    """Body of ``/update_weight_version``."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class Latency(Struct, forbid_unknown_fields=True):
+    """Body of ``/sim/latency``: either unit."""
+
+    latency_s: float | None = None
+    latency_ms: float | None = None
+
+
+class Control:
+    """Everything but chat. Unknown routes are not found, as on an engine."""
+
+    def __init__(self, engine: Engine, requests: RequestLog) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._sessions: dict[str, OpenSession] = {}
+        self._closed: list[str] = []
+        own: dict[tuple[str, str], Handler] = {
+            ("POST", "/open_session"): self._open_session,
+            ("POST", "/close_session"): self._close_session,
+            ("POST", "/abort_request"): self._abort_request,
+            ("POST", "/pause_generation"): self._pause_generation,
+            ("POST", "/continue_generation"): self._continue_generation,
+            ("POST", "/update_weight_version"): self._update_weight_version,
+            ("GET", "/model_info"): self._model_info,
+            ("GET", "/get_model_info"): self._model_info,
+        }
+        if engine.config.dialect == "vllm":
+            own = {
+                ("POST", "/pause"): self._vllm_pause,
+                ("POST", "/resume"): self._vllm_resume,
+                ("GET", "/is_paused"): self._vllm_is_paused,
+                ("POST", "/update_weight_version"): self._update_weight_version,
+            }
+        self._routes: dict[tuple[str, str], Handler] = {
+            **own,
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/sim/faults"): self._sim_faults,
+            ("POST", "/sim/latency"): self._sim_latency,
+            ("GET", "/sim/stats"): self._sim_stats,
+            ("GET", "/sim/requests"): self._sim_requests,
+            ("POST", "/sim/reset"): self._sim_reset,
+        }
+
+    def find(self, method: str, path: str) -> Handler | None:
+        """The handler of a route, or ``None``."""
+        return self._routes.get((method, path))
+
+    async def _health(self, body: bytes, query: Query) -> Reply:
+        return Reply((b"",))
+
+    async def _models(self, body: bytes, query: Query) -> Reply:
+        model = self._engine.config.model
+        card = {
+            "id": model,
+            "object": "model",
+            "created": 0,
+            "owned_by": self._engine.config.dialect,
+            "root": model,
+            "max_model_len": 1_048_576,
+        }
+        return json_reply({"object": "list", "data": [card]})
+
+    async def _model_info(self, body: bytes, query: Query) -> Reply:
+        config = self._engine.config
+        return json_reply(
+            {
+                "model_path": config.model,
+                "served_model_name": config.model,
+                "tokenizer_path": config.model,
+                "is_generation": True,
+                "weight_version": self._engine.weight_version,
+            }
+        )
+
+    async def _open_session(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body, type=OpenSession)
+        name = wish.session_id or uuid.uuid4().hex
+        if name in self._sessions:
+            return self._engine.error("The session could not be opened; is one with this id still open?")
+        self._sessions[name] = wish
+        return json_reply(name)
+
+    async def _close_session(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body, type=CloseSession)
+        self._closed.append(wish.session_id)
+        self._sessions.pop(wish.session_id, None)
+        return Reply((b"",))
+
+    async def _abort_request(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body, type=AbortRequest)
+        self._engine.runs.abort(wish.rid or "", wish.abort_all)
+        return Reply((b"",))
+
+    async def _pause_generation(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body or b"{}", type=PauseGeneration)
+        self._engine.runs.pause()
+        if wish.mode == "abort":
+            self._engine.runs.abort("", everything=True)
+        return json_reply({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue_generation(self, body: bytes, query: Query) -> Reply:
+        self._engine.runs.resume()
+        return json_reply({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _update_weight_version(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body, type=UpdateWeightVersion)
+        if wish.abort_all_requests:
+            self._engine.runs.abort("", everything=True)
+        else:
+            self._engine.runs.new_version(wish.new_version)
+        self._engine.weight_version = wish.new_version
+        message = f"Weight version updated to {wish.new_version}"
+        return json_reply({"success": True, "message": message, "new_version": wish.new_version})
+
+    async def _vllm_pause(self, body: bytes, query: Query) -> Reply:
+        mode = query.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return self._engine.error(f"unknown mode {mode[:40]!r}")
+        if mode == "wait":
+            await self._engine.runs.drained()
+        self._engine.runs.pause()
+        if mode == "abort":
+            self._engine.runs.abort("", everything=True)
+        return json_reply({"status": "paused"})
+
+    async def _vllm_resume(self, body: bytes, query: Query) -> Reply:
+        self._engine.runs.resume()
+        return json_reply({"status": "resumed"})
+
+    async def _vllm_is_paused(self, body: bytes, query: Query) -> Reply:
+        return json_reply({"is_paused": self._engine.runs.paused})
+
+    async def _sim_faults(self, body: bytes, query: Query) -> Reply:
+        try:
+            self._engine.faults.add(msgspec.json.decode(body, type=FaultOrder))
+        except UnknownFault as error:
+            return self._engine.error(str(error))
+        return json_reply({"queued": self._engine.faults.names()})
+
+    async def _sim_latency(self, body: bytes, query: Query) -> Reply:
+        wish = msgspec.json.decode(body, type=Latency)
+        seconds = wish.latency_s if wish.latency_s is not None else (wish.latency_ms or 0.0) / 1000
+        self._engine.latency_s = seconds
+        return json_reply({"latency_s": seconds})
+
+    async def _sim_stats(self, body: bytes, query: Query) -> Reply:
+        engine = self._engine
+        return json_reply(
+            {
+                **msgspec.structs.asdict(_stats(engine)),
+                "in_flight_rids": engine.runs.rids,
+                "paused": engine.runs.paused,
+                "weight_version": engine.weight_version,
+                "latency_s": engine.latency_s,
+                "queued_faults": engine.faults.names(),
+                "open_sessions": list(self._sessions),
+                "closed_sessions": self._closed,
+                "requests": [seen.summary() for seen in self._requests.last(int(query.get("last", "20")))],
+            }
+        )
+
+    async def _sim_requests(self, body: bytes, query: Query) -> Reply:
+        return json_reply([seen.whole() for seen in self._requests.last(int(query.get("last", "1")))])
+
+    async def _sim_reset(self, body: bytes, query: Query) -> Reply:
+        self._engine.reset()
+        self._requests.clear()
+        self._sessions.clear()
+        self._closed.clear()
+        return json_reply({"ok": True})
+
+
+class _Stats(Struct):
+    started: int
+    finished: int
+    aborted: int
+    disconnected: int
+    faulted: int
+    refused: int
+    in_flight: int
+
+
+def _stats(engine: Engine) -> _Stats:
+    """``started`` = finished + disconnected + in flight; finished has the aborted."""
+    counters, runs = engine.counters, engine.runs
+    return _Stats(
+        counters.started,
+        counters.finished,
+        runs.aborted,
+        runs.disconnected,
+        counters.faulted,
+        counters.refused,
+        len(runs.rids),
+    )

@@ -1,0 +1,179 @@
+"""One chat request from body to reply: the simulator without its routes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from ops.simulator import sglang, vllm
+from ops.simulator.config import Config
+from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault
+from ops.simulator.generate import Draft, Policy
+from ops.simulator.generation import Generation, Span, Writer
+from ops.simulator.payloads import Payloads
+from ops.simulator.records import Counters, PrefixCache
+from ops.simulator.running import Run, Runs
+from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
+from ops.simulator.tokenizer import Encoded, Tokenizer
+from ops.simulator.wire import BadRequest, ChatRequest, FaultOrder, Reply, Sim
+
+_MAX_ID = 2**31 - 1
+
+
+class Wire(Protocol):
+    """What a dialect's module offers."""
+
+    def error(self, message: str, status: int = 400) -> Reply:
+        """An error object."""
+
+    def render(self, generation: Generation, writer: Writer) -> Reply:
+        """A whole reply."""
+
+    def stream(self, generation: Generation, writer: Writer) -> Reply:
+        """A reply as events."""
+
+
+class Engine:
+    """Owns the model's pretence and everything a reset puts back."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.tokenizer = Tokenizer()
+        self.template = Template(self.tokenizer)
+        self.policy = Policy(config, self.tokenizer)
+        self.writer = Writer(config, self.tokenizer, Payloads(config.seed))
+        self.runs = Runs()
+        self.faults = FaultQueue()
+        self.counters = Counters()
+        self.prefixes = PrefixCache()
+        self.weight_version = config.weight_version
+        self.latency_s = config.latency_s
+        self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
+        self._decode = msgspec.json.Decoder(ChatRequest).decode
+        self._decode_ids = msgspec.json.Decoder(list[int]).decode
+        self._opening = self.tokenizer.encode(GENERATION_PROMPT).packed
+        self._number = 0
+
+    def error(self, message: str, status: int = 400) -> Reply:
+        """An error in the dialect's shape."""
+        return self._dialect.error(message, status)
+
+    def reset(self) -> None:
+        """Forget counters, faults and earlier generations; keep the caches."""
+        self.policy.forget()
+        self.faults.clear()
+        self.counters = Counters()
+        self.prefixes.clear()
+        self.runs.aborted = self.runs.disconnected = 0
+        self.runs.resume()
+        self.weight_version = self.config.weight_version
+        self.latency_s = self.config.latency_s
+
+    async def chat(self, body: bytes, key: str, hung_up: Callable[[], Awaitable[None]]) -> Reply | None:
+        """Answer a chat body under a routing ``key``; ``None`` once the client left."""
+        try:
+            request = self._read(body)
+            conversation = self.template.read(request.messages, request.tools)
+            order = self.faults.take(request.sim)
+            prompt = self._prompt(request, conversation)
+        except (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.counters.refused += 1
+            return self.error(str(error) or "the request is nested too deeply")
+        fault = FAULTS[order.fault] if order else None
+        self._number += 1
+        sim = request.sim or Sim()
+        run = Run(
+            request.rid or f"{self.config.seed & 0xFFFF:04x}{self._number:028x}",
+            self.latency_s if sim.latency_s is None else sim.latency_s,
+            [(0.0, sim.weight_version or self.weight_version)],
+        )
+        if fault and order and not fault.generates:
+            self.counters.faulted += 1
+            await self.runs.hold(run, hung_up)
+            return fault.spoil(Reply(), order)
+        self.counters.started += 1
+        draft = self._draft(conversation, request, prompt, fault.finish if fault else None)
+        share = await self.runs.hold(run, hung_up)
+        if run.gone:
+            return None
+        self.counters.finished += 1
+        return self._reply(request, prompt, self._cut(draft, run, share), run, key, order)
+
+    def _read(self, body: bytes) -> ChatRequest:
+        request = self._decode(body)
+        if request.n not in (None, 1):
+            raise BadRequest("this simulator answers with one choice; n must be 1")
+        for name in ("max_tokens", "max_completion_tokens"):
+            limit = getattr(request, name)
+            if limit is not None and limit < 0:
+                raise BadRequest(f"{name} must be at least 0, got {limit}")
+        if self.config.dialect == "sglang":
+            sglang.check(request)
+        return request
+
+    def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
+        raw = bytes(request.input_ids)
+        if not raw or raw == b"null":
+            prompt = self.template.prompt(conversation)
+        else:
+            ids = self._decode_ids(raw)
+            if not ids or min(ids) < 0 or max(ids) > _MAX_ID:
+                raise BadRequest("input_ids must be a non-empty list of token ids")
+            prompt = Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
+        if self.config.dialect == "sglang":
+            sglang.check_start(request, prompt.count)
+        return prompt
+
+    def _draft(self, conversation: Conversation, request: ChatRequest, prompt: Encoded, finish: str | None) -> Draft:
+        if finish is not None:
+            sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
+            request = msgspec.structs.replace(request, sim=sim)
+        continuing = not prompt.packed.endswith(self._opening)
+        return self.policy.draft(conversation, request, continuing)
+
+    def _cut(self, draft: Draft, run: Run, share: float) -> Draft:
+        if not run.aborted:
+            return draft
+        return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
+
+    def _reply(
+        self,
+        request: ChatRequest,
+        prompt: Encoded,
+        draft: Draft,
+        run: Run,
+        key: str,
+        order: FaultOrder | None,
+    ) -> Reply:
+        cached = self.prefixes.cached(key, prompt.packed)
+        self.prefixes.served(key, prompt.packed, array("i", draft.ids).tobytes())
+        spans = _spans(run, request.sim, len(draft.ids))
+        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+        if request.stream:
+            reply = self._dialect.stream(generation, self.writer)
+            return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
+        reply = self._dialect.render(generation, self.writer)
+        if order is None:
+            return reply
+        self.counters.faulted += 1
+        return FAULTS[order.fault].spoil(reply, order)
+
+
+# The faults that a stream knows too.
+_DELIVERY = frozenset({"drip", "reset"})
+
+
+def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:
+    """Output tokens by weight version; wished ones share them evenly."""
+    versions = run.versions
+    if sim and sim.weight_versions:
+        wished = sim.weight_versions
+        versions = [(place / len(wished), name) for place, name in enumerate(wished)]
+    starts = [int(share * count) for share, _ in versions]
+    spans = zip(versions, starts, [*starts[1:], count], strict=True)
+    found = tuple(Span(name, start, end) for (_, name), start, end in spans if end > start)
+    return found or (Span(versions[-1][1], 0, count),)

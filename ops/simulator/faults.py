@@ -1,0 +1,286 @@
+"""Faults on demand: one table from a name to what it does to a reply."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import pybase64
+
+from ops.simulator.wire import Delivery, FaultOrder, Reply, Sim, json_reply
+
+Spoil = Callable[[Reply, FaultOrder], Reply]
+Edit = Callable[[dict[str, Any]], None]
+
+# A value that JSON cannot hold is written as this string, then unquoted.
+_BARE = "\x07bare:"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``spoil`` turns the good reply into the bad one.
+
+    Without ``generates`` nothing is generated, counted or remembered, and
+    ``spoil`` gets an empty 200. ``finish`` makes the generation end that way.
+    """
+
+    spoil: Spoil
+    generates: bool = True
+    finish: str | None = None
+
+
+def _bare(text: str) -> str:
+    return _BARE + text
+
+
+def _written(value: object) -> bytes:
+    """JSON of ``value``, with bare values unquoted."""
+    parts = msgspec.json.encode(value).split(b'"\\u0007bare:')
+    fixed = [parts[0]]
+    for part in parts[1:]:
+        text, _, rest = part.partition(b'"')
+        fixed.append(text + rest)
+    return b"".join(fixed)
+
+
+def _edited(edit: Edit) -> Spoil:
+    """A fault that changes the parsed reply."""
+
+    def spoil(reply: Reply, order: FaultOrder) -> Reply:
+        value = msgspec.json.decode(reply.body)
+        edit(value)
+        return reply.with_body(_written(value))
+
+    return spoil
+
+
+def _status(code: int, message: str) -> Spoil:
+    def spoil(reply: Reply, order: FaultOrder) -> Reply:
+        text = order.message or message
+        body = {"object": "error", "message": text, "type": "SimulatedError", "param": None, "code": code}
+        headers = ((b"retry-after", order.retry_after.encode()),) if code == 429 else ()
+        return replace(json_reply(body, code), headers=headers)
+
+    return spoil
+
+
+def _redirect(reply: Reply, order: FaultOrder) -> Reply:
+    return Reply((b"",), 307, ((b"location", order.location.encode()),))
+
+
+def _bad_utf8(reply: Reply, order: FaultOrder) -> Reply:
+    def edit(value: dict[str, Any]) -> None:
+        value["choices"][0]["message"]["content"] = "@@broken@@"
+
+    return reply.with_body(_edited(edit)(reply, order).body.replace(b"@@broken@@", b"\xff\xfe\x80"))
+
+
+def _delivered(delivery: Delivery) -> Spoil:
+    return lambda reply, order: replace(reply, delivery=delivery, order=order)
+
+
+def _choice(value: dict[str, Any]) -> dict[str, Any]:
+    choice: dict[str, Any] = value["choices"][0]
+    return choice
+
+
+def _set_logprob(logprob: object) -> Edit:
+    """Put ``logprob`` in the first entry, in every place that tells it."""
+
+    def edit(value: dict[str, Any]) -> None:
+        choice = _choice(value)
+        for entry in (choice.get("logprobs") or {}).get("content", [])[:1]:
+            entry["logprob"] = logprob
+        for entry in choice.get("meta_info", {}).get("output_token_logprobs", [])[:1]:
+            entry[0] = logprob
+
+    return edit
+
+
+def _set_id(token: object) -> Edit:
+    """Put ``token`` in the place of the first sampled id."""
+
+    def edit(value: dict[str, Any]) -> None:
+        choice = _choice(value)
+        for entry in choice.get("meta_info", {}).get("output_token_logprobs", [])[:1]:
+            entry[1] = token
+        for name in ("response_token_ids", "token_ids"):
+            if choice.get(name):
+                choice[name][0] = token
+
+    return edit
+
+
+def _drop_meta(value: dict[str, Any]) -> None:
+    choice = _choice(value)
+    choice.pop("meta_info", None)
+    choice.pop("token_ids", None)
+
+
+def _drop_logprobs(value: dict[str, Any]) -> None:
+    choice = _choice(value)
+    choice["logprobs"] = None
+    choice.get("meta_info", {}).pop("output_token_logprobs", None)
+
+
+def _shorten_logprobs(value: dict[str, Any]) -> None:
+    choice = _choice(value)
+    for entries in (
+        (choice.get("logprobs") or {}).get("content", []),
+        choice.get("meta_info", {}).get("output_token_logprobs", []),
+    ):
+        del entries[-1:]
+
+
+def _no_choices(value: dict[str, Any]) -> None:
+    value["choices"] = []
+
+
+def _two_choices(value: dict[str, Any]) -> None:
+    value["choices"].append({**_choice(value), "index": 1})
+
+
+def _null_message(value: dict[str, Any]) -> None:
+    _choice(value)["message"] = None
+
+
+def _bool_completion_tokens(value: dict[str, Any]) -> None:
+    value["usage"]["completion_tokens"] = True
+    if "meta_info" in _choice(value):
+        _choice(value)["meta_info"]["completion_tokens"] = True
+
+
+def _drop_prompt_ids(value: dict[str, Any]) -> None:
+    value.pop("prompt_token_ids", None)
+    _choice(value).pop("prompt_token_ids", None)
+
+
+def _nest_deeply(value: dict[str, Any]) -> None:
+    value["nested"] = _bare("[" * 5000 + "]" * 5000)
+
+
+def _duplicate_meta_key(reply: Reply, order: FaultOrder) -> Reply:
+    first = b'"meta_info":{'
+    return reply.with_body(reply.body.replace(first, first + b'"completion_tokens":1,', 1))
+
+
+def _experts_holder(value: dict[str, Any]) -> dict[str, Any]:
+    """The object that holds, or would hold, ``routed_experts``."""
+    if "sglext" in value:
+        holder: dict[str, Any] = value["sglext"]
+        return holder
+    choice = _choice(value)
+    found: dict[str, Any] = choice.get("meta_info", choice)
+    return found
+
+
+def _break_experts(value: dict[str, Any]) -> None:
+    _experts_holder(value)["routed_experts"] = "not*base64!"
+
+
+def _misalign_experts(value: dict[str, Any]) -> None:
+    """One byte and some ids too many: neither whole rows nor whole ids."""
+    holder = _experts_holder(value)
+    payload = holder.get("routed_experts")
+    if isinstance(payload, list):
+        del payload[-1:]
+        return
+    raw = pybase64.b64decode(payload) if payload else b"\0" * 4
+    holder["routed_experts"] = pybase64.b64encode(raw + b"\0" * 5).decode()
+
+
+def _drop_experts_row(value: dict[str, Any]) -> None:
+    """A whole number of ids, one id short of whole rows."""
+    holder = _experts_holder(value)
+    payload = holder.get("routed_experts")
+    if isinstance(payload, list):
+        del payload[-1:]
+        return
+    raw = pybase64.b64decode(payload) if payload else b"\0" * 8
+    holder["routed_experts"] = pybase64.b64encode(raw[:-4]).decode()
+
+
+FAULTS: dict[str, Fault] = {
+    "status_500": Fault(_status(500, "simulated failure"), generates=False),
+    "status_503": Fault(_status(503, "simulated overload"), generates=False),
+    "status_429": Fault(_status(429, "simulated rate limit"), generates=False),
+    "status_400": Fault(_status(400, "simulated refusal"), generates=False),
+    "redirect": Fault(_redirect, generates=False),
+    "empty_200": Fault(lambda reply, order: Reply((b"",)), generates=False),
+    "never": Fault(_delivered(Delivery.NEVER), generates=False),
+    "not_json": Fault(lambda reply, order: reply.with_body(b"<html>Bad gateway</html>")),
+    "truncated_json": Fault(lambda reply, order: reply.with_body(reply.body[: len(reply.body) * 2 // 3])),
+    "bad_utf8": Fault(_bad_utf8),
+    "not_object": Fault(lambda reply, order: reply.with_body(b"[]")),
+    "nan_logprob": Fault(_edited(_set_logprob(_bare("NaN")))),
+    "inf_logprob": Fault(_edited(_set_logprob(_bare("1e999")))),
+    "null_logprob": Fault(_edited(_set_logprob(None))),
+    "bool_logprob": Fault(_edited(_set_logprob(True))),
+    "minus_9999_logprob": Fault(_edited(_set_logprob(-9999.0))),
+    "bool_id": Fault(_edited(_set_id(True))),
+    "negative_id": Fault(_edited(_set_id(-1))),
+    "huge_id": Fault(_edited(_set_id(_bare(str(2**70))))),
+    "float_id": Fault(_edited(_set_id(1.5))),
+    "missing_meta_info": Fault(_edited(_drop_meta)),
+    "missing_logprobs": Fault(_edited(_drop_logprobs)),
+    "short_logprobs": Fault(_edited(_shorten_logprobs)),
+    "no_choices": Fault(_edited(_no_choices)),
+    "two_choices": Fault(_edited(_two_choices)),
+    "message_null": Fault(_edited(_null_message)),
+    "duplicate_meta_key": Fault(_duplicate_meta_key),
+    "deep_nesting": Fault(_edited(_nest_deeply)),
+    "completion_tokens_bool": Fault(_edited(_bool_completion_tokens)),
+    "missing_prompt_ids": Fault(_edited(_drop_prompt_ids)),
+    "bad_experts_base64": Fault(_edited(_break_experts)),
+    "misaligned_experts": Fault(_edited(_misalign_experts)),
+    "wrong_experts_rows": Fault(_edited(_drop_experts_row)),
+    "drip": Fault(_delivered(Delivery.DRIP)),
+    "reset": Fault(_delivered(Delivery.RESET)),
+    "abort": Fault(lambda reply, order: reply, finish="abort"),
+}
+
+
+class UnknownFault(Exception):
+    """No fault has that name; the message lists those there are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"unknown fault {name[:40]!r}; known: {', '.join(sorted(FAULTS))}")
+
+
+class FaultQueue:
+    """Faults waiting for a request; a request's own wish comes first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[FaultOrder] = deque()
+
+    def add(self, order: FaultOrder) -> None:
+        """Queue ``order`` for its next ``count`` requests."""
+        if order.fault not in FAULTS:
+            raise UnknownFault(order.fault)
+        self._waiting.extend(replace_count(order) for _ in range(order.count))
+
+    def take(self, sim: Sim | None) -> FaultOrder | None:
+        """The fault due for a request with these wishes."""
+        wish = sim.fault if sim else None
+        if wish is not None:
+            order = FaultOrder(wish) if isinstance(wish, str) else wish
+            if order.fault not in FAULTS:
+                raise UnknownFault(order.fault)
+            return order
+        return self._waiting.popleft() if self._waiting else None
+
+    def names(self) -> list[str]:
+        """What is queued, in order."""
+        return [order.fault for order in self._waiting]
+
+    def clear(self) -> None:
+        """Forget what is queued."""
+        self._waiting.clear()
+
+
+def replace_count(order: FaultOrder) -> FaultOrder:
+    """``order`` for a single request."""
+    return msgspec.structs.replace(order, count=1)

@@ -1,0 +1,204 @@
+"""The policy: what the pretended model says, and how a limit or abort cuts it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from dataclasses import dataclass, replace
+
+from ops.simulator.arguments import draw_arguments
+from ops.simulator.config import Config
+from ops.simulator.lru import Lru
+from ops.simulator.prose import Prose
+from ops.simulator.template import Conversation, assistant_text
+from ops.simulator.tokenizer import IM_END, Tokenizer
+from ops.simulator.wire import ChatRequest, Sim, Tool
+
+_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+_SECOND_CALL_SHARE = 0.25
+_CUT_TRIES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call of the reply; ``arguments`` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A sampled answer: the message and the ids it was parsed from.
+
+    ``ids`` ends with the end token where ``finish`` is ``stop`` or
+    ``tool_calls`` and then ``text`` (which lacks it) is what the ids decode to.
+    """
+
+    text: str
+    content: str
+    reasoning: str | None
+    calls: tuple[Call, ...]
+    ids: list[int]
+    finish: str
+    logprob_offset: int
+    digest: str
+
+
+class Policy:
+    """Seeded: the same messages, asked the same number of times, say the same."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prose = Prose(tokenizer, config.seed)
+        self._seed = config.seed.to_bytes(16, "little", signed=True)
+        self._asked: Lru[bytes, int] = Lru(200_000)
+        self._end = tokenizer.special_ids[IM_END]
+        self._glue = {
+            True: self._glue_ids("<tool_call>"),
+            False: self._glue_ids("A"),
+        }
+        self._think = tokenizer.ids("<think>\n")
+        self._newline = tokenizer.ids("\n")
+
+    def _glue_ids(self, follower: str) -> list[int]:
+        """Ids between reasoning and answer, which depend on what follows."""
+        return self._tokenizer.ids("\n</think>\n\n" + follower)[:-1]
+
+    def forget(self) -> None:
+        """Start counting earlier generations anew."""
+        self._asked.clear()
+
+    def draft(self, conversation: Conversation, request: ChatRequest, continuing: bool) -> Draft:
+        """Sample an answer to ``conversation``, within ``request``'s limits.
+
+        ``continuing``: the prompt ends inside an assistant turn.
+        """
+        asked = self._asked.get(conversation.digest) or 0
+        self._asked.put(conversation.digest, asked + 1)
+        key = hashlib.blake2b(self._seed + conversation.digest + asked.to_bytes(8, "little"), digest_size=16).digest()
+        rng = random.Random(key)
+        sim = request.sim or Sim()
+        limit = request.max_completion_tokens
+        if limit is None:
+            limit = request.max_tokens
+        calls = () if continuing else self._calls(conversation, request, sim, rng)
+        draft = self._compose(sim, calls, rng, limit, continuing, key.hex())
+        if limit is not None and len(draft.ids) > limit:
+            draft = self.cut(draft, limit, "length", exact=True)
+        if sim.finish_reason == "abort":
+            return self.cut(draft, len(draft.ids) // 2, "abort")
+        if sim.finish_reason == "length" and draft.finish != "length":
+            return self.cut(draft, len(draft.ids) - 1, "length", exact=True)
+        return replace(draft, finish=sim.finish_reason) if sim.finish_reason else draft
+
+    def _calls(
+        self, conversation: Conversation, request: ChatRequest, sim: Sim, rng: random.Random
+    ) -> tuple[Call, ...]:
+        tools = conversation.toolbox.tools
+        if not tools or sim.text is not None or sim.tool_calls is False or request.tool_choice == "none":
+            return ()
+        if isinstance(request.tool_choice, dict):
+            wanted = request.tool_choice.get("function")
+            name = wanted.get("name") if isinstance(wanted, dict) else None
+            tools = tuple(tool for tool in tools if tool.function.name == name) or tools
+        forced = sim.tool_calls or request.tool_choice == "required" or isinstance(request.tool_choice, dict)
+        task = random.Random(self._seed + conversation.task_digest)
+        if not forced and conversation.tool_results >= task.randint(1, self._config.max_turn_tool_results):
+            return ()
+        count = 2 if rng.random() < _SECOND_CALL_SHARE else 1
+        return tuple(self._call(rng.choice(tools), rng) for _ in range(count))
+
+    @staticmethod
+    def _call(tool: Tool, rng: random.Random) -> Call:
+        arguments = json.dumps(draw_arguments(tool.function.parameters, rng), ensure_ascii=False)
+        return Call(f"call_{rng.getrandbits(96):024x}", tool.function.name, arguments)
+
+    def _compose(
+        self,
+        sim: Sim,
+        calls: tuple[Call, ...],
+        rng: random.Random,
+        limit: int | None,
+        continuing: bool,
+        digest: str,
+    ) -> Draft:
+        named = [(call.name, call.arguments) for call in calls]
+        tail: list[int] = []
+        if calls:
+            tail = self._tokenizer.ids(assistant_text("", None, named))
+        wanted = sim.completion_tokens
+        total = wanted if wanted is not None else rng.randint(40, 60)
+        offset = rng.getrandbits(30)
+        if sim.text is not None:
+            return self._exact(sim, sim.text, offset, digest)
+        whole = total if limit is None or total <= limit else limit + 1
+        room = max(whole - 1 - len(tail), 0)
+        thinks = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
+        overhead = len(self._think) + len(self._glue[False])
+        reasoning, thought = None, list[int]()
+        if thinks and not continuing and room >= overhead + 6:
+            reasoning, thought = self._prose.draw(rng, (room - overhead) // 3)
+            room -= len(thought) + overhead
+        if calls and (room < 2 or (wanted is None and rng.random() < 0.5)):
+            room = 0
+        if calls and room:
+            room -= len(self._newline)
+        content, said = self._prose.draw(rng, room, opening=not continuing)
+        ids = [*self._think, *thought, *self._glue[bool(calls) and not content]] if reasoning else []
+        ids += said
+        if calls:
+            ids += [*self._newline, *tail] if content else tail
+        text = assistant_text(content, reasoning, named)
+        self._tokenizer.remember(text, ids)
+        finish = "tool_calls" if calls else "stop"
+        return Draft(text, content, reasoning, calls, [*ids, self._end], finish, offset, digest)
+
+    def _exact(self, sim: Sim, text: str, offset: int, digest: str) -> Draft:
+        reasoning = "Thinking it over" if sim.reasoning else None
+        whole = assistant_text(text, reasoning, [])
+        ids = [*self._tokenizer.encode(whole).ids(), self._end]
+        return Draft(whole, text, reasoning, (), ids, "stop", offset, digest)
+
+    def cut(self, draft: Draft, count: int, finish: str, exact: bool = False) -> Draft:
+        """``draft`` after ``count`` tokens.
+
+        Unless ``exact``, up to a few tokens fewer, where that makes the ids the
+        canonical encoding of their text (an abort may come at any token).
+        """
+        kept = max(0, min(count, len(draft.ids)))
+        if kept and draft.ids[kept - 1] == self._end:
+            if exact or finish != "abort":
+                return replace(draft, ids=draft.ids[:kept], finish=finish)
+            kept -= 1
+        ids = draft.ids[:kept]
+        text = self._tokenizer.decode(ids)
+        for fewer in range(0 if exact else min(_CUT_TRIES, kept)):
+            shorter = draft.ids[: kept - fewer]
+            shown = self._tokenizer.decode(shorter)
+            if self._tokenizer.ids(shown) == shorter:
+                ids, text = shorter, shown
+                break
+        reasoning, content, calls = parse(text, draft.calls)
+        return replace(draft, text=text, content=content, reasoning=reasoning, calls=calls, ids=ids, finish=finish)
+
+
+def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[Call, ...]]:
+    """Reasoning, content and whole tool calls of a text that may be cut.
+
+    A call that is cut stays in the content as it was written, which is what
+    engines do when their tool parser fails.
+    """
+    reasoning: str | None = None
+    if text.startswith("<think>\n"):
+        reasoning, _, text = text.removeprefix("<think>\n").partition("\n</think>")
+        text = text.removeprefix("\n\n").removeprefix("\n")
+    found = _CALL.findall(text)
+    if not found or len(found) != text.count("<tool_call>"):
+        return reasoning or None, text, ()
+    content = text[: text.index("<tool_call>")].removesuffix("\n")
+    return reasoning or None, content, planned[: len(found)]

@@ -1,0 +1,180 @@
+"""A finished generation, and the parts that both dialects write alike."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from dataclasses import dataclass
+
+import msgspec
+
+from ops.simulator.config import Config
+from ops.simulator.generate import Draft
+from ops.simulator.payloads import Payloads, Shape
+from ops.simulator.tokenizer import IM_END, Encoded, Tokenizer
+from ops.simulator.wire import ChatRequest, Experts, Sim
+
+_LOGPROBS = 8191
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Output tokens ``[start, end)`` sampled under one weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """All that a reply is written from."""
+
+    id: str
+    created: int
+    request: ChatRequest
+    prompt: Encoded
+    draft: Draft
+    cached_tokens: int
+    versions: tuple[Span, ...]
+
+    @property
+    def weight_version(self) -> str:
+        """The version at the end, which is the one an engine reports."""
+        return self.versions[-1].version
+
+    @property
+    def sim(self) -> Sim:
+        """The request's wishes."""
+        return self.request.sim or Sim()
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens, the end token included."""
+        return len(self.draft.ids)
+
+    @property
+    def matched_stop(self) -> bool:
+        """Whether the model ended the turn itself."""
+        return self.draft.finish in ("stop", "tool_calls")
+
+
+class Writer:
+    """Tables from token ids to their wire form; the hot path only joins."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:
+        self.config = config
+        self.payloads = payloads
+        self.end_id = tokenizer.special_ids[IM_END]
+        rng = random.Random(f"logprobs {config.seed}")
+        values = [math.log1p(-rng.random()) * rng.random() - 1e-9 for _ in range(_LOGPROBS)]
+        self._numbers = [repr(value).encode() for value in values]
+        self._triple_tails = [b",%d,%s]" % (number, text) for number, text in enumerate(tokenizer.json_texts)]
+        self._content_heads = [
+            b'{"token":%s,"bytes":%s,"logprob":' % (text, encode(list(raw)))
+            for text, raw in zip(tokenizer.json_texts, tokenizer.token_bytes, strict=True)
+        ]
+
+    def logprobs(self, draft: Draft) -> list[bytes]:
+        """One JSON number a sampled token: negative, finite, full precision."""
+        numbers = self._numbers
+        start = draft.logprob_offset % _LOGPROBS
+        wanted = len(draft.ids)
+        found = numbers[start : start + wanted]
+        while len(found) < wanted:
+            found += numbers[: wanted - len(found)]
+        return found
+
+    def triples(self, draft: Draft, numbers: list[bytes]) -> bytes:
+        """``[[logprob, id, text], …]`` as in SGLang's ``meta_info``."""
+        tails = self._triple_tails
+        pairs = zip(numbers, draft.ids, strict=True)
+        return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
+
+    def content_logprobs(self, draft: Draft, numbers: list[bytes]) -> bytes:
+        """``{"content": [{token, logprob, bytes, top_logprobs}]}`` as in OpenAI's."""
+        heads = self._content_heads
+        pairs = zip(numbers, draft.ids, strict=True)
+        entries = b",".join([heads[token] + number + b',"top_logprobs":[]}' for number, token in pairs])
+        return b'{"content":[' + entries + b"]}"
+
+    def experts(self, generation: Generation, asked: bool, start: int, npy: bool = False) -> bytes | None:
+        """The ``routed_experts`` value, or ``None`` where none is due."""
+        wish = generation.sim.experts
+        if not asked and not (wish and wish.unasked):
+            return None
+        layers, top_k, experts = self.config.experts
+        wish = wish or Experts()
+        shape = Shape(wish.layers or layers, wish.top_k or top_k, wish.experts or experts)
+        return self._payload(generation, shape, wish, start, npy)
+
+    def indexer(self, generation: Generation) -> bytes | None:
+        """The ``indexer_topk`` value, or ``None`` where none is due."""
+        wish = generation.sim.indexer_topk
+        if not generation.request.return_indexer_topk and wish is None:
+            return None
+        layers, top_k = self.config.indexer
+        wish = wish or Experts()
+        return self._payload(generation, Shape(wish.layers or layers, wish.top_k or top_k, 0), wish, 0, False)
+
+    def _payload(self, generation: Generation, shape: Shape, wish: Experts, start: int, npy: bool) -> bytes:
+        stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
+        write = self.payloads.nested if wish.nested else self.payloads.npy if npy else self.payloads.base64
+        head = generation.prompt.packed[:64] + array("i", generation.draft.ids[:16]).tobytes()
+        return write(shape, min(start, stop), stop, head)
+
+    def padded(self, parts: list[bytes], wanted: int | None) -> tuple[bytes, ...]:
+        """``parts`` of an object less its closing brace, closed and padded."""
+        missing = (wanted or 0) - sum(map(len, parts)) - len(b',"padding":}')
+        if missing < 2:
+            return (b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}")
+        return (*parts, b',"padding":', *self.payloads.padding(missing), b"}")
+
+
+def message_json(draft: Draft, empty_content: bytes) -> bytes:
+    """The assistant message; ``empty_content`` stands for a missing text."""
+    parts = [
+        b'{"role":"assistant","content":',
+        encode(draft.content) if draft.content else empty_content,
+        b',"reasoning_content":',
+        encode(draft.reasoning) if draft.reasoning else b"null",
+    ]
+    if draft.calls:
+        parts += [b',"tool_calls":', encode(tool_calls(draft))]
+    return b"".join(parts) + b"}"
+
+
+def tool_calls(draft: Draft) -> list[dict[str, object]]:
+    """The calls as OpenAI's objects, numbered."""
+    return [
+        {
+            "id": call.id,
+            "index": place,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(draft.calls)
+    ]
+
+
+def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
+    """The message cut into stream deltas."""
+    found: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
+    for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
+        found += [{field: text[at : at + size]} for at in range(0, len(text), size)]
+    for place, call in enumerate(draft.calls):
+        named = {"name": call.name, "arguments": ""}
+        found.append({"tool_calls": [{"id": call.id, "index": place, "type": "function", "function": named}]})
+        found += [
+            {"tool_calls": [{"index": place, "function": {"arguments": call.arguments[at : at + size]}}]}
+            for at in range(0, len(call.arguments), size)
+        ]
+    return found
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"

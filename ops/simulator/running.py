@@ -1,0 +1,129 @@
+"""Generations in flight: waiting, pausing, aborting, and who hung up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Run:
+    """One generation in flight.
+
+    ``versions`` lists ``(share done, version)`` for each weight version it has
+    seen. ``gone`` is set when the client hung up, ``aborted`` when it was told
+    to stop; ``wake`` ends its wait.
+    """
+
+    rid: str
+    duration: float
+    versions: list[tuple[float, str]]
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    began: float = 0.0
+    aborted: bool = False
+    gone: bool = False
+
+    def progress(self, now: float) -> float:
+        """The share of the generation that is done, in [0, 1]."""
+        if not self.began:
+            return 0.0
+        return min(1.0, max(0.0, (now - self.began) / self.duration)) if self.duration > 0 else 1.0
+
+
+class Runs:
+    """The registry of runs, and the pause gate before and behind them."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, Run] = {}
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.aborted = 0
+        self.disconnected = 0
+
+    @property
+    def paused(self) -> bool:
+        """Whether generations are held."""
+        return not self._resumed.is_set()
+
+    @property
+    def rids(self) -> list[str]:
+        """Ids of all runs in flight."""
+        return [run.rid for run in self._runs.values()]
+
+    def abort(self, rid: str, everything: bool) -> int:
+        """Stop the runs whose id begins with ``rid``; how many there were."""
+        found = [run for run in self._runs.values() if everything or (rid and run.rid.startswith(rid))]
+        for run in found:
+            run.aborted = True
+            run.wake.set()
+        return len(found)
+
+    def new_version(self, version: str) -> None:
+        """Runs in flight go on under another weight version."""
+        now = asyncio.get_running_loop().time()
+        for run in self._runs.values():
+            run.versions.append((run.progress(now), version))
+
+    def pause(self) -> None:
+        """Hold every generation, running or new."""
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        self._resumed.set()
+
+    async def drained(self) -> None:
+        """Return when nothing is in flight."""
+        await self._idle.wait()
+
+    async def hold(self, run: Run, hung_up: Callable[[], Awaitable[None]]) -> float:
+        """Let ``run`` take its time; the share of it that was generated.
+
+        Returns at once where it takes none, so a benchmark pays for no task.
+        """
+        if run.duration <= 0 and not self.paused:
+            return 1.0
+        self._runs[id(run)] = run
+        self._idle.clear()
+        watcher = asyncio.create_task(self._watch(run, hung_up))
+        try:
+            share = await self._wait(run)
+        finally:
+            del self._runs[id(run)]
+            if not self._runs:
+                self._idle.set()
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+        self.aborted += run.aborted and not run.gone
+        self.disconnected += run.gone
+        return share
+
+    @staticmethod
+    async def _watch(run: Run, hung_up: Callable[[], Awaitable[None]]) -> None:
+        await hung_up()
+        run.gone = run.aborted = True
+        run.wake.set()
+
+    async def _wait(self, run: Run) -> float:
+        loop = asyncio.get_running_loop()
+        await self._until_resumed(run)
+        run.began = loop.time()
+        if not run.aborted and run.duration > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(run.wake.wait(), run.duration)
+        share = run.progress(loop.time()) if run.aborted else 1.0
+        await self._until_resumed(run)
+        return share
+
+    async def _until_resumed(self, run: Run) -> None:
+        while self.paused and not run.aborted:
+            gate = asyncio.ensure_future(self._resumed.wait())
+            stop = asyncio.ensure_future(run.wake.wait())
+            _, late = await asyncio.wait({gate, stop}, return_when=asyncio.FIRST_COMPLETED)
+            for task in late:
+                task.cancel()

@@ -1,0 +1,134 @@
+"""Replies in the shape of SGLang 0.5.23."""
+
+from __future__ import annotations
+
+from ops.simulator.generation import (
+    Generation,
+    Writer,
+    deltas,
+    encode,
+    event,
+    message_json,
+)
+from ops.simulator.wire import BadRequest, ChatRequest, Reply, json_reply
+
+_NOT_STREAMED = ("return_prompt_token_ids", "return_token_ids", "return_meta_info")
+
+
+def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
+    """SGLang's flat error object."""
+    body = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+    return json_reply(body, status)
+
+
+def check(request: ChatRequest) -> None:
+    """Refuse what SGLang refuses. Raises :class:`BadRequest`."""
+    if request.stream:
+        for name in _NOT_STREAMED:
+            if getattr(request, name):
+                raise BadRequest(f"{name} is not supported with streaming; set stream=false.")
+
+
+def check_start(request: ChatRequest, prompt_tokens: int) -> None:
+    """Refuse a first row outside the prompt. Raises :class:`BadRequest`."""
+    if not 0 <= request.routed_experts_start_len <= prompt_tokens:
+        raise BadRequest(f"routed_experts_start_len must be in [0, {prompt_tokens}].")
+
+
+def render(generation: Generation, writer: Writer) -> Reply:
+    """The whole reply, large payloads in parts of their own."""
+    request, draft = generation.request, generation.draft
+    numbers = writer.logprobs(draft) if request.logprobs else []
+    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
+    head = [
+        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
+        % (encode(generation.id), generation.created, encode(request.model)),
+        message_json(draft, b'""'),
+        b',"logprobs":',
+        writer.content_logprobs(draft, numbers) if request.logprobs else b"null",
+        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
+        str(writer.end_id).encode() if generation.matched_stop else b"null",
+    ]
+    if request.return_prompt_token_ids or request.return_token_ids:
+        head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
+    if request.return_token_ids:
+        head += [b',"response_token_ids":', encode(draft.ids)]
+    parts = [b"".join(head)]
+    if request.return_meta_info:
+        parts += _meta_info(generation, writer, numbers, experts)
+    parts.append(b"}]" + _tail(generation))
+    if experts is not None and not request.return_meta_info:
+        parts += [b',"sglext":{"routed_experts":', experts, b"}"]
+    return Reply(writer.padded(parts, generation.sim.body_bytes))
+
+
+def _finish(generation: Generation, writer: Writer) -> dict[str, object]:
+    finish = generation.draft.finish
+    if finish == "length":
+        return {"type": "length", "length": generation.completion_tokens}
+    if finish == "abort":
+        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+    if generation.matched_stop:
+        return {"type": "stop", "matched": writer.end_id}
+    return {"type": finish}
+
+
+def _meta_info(generation: Generation, writer: Writer, numbers: list[bytes], experts: bytes | None) -> list[bytes]:
+    facts = {
+        "id": generation.id,
+        "finish_reason": _finish(generation, writer),
+        "prompt_tokens": generation.prompt.count,
+        "completion_tokens": generation.completion_tokens,
+        "cached_tokens": generation.cached_tokens,
+        "weight_version": generation.weight_version,
+    }
+    head = [b',"meta_info":', encode(facts).removesuffix(b"}")]
+    if writer.config.weight_versions or len(generation.versions) > 1:
+        head += [b',"weight_versions":', encode(generation.versions)]
+    if generation.request.logprobs:
+        head += [b',"output_token_logprobs":', writer.triples(generation.draft, numbers)]
+    parts = [b"".join(head)]
+    for name, payload in (("routed_experts", experts), ("indexer_topk", writer.indexer(generation))):
+        if payload is not None:
+            parts += [b',"%s":' % name.encode(), payload]
+    return [*parts, b"}"]
+
+
+def _usage(generation: Generation) -> dict[str, object]:
+    prompt, completion = generation.prompt.count, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+        "reasoning_tokens": 0,
+    }
+
+
+def _tail(generation: Generation) -> bytes:
+    metadata = {"weight_version": generation.weight_version}
+    return b',"usage":%s,"metadata":%s' % (encode(_usage(generation)), encode(metadata))
+
+
+def stream(generation: Generation, writer: Writer) -> Reply:
+    """The reply as server-sent events."""
+    request, draft = generation.request, generation.draft
+    common = {
+        "id": generation.id,
+        "object": "chat.completion.chunk",
+        "created": generation.created,
+        "model": request.model,
+    }
+    silent = {"logprobs": None, "finish_reason": None, "matched_stop": None}
+    events = [event({**common, "choices": [{"index": 0, "delta": delta, **silent}]}) for delta in deltas(draft)]
+    last = {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": draft.finish,
+        "matched_stop": writer.end_id if generation.matched_stop else None,
+    }
+    events.append(event({**common, "choices": [last]}))
+    if request.stream_options and request.stream_options.include_usage:
+        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+    return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

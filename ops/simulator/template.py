@@ -1,0 +1,190 @@
+"""The chat template: ChatML with tools, tool results and kept reasoning.
+
+Rendering follows Qwen3's layout with one difference: reasoning that a client
+sends back stays in the prompt in every turn, so a history that comes back as
+it was given is a token prefix of the next prompt.
+
+Each message is rendered and encoded by itself. That equals encoding the whole
+prompt, because a special token or a letter/newline edge stands at every seam
+(but for an assistant text that begins with white space, where the seam behind
+``assistant\\n`` is kept on purpose, as a sampled token never merges with it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ops.simulator.lru import Lru
+from ops.simulator.tokenizer import IM_END, IM_START, Encoded, Tokenizer
+from ops.simulator.wire import BadRequest, SentMessage, SentToolCall, Tool
+
+GENERATION_PROMPT = f"{IM_START}assistant\n"
+_TURN_END = f"{IM_END}\n"
+_TOOL_TURN_START = f"{IM_START}user"
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TOOLS_INTRO = "\n\n# Tools\n\nThese functions can be called; their signatures are in JSON:\n<tools>"
+_TOOLS_OUTRO = (
+    "\n</tools>\n\nA call is one JSON object inside tool_call tags:\n"
+    '<tool_call>\n{"name": <function>, "arguments": <object>}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One message: its role, its text in pieces encoded apart, and a digest."""
+
+    role: str
+    pieces: tuple[str, ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """The tools of a request and their part of the system message."""
+
+    tools: tuple[Tool, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the policy looks at: digests, and how far the current task is.
+
+    ``digest`` covers all messages, ``task_digest`` those up to the last user
+    message, ``tool_results`` counts the tool messages behind it.
+    """
+
+    messages: tuple[Rendered, ...]
+    toolbox: Toolbox
+    digest: bytes
+    task_digest: bytes
+    tool_results: int
+
+
+def call_text(name: str, arguments: str) -> str:
+    """A tool call as the model writes it; ``arguments`` verbatim."""
+    quoted = json.dumps(name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def assistant_text(content: str, reasoning: str | None, calls: list[tuple[str, str]]) -> str:
+    """The text an assistant turn stands for, without its end token."""
+    text = f"<think>\n{reasoning}\n</think>\n\n{content}" if reasoning else content
+    for place, (name, arguments) in enumerate(calls):
+        text += "\n" + call_text(name, arguments) if content or place else call_text(name, arguments)
+    return text
+
+
+def _plain(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _sent_call(call: SentToolCall) -> tuple[str, str]:
+    arguments = call.function.arguments
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return call.function.name, arguments
+
+
+def _pieces(message: SentMessage) -> tuple[str, ...]:
+    content = _plain(message.content)
+    if message.role == "assistant":
+        calls = [_sent_call(call) for call in message.tool_calls or ()]
+        text = assistant_text(content, message.reasoning_content, calls)
+        return (GENERATION_PROMPT, text, _TURN_END) if text else (GENERATION_PROMPT, _TURN_END)
+    if message.role == "tool":
+        return (f"\n<tool_response>\n{content}\n</tool_response>",)
+    role = "system" if message.role == "developer" else message.role
+    return (f"{IM_START}{role}\n{content}{_TURN_END}",)
+
+
+class Template:
+    """Renders conversations to prompts, remembering every message seen."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._rendered: Lru[bytes, Rendered] = Lru(64 * 2**20)
+        self._toolboxes: Lru[bytes, Toolbox] = Lru(8 * 2**20)
+        self._decode = msgspec.json.Decoder(SentMessage).decode
+        self._decode_tools = msgspec.json.Decoder(list[Tool] | None).decode
+
+    def read(self, messages: list[msgspec.Raw], tools: msgspec.Raw) -> Conversation:
+        """Parse the history. Raises :class:`BadRequest` or msgspec's errors."""
+        if not messages:
+            raise BadRequest("Messages cannot be empty.")
+        rendered = tuple([self._message(bytes(raw)) for raw in messages])
+        whole = hashlib.blake2b(digest_size=16)
+        task = b""
+        results = 0
+        for message in rendered:
+            whole.update(message.digest)
+            if message.role == "user":
+                task, results = whole.digest(), 0
+            elif message.role == "tool":
+                results += 1
+        return Conversation(rendered, self._toolbox(bytes(tools)), whole.digest(), task, results)
+
+    def prompt(self, conversation: Conversation) -> Encoded:
+        """The ids of the prompt, generation prompt included."""
+        encode = self.tokenizer.encode
+        parts = [encode(piece) for piece in self.pieces(conversation)]
+        return Encoded(
+            b",".join([part.json for part in parts]),
+            b"".join([part.packed for part in parts]),
+            sum([part.count for part in parts]),
+        )
+
+    def pieces(self, conversation: Conversation) -> list[str]:
+        """The prompt's text, cut where it is encoded apart."""
+        messages = conversation.messages
+        pieces: list[str] = []
+        if conversation.toolbox.text:
+            first = messages[0]
+            own = first.pieces[0].removesuffix(_TURN_END) if first.role == "system" else f"{IM_START}system\n"
+            pieces.append(own + conversation.toolbox.text + _TURN_END)
+            messages = messages[1:] if first.role == "system" else messages
+        in_tools = False
+        for message in messages:
+            if (message.role == "tool") != in_tools:
+                pieces.append(_TURN_END if in_tools else _TOOL_TURN_START)
+                in_tools = not in_tools
+            pieces.extend(message.pieces)
+        if in_tools:
+            pieces.append(_TURN_END)
+        pieces.append(GENERATION_PROMPT)
+        return pieces
+
+    def _message(self, raw: bytes) -> Rendered:
+        found = self._rendered.get(raw)
+        if found is not None:
+            return found
+        message = self._decode(raw)
+        if message.role not in _ROLES:
+            raise BadRequest(f"unknown role {message.role[:40]!r}")
+        pieces = _pieces(message)
+        digest = hashlib.blake2b(digest_size=16)
+        for piece in (message.role, *pieces):
+            digest.update(piece.encode("utf-8", "surrogatepass") + b"\0")
+        role = "system" if message.role == "developer" else message.role
+        rendered = Rendered(role, pieces, digest.digest())
+        return self._rendered.put(raw, rendered, 200 + 3 * len(raw))
+
+    def _toolbox(self, raw: bytes) -> Toolbox:
+        found = self._toolboxes.get(raw)
+        if found is not None:
+            return found
+        tools = self._decode_tools(raw) if raw else None
+        text = ""
+        if tools:
+            lines = [json.dumps(tool, ensure_ascii=False) for tool in msgspec.json.decode(raw)]
+            text = _TOOLS_INTRO + "".join("\n" + line for line in lines) + _TOOLS_OUTRO
+        return self._toolboxes.put(raw, Toolbox(tuple(tools or ()), text), 400 + 4 * len(raw))

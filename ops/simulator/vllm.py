@@ -1,0 +1,90 @@
+"""Replies in the shape of vLLM's OpenAI server."""
+
+from __future__ import annotations
+
+from ops.simulator.generation import (
+    Generation,
+    Writer,
+    deltas,
+    encode,
+    event,
+    message_json,
+)
+from ops.simulator.wire import Reply, json_reply
+
+
+def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
+    """vLLM's error object."""
+    return json_reply({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+def _logprobs(generation: Generation, writer: Writer) -> bytes:
+    """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
+    request = generation.request
+    if not request.logprobs:
+        return b"null"
+    if request.top_logprobs is None:
+        return b'{"content":[]}'
+    return writer.content_logprobs(generation.draft, writer.logprobs(generation.draft))
+
+
+def render(generation: Generation, writer: Writer) -> Reply:
+    """The whole reply, large payloads in parts of their own."""
+    request, draft = generation.request, generation.draft
+    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
+    head = [
+        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
+        % (encode(f"chatcmpl-{generation.id}"), generation.created, encode(request.model)),
+        message_json(draft, b"null"),
+        b',"logprobs":',
+        _logprobs(generation, writer),
+        b',"finish_reason":"%s","stop_reason":null,"token_ids":' % draft.finish.encode(),
+        encode(draft.ids) if request.return_token_ids else b"null",
+    ]
+    parts = [b"".join(head)]
+    if experts is not None:
+        parts += [b',"routed_experts":', experts]
+    prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
+    parts.append(
+        b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":null,'
+        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(_usage(generation)), prompt_ids)
+    )
+    return Reply(writer.padded(parts, generation.sim.body_bytes))
+
+
+def _usage(generation: Generation) -> dict[str, object]:
+    prompt, completion = generation.prompt.count, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+    }
+
+
+def stream(generation: Generation, writer: Writer) -> Reply:
+    """The reply as server-sent events, token ids as deltas where asked for."""
+    request, draft = generation.request, generation.draft
+    common = {
+        "id": f"chatcmpl-{generation.id}",
+        "object": "chat.completion.chunk",
+        "created": generation.created,
+        "model": request.model,
+    }
+    pieces = deltas(draft)
+    share = -(-len(draft.ids) // max(len(pieces) - 1, 1))
+    events = []
+    for place, delta in enumerate(pieces):
+        choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        first: dict[str, object] = {} if place else {"prompt_token_ids": None}
+        if request.return_token_ids:
+            choice["token_ids"] = draft.ids[(place - 1) * share : place * share] if place else None
+            first = {} if place else {"prompt_token_ids": generation.prompt.ids()}
+        events.append(event({**common, "choices": [choice], **first}))
+    last: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": draft.finish, "stop_reason": None}
+    if request.return_token_ids and len(pieces) == 1:
+        last["token_ids"] = draft.ids
+    events.append(event({**common, "choices": [last]}))
+    if request.stream_options and request.stream_options.include_usage:
+        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+    return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

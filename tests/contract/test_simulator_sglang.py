@@ -1,0 +1,115 @@
+"""The simulator's replies, read by the models that the SGLang package publishes.
+
+Only its ``protocol`` module is loaded, from its file: importing the package
+itself would need torch. Skipped where SGLang is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from ops.simulator.app import create_app
+from ops.simulator.config import Config
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+NAME = "sglang.srt.entrypoints.openai.protocol"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "parameters": {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]},
+        },
+    }
+]
+ASKS = {
+    "logprobs": True,
+    "return_meta_info": True,
+    "return_prompt_token_ids": True,
+    "return_token_ids": True,
+    "return_routed_experts": True,
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def protocol() -> Iterator[ModuleType]:
+    """SGLang's protocol module, with its one import of its own stubbed."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("sglang is not installed")
+    path = Path(found.submodule_search_locations[0]) / "srt/entrypoints/openai/protocol.py"
+    utils = ModuleType("sglang.utils")
+    utils.convert_json_schema_to_str = json.dumps  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+        patch.setitem(sys.modules, "sglang.utils", utils)
+        spec = importlib.util.spec_from_file_location(NAME, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, NAME, module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def same(published: Any, sent: Any) -> None:
+    """What the model writes again is what was sent, field by field."""
+    written = json.loads(published.model_dump_json())
+    assert {name: value for name, value in written.items() if name in sent} == sent
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        ASKS,
+        {**ASKS, "tools": TOOLS},
+        {**ASKS, "max_tokens": 5},
+        {**ASKS, "sim": {"finish_reason": "abort"}},
+        {**ASKS, "sim": {"reasoning": True}},
+        {"return_routed_experts": True},
+    ],
+)
+async def test_replies_fit_the_published_models(protocol: ModuleType, fields: dict[str, Any]) -> None:
+    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        response = await client.post(CHAT, json=body)
+        reply = protocol.ChatCompletionResponse.model_validate_json(response.content)
+        sent = response.json()
+        ours = sent["choices"][0]
+        theirs = json.loads(reply.choices[0].model_dump_json())
+        assert theirs == ours
+        assert set(sent) <= set(json.loads(reply.model_dump_json()))
+        protocol.ChatCompletionRequest.model_validate(body)
+        refused = await client.post(CHAT, json={"messages": []})
+        same(protocol.ErrorResponse.model_validate_json(refused.content), refused.json())
+
+
+async def test_stream_chunks_fit_the_published_model(protocol: ModuleType) -> None:
+    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": True}
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        response = await client.post(CHAT, json=body)
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        for line in lines:
+            protocol.ChatCompletionStreamResponse.model_validate_json(line)

@@ -1,0 +1,1 @@
+"""What runs without the application: reading and judging what engines return. Imports nothing of `app`."""

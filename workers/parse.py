@@ -1,0 +1,300 @@
+"""What an engine returned, judged: bytes in, `Parsed` or `Rejected` out.
+
+The one place that knows when a 200 is malformed, for SGLang's and vLLM's shapes. It builds Python objects
+only for what is checked or stored, and the checked bytes are the stored bytes.
+
+    Parsed.prompt_ids, .output_ids   little-endian int32, one per token
+    Parsed.logprobs                  little-endian float64, one per output token, natural log
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from workers.depth import MAX_DEPTH, too_deep
+
+Dialect = Literal["sglang", "vllm"]
+
+MAX_TOKEN_ID = 2**31 - 1
+MISSING_LOGPROB = -9999.0
+"""vLLM's stand-in for a logprob it does not have."""
+
+UNKNOWN_VERSION = "unknown"
+"""The weight version of an engine that names none."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB)]
+
+
+class Rejected(Exception):
+    """A malformed reply. The message names the rule and the place, never content."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled under weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """A sound reply. `message` is the raw JSON of the assistant message; `prompt_text` that of the prompt ids."""
+
+    dialect: Dialect
+    message: bytes
+    prompt_ids: bytes
+    prompt_text: bytes
+    output_ids: bytes
+    logprobs: bytes
+    finish_reason: str | None
+    weight_versions: list[Span]
+
+
+class _Triple(msgspec.Struct, array_like=True):
+    """`[logprob, token id, text, …]`; what follows the id is not looked at."""
+
+    logprob: Logprob
+    id: TokenId
+
+
+class _ContentLogprob(msgspec.Struct):
+    logprob: Logprob
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_TRIPLES = msgspec.json.Decoder(list[_Triple])
+_CONTENT = msgspec.json.Decoder(list[_ContentLogprob])
+_IDS = msgspec.json.Decoder(list[TokenId])
+_SPANS = msgspec.json.Decoder(list[Span])
+_PLACE = re.compile(r" - at `(.*)`$")
+
+Fields = dict[str, msgspec.Raw]
+
+
+def parse_reply(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
+    """Judge a 200 of `/v1/chat/completions` (non-streaming, capture mode).
+
+    With `auto` the shape decides: token ids beside the choice are vLLM's, else SGLang's rules hold.
+    Raises Rejected, naming the first rule that is broken.
+    """
+    try:
+        return _parse(body, dialect)
+    except RecursionError as error:
+        raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
+
+
+def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
+    _utf8(body)
+    root = _object(body, "the body")
+    choices = _list(root.get("choices"), "choices")
+    if len(choices) != 1:
+        raise Rejected(f"choices must hold one choice, not {len(choices)}")
+    choice = _object(choices[0], "choices[0]")
+    if dialect == "auto":
+        dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
+    read = _vllm if dialect == "vllm" else _sglang
+    parsed, bulk = read(root, choice)
+    _depth(body, bulk)
+    return parsed
+
+
+def _looks_like_vllm(root: Fields, choice: Fields) -> bool:
+    return "meta_info" not in choice and ("token_ids" in choice or "prompt_token_ids" in root)
+
+
+def _sglang(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
+    where = "choices[0].meta_info"
+    meta_raw = choice.get("meta_info")
+    if meta_raw is None:
+        raise Rejected(f"{where} is missing")
+    meta = _object(meta_raw, where)
+    _no_duplicates(bytes(meta_raw), meta, where)
+    triples_raw = meta.get("output_token_logprobs")
+    triples = _typed(_TRIPLES, triples_raw, f"{where}.output_token_logprobs")
+    _count(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
+    prompt_text, prompt_ids = _prompt_ids(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids")
+    message = _message(choice, len(triples))
+    parsed = Parsed(
+        dialect="sglang",
+        message=message,
+        prompt_ids=prompt_ids,
+        prompt_text=prompt_text,
+        output_ids=_int32([triple.id for triple in triples]),
+        logprobs=_float64([triple.logprob for triple in triples]),
+        finish_reason=_finish_reason(choice, meta),
+        weight_versions=_weight_versions(root, meta, len(triples)),
+    )
+    return parsed, [prompt_text, bytes(triples_raw or b"")]
+
+
+def _vllm(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
+    ids_raw = choice.get("token_ids")
+    output_ids = _typed(_IDS, ids_raw, "choices[0].token_ids")
+    logprobs = _object(choice.get("logprobs"), "choices[0].logprobs")
+    content_raw = logprobs.get("content")
+    entries = _typed(_CONTENT, content_raw, "choices[0].logprobs.content")
+    if len(entries) != len(output_ids):
+        raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
+    usage = _object(root.get("usage"), "usage")
+    _count(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
+    prompt_text, prompt_ids = _prompt_ids(root.get("prompt_token_ids"), "prompt_token_ids")
+    parsed = Parsed(
+        dialect="vllm",
+        message=_message(choice, len(output_ids)),
+        prompt_ids=prompt_ids,
+        prompt_text=prompt_text,
+        output_ids=_int32(output_ids),
+        logprobs=_float64([entry.logprob for entry in entries]),
+        finish_reason=_finish_reason(choice, {}),
+        weight_versions=_weight_versions(root, {}, len(output_ids)),
+    )
+    return parsed, [prompt_text, bytes(ids_raw or b""), bytes(content_raw or b"")]
+
+
+def _message(choice: Fields, output_tokens: int) -> bytes:
+    raw = choice.get("message")
+    message = _object(raw, "choices[0].message")
+    calls = _value(message.get("tool_calls"), "choices[0].message.tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise Rejected("choices[0].message.tool_calls must be a list of objects")
+    content = _value(message.get("content"), "choices[0].message.content")
+    if content is None:
+        reasoning = _value(message.get("reasoning_content"), "choices[0].message.reasoning_content")
+        reasoning = reasoning or _value(message.get("reasoning"), "choices[0].message.reasoning")
+        if not calls and not reasoning and output_tokens:
+            raise Rejected("choices[0].message has no content, no tool calls and no reasoning_content")
+    elif not isinstance(content, str):
+        raise Rejected("choices[0].message.content must be a string")
+    role = _value(message.get("role"), "choices[0].message.role")
+    if role != "assistant":
+        raise Rejected("choices[0].message.role must be assistant")
+    return bytes(raw or b"")
+
+
+def _finish_reason(choice: Fields, meta: Fields) -> str | None:
+    reason = _value(choice.get("finish_reason"), "choices[0].finish_reason")
+    if reason is None and "finish_reason" in meta:
+        reason = _value(meta["finish_reason"], "choices[0].meta_info.finish_reason")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+    if reason is not None and not isinstance(reason, str):
+        raise Rejected("choices[0].finish_reason must be a string")
+    return reason
+
+
+def _weight_versions(root: Fields, meta: Fields, tokens: int) -> list[Span]:
+    """Spans that cover the output; an engine's own list of spans wins over its single version."""
+    if "weight_versions" in meta and bytes(meta["weight_versions"]) != b"null":
+        where = "choices[0].meta_info.weight_versions"
+        spans: list[Span] = _typed(_SPANS, meta["weight_versions"], where)
+        ends = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
+            raise Rejected(f"{where} must cover the {tokens} output tokens in order")
+        return spans
+    version = _value(meta.get("weight_version"), "choices[0].meta_info.weight_version")
+    if version is None and "metadata" in root:
+        metadata = _value(root["metadata"], "metadata")
+        version = metadata.get("weight_version") if isinstance(metadata, dict) else None
+    if isinstance(version, bool) or not isinstance(version, str | int | None):
+        raise Rejected("weight_version must be a string")
+    return [Span(UNKNOWN_VERSION if version is None else str(version), 0, tokens)] if tokens else []
+
+
+def _prompt_ids(raw: msgspec.Raw | None, where: str) -> tuple[bytes, bytes]:
+    """The prompt's token ids as the engine spelled them, and as int32."""
+    ids = _typed(_IDS, raw, where)
+    return bytes(raw or b""), _int32(ids)
+
+
+def _count(raw: msgspec.Raw | None, found: int, where: str, of: str) -> None:
+    count = _value(raw, where)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise Rejected(f"{where} must be an integer")
+    if count != found:
+        raise Rejected(f"{where} is {count}, but {of} has {found} entries")
+
+
+def _no_duplicates(raw: bytes, fields: Fields, where: str) -> None:
+    """Keys that stand twice: two readers would believe different values.
+
+    Where the fields account for every byte of a compact object, none was dropped; else it is read slowly.
+    """
+    accounted = 1 + sum(len(name) + 4 + len(memoryview(value)) for name, value in fields.items())
+    if accounted == len(raw):
+        return
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise Rejected(f"{where} has duplicate keys")
+        return found
+
+    json.loads(raw, object_pairs_hook=unique)
+
+
+def _depth(body: bytes, bulk: list[bytes]) -> None:
+    """Nesting, without walking the long flat lists that their own types have already bounded."""
+    rest = body
+    for text in bulk:
+        rest = rest.replace(text, b"0", 1) if len(text) > 64 else rest
+    if too_deep(rest):
+        raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _utf8(body: bytes) -> None:
+    if body.isascii():
+        return
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise Rejected(f"not UTF-8 at byte {error.start}") from error
+
+
+def _object(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
+    if raw is None:
+        raise Rejected(f"{where} is missing")
+    fields: Fields = _typed(_OBJECT, raw, where, "an object")
+    return fields
+
+
+def _list(raw: msgspec.Raw | None, where: str) -> list[msgspec.Raw]:
+    items: list[msgspec.Raw] = _typed(_LIST, raw, where, "a list")
+    return items
+
+
+def _value(raw: msgspec.Raw | None, where: str) -> Any:
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Rejected(f"{where} is not valid JSON") from error
+
+
+def _typed(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw | bytes | None, where: str, kind: str = "") -> Any:
+    if raw is None:
+        raise Rejected(f"{where} is missing")
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        if kind:
+            raise Rejected(f"{where} must be {kind}") from error
+        place = _PLACE.search(str(error))
+        inside = place.group(1).removeprefix("$") if place else ""
+        raise Rejected(f"{where}{inside}: {str(error)[: place.start()] if place else error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Rejected(f"{where} is not valid JSON: {error}") from error
+
+
+def _int32(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def _float64(values: list[float]) -> bytes:
+    return array("d", values).tobytes()
