@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
@@ -23,7 +24,8 @@ LATER = frozenset({"max_seq_len", "advantage", "replay"})
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
     """Answers as long as the process does; waits for nothing."""
-    return {"status": "ok", "in_flight": services(request).turns.in_flight}
+    app = services(request)
+    return {"status": "ok", "in_flight": app.turns.in_flight, "writer": msgspec.to_builtins(app.writer.counters)}
 
 
 @router.get("/ready")

@@ -6,12 +6,12 @@ import base64
 import binascii
 import uuid
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from app.domain.events import SessionConfig
 from app.domain.session import Session
@@ -27,6 +27,9 @@ router = APIRouter()
 SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_METADATA = 64 << 10
 """Bytes of a session's metadata: it is a label, not a place for data."""
+
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class CreateSession(BaseModel):
@@ -64,6 +67,16 @@ def require_session_id(session_id: str) -> str:
     return session_id
 
 
+def _read(raw: bytes, kind: type[Body]) -> Body:
+    """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequest(f"{place or 'the body'}: {first['msg']}") from error
+
+
 def new_session(body: CreateSession, default_window: int) -> NewSession:
     """Raises Unsupported for choices that are documented but not built, InvalidRequest."""
     if body.history == "tree":
@@ -88,10 +101,11 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
 
 
 @router.post("/sessions")
-async def create_session(request: Request, body: CreateSession | None = None) -> dict[str, Any]:
+async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
-    new = new_session(body or CreateSession(), app.settings.rollback_window)
+    raw = await request.body()
+    new = new_session(_read(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
     await app.sessions.create(new)
     return {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
 
@@ -149,9 +163,10 @@ async def get_events(
 
 
 @router.put("/sessions/{session_id}/reward")
-async def put_reward(request: Request, session_id: str, body: Reward) -> dict[str, Any]:
+async def put_reward(request: Request, session_id: str) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
+    body = _read(await request.body(), Reward)
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}
 

@@ -1,0 +1,132 @@
+"""Turnlog as a process of its own, as an operator starts it: for the demo, tests and benchmarks."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[1]
+STOP_S = 20.0
+
+
+class ServerDidNotStart(Exception):
+    """The process ended before it answered; the message is what it printed."""
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
+
+    `folder` gets the SQLite file (unless `database_url` names another store) and the log. The port stays
+    the same over restarts, so that clients find the server again.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        upstreams: Sequence[str] = (),
+        database_url: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        port: int = 0,
+        start_timeout_s: float = 30.0,
+    ) -> None:
+        self.port = port or free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}"
+        self.database_path = folder / "turnlog.db"
+        self.log_path = folder / f"server-{self.port}.log"
+        self._arguments = [sys.executable, "-m", "uvicorn", "app.main:app", "--port", str(self.port), *arguments]
+        self._start_timeout_s = start_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+        self.environment = {
+            **inherited,
+            "TURNLOG_DATABASE_URL": database_url or f"sqlite+aiosqlite:///{self.database_path}",
+            "TURNLOG_UPSTREAMS": ",".join(upstreams),
+            **(environment or {}),
+        }
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerDidNotStart("not started")
+        return self._process.pid
+
+    def migrate(self) -> ServerProcess:
+        """Bring the database to this code's revision. Raises ServerDidNotStart."""
+        command = [sys.executable, "-m", "alembic", "upgrade", "head"]
+        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ServerDidNotStart(done.stdout + done.stderr)
+        return self
+
+    def start(self) -> ServerProcess:
+        """Start and wait until `/health` answers. Raises ServerDidNotStart."""
+        self.launch()
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self.answers():
+            if self._process is None or self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise ServerDidNotStart(self.log_path.read_text(errors="replace"))
+            time.sleep(0.01)
+        return self
+
+    def launch(self) -> None:
+        """Start without waiting."""
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._arguments, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that takes too long."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, sign: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(sign)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        return self.migrate().start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
