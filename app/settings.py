@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
-            return tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+            return tuple(part.strip().rstrip("/").removesuffix("/v1") for part in value.split(",") if part.strip())
         return value
 
     @field_validator("upstreams")

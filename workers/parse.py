@@ -67,15 +67,28 @@ class _ContentLogprob(msgspec.Struct):
     logprob: Logprob
 
 
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+Fields = dict[str, msgspec.Raw]
+
+
+NULL = msgspec.Raw(b"null")
+
+
+class _Root(msgspec.Struct):
+    """A reply's top level, split in one pass down to the fields of its choices."""
+
+    choices: list[Fields]
+    prompt_token_ids: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+
+
+_ROOT = msgspec.json.Decoder(_Root)
+_OBJECT = msgspec.json.Decoder(Fields)
 _TRIPLES = msgspec.json.Decoder(list[_Triple])
 _CONTENT = msgspec.json.Decoder(list[_ContentLogprob])
 _IDS = msgspec.json.Decoder(list[TokenId])
 _SPANS = msgspec.json.Decoder(list[Span])
 _PLACE = re.compile(r" - at `(.*)`$")
-
-Fields = dict[str, msgspec.Raw]
 
 
 def parse_reply(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
@@ -92,11 +105,10 @@ def parse_reply(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Pars
 
 def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
     _utf8(body)
-    root = _object(body, "the body")
-    choices = _list(root.get("choices"), "choices")
-    if len(choices) != 1:
-        raise Rejected(f"choices must hold one choice, not {len(choices)}")
-    choice = _object(choices[0], "choices[0]")
+    root: _Root = _typed(_ROOT, body, "the body")
+    if len(root.choices) != 1:
+        raise Rejected(f"choices must hold one choice, not {len(root.choices)}")
+    choice = root.choices[0]
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
@@ -105,11 +117,11 @@ def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
     return parsed
 
 
-def _looks_like_vllm(root: Fields, choice: Fields) -> bool:
-    return "meta_info" not in choice and ("token_ids" in choice or "prompt_token_ids" in root)
+def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
+    return "meta_info" not in choice and ("token_ids" in choice or bytes(root.prompt_token_ids) != b"null")
 
 
-def _sglang(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
+def _sglang(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
     if meta_raw is None:
@@ -134,7 +146,7 @@ def _sglang(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
     return parsed, [prompt_text, bytes(triples_raw or b"")]
 
 
-def _vllm(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
+def _vllm(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
     ids_raw = choice.get("token_ids")
     output_ids = _typed(_IDS, ids_raw, "choices[0].token_ids")
     logprobs = _object(choice.get("logprobs"), "choices[0].logprobs")
@@ -142,9 +154,9 @@ def _vllm(root: Fields, choice: Fields) -> tuple[Parsed, list[bytes]]:
     entries = _typed(_CONTENT, content_raw, "choices[0].logprobs.content")
     if len(entries) != len(output_ids):
         raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
-    usage = _object(root.get("usage"), "usage")
+    usage = _object(root.usage, "usage")
     _count(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    prompt_text, prompt_ids = _prompt_ids(root.get("prompt_token_ids"), "prompt_token_ids")
+    prompt_text, prompt_ids = _prompt_ids(root.prompt_token_ids, "prompt_token_ids")
     parsed = Parsed(
         dialect="vllm",
         message=_message(choice, len(output_ids)),
@@ -188,7 +200,7 @@ def _finish_reason(choice: Fields, meta: Fields) -> str | None:
     return reason
 
 
-def _weight_versions(root: Fields, meta: Fields, tokens: int) -> list[Span]:
+def _weight_versions(root: _Root, meta: Fields, tokens: int) -> list[Span]:
     """Spans that cover the output; an engine's own list of spans wins over its single version."""
     if "weight_versions" in meta and bytes(meta["weight_versions"]) != b"null":
         where = "choices[0].meta_info.weight_versions"
@@ -198,8 +210,8 @@ def _weight_versions(root: Fields, meta: Fields, tokens: int) -> list[Span]:
             raise Rejected(f"{where} must cover the {tokens} output tokens in order")
         return spans
     version = _value(meta.get("weight_version"), "choices[0].meta_info.weight_version")
-    if version is None and "metadata" in root:
-        metadata = _value(root["metadata"], "metadata")
+    if version is None:
+        metadata = _value(root.metadata, "metadata")
         version = metadata.get("weight_version") if isinstance(metadata, dict) else None
     if isinstance(version, bool) or not isinstance(version, str | int | None):
         raise Rejected("weight_version must be a string")
@@ -261,11 +273,6 @@ def _object(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
         raise Rejected(f"{where} is missing")
     fields: Fields = _typed(_OBJECT, raw, where, "an object")
     return fields
-
-
-def _list(raw: msgspec.Raw | None, where: str) -> list[msgspec.Raw]:
-    items: list[msgspec.Raw] = _typed(_LIST, raw, where, "a list")
-    return items
 
 
 def _value(raw: msgspec.Raw | None, where: str) -> Any:

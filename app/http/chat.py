@@ -7,8 +7,8 @@ works, comments keep it alive.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -21,27 +21,43 @@ from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_st
 from app.service.turns import RetryMark, TurnReply, hash_key
 from app.upstream.headers import Headers
 
-SessionOf = Callable[[Services, Scope, Headers], Awaitable[str]]
+log = logging.getLogger("turnlog.chat")
+
+CHAT = "/v1/chat/completions"
+_PREFIX = "/sessions/"
 
 
-class ChatEndpoint:
-    """`session_of` finds the session: in the path, or in a header."""
+class ChatRoutes:
+    """`POST /sessions/{id}/v1/chat/completions`, and the same with the session in a header."""
 
-    def __init__(self, session_of: SessionOf) -> None:
-        self._session_of = session_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer the request; False if it is not for these routes."""
+        path: str = scope["path"]
+        if scope["method"] != "POST":
+            return False
+        in_path = path[len(_PREFIX) : -len(CHAT)] if path.startswith(_PREFIX) else None
+        if in_path is None and path != CHAT:
+            return False
+        if in_path is not None and (not in_path or "/" in in_path):
+            return False
         app = of_scope(scope)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         try:
-            with app.inflight.room() as room:
-                body = await read_body(receive, headers, app.settings.max_request_bytes, room)
-                if body is None:
-                    return
-                session_id = await self._session_of(app, scope, headers)
-                await _Exchange(app, receive, send).run(session_id, body, headers)
+            await self._answer(app, in_path, headers, receive, send)
         except AppError as error:
             await send_reply(send, *error_parts(error))
+        except Exception:
+            log.exception("an unexpected fault in a turn")
+            await send_reply(send, *error_parts(AppError("an internal error; the server's log has it")))
+        return True
+
+    async def _answer(self, app: Services, in_path: str | None, headers: Headers, receive: Receive, send: Send) -> None:
+        with app.inflight.room() as room:
+            body = await read_body(receive, headers, app.settings.max_request_bytes, room)
+            if body is None:
+                return
+            session_id = await session_in_header(app, headers) if in_path is None else in_path
+            await _Exchange(app, receive, send).run(session_id, body, headers)
 
 
 class _Exchange:
@@ -128,22 +144,15 @@ def _marked(reply: TurnReply) -> Headers:
 
 
 def retry_mark(headers: Headers) -> RetryMark:
-    """`Idempotency-Key`, or `x-stainless-retry-count` of at least 1. Raises InvalidRequest."""
+    """`Idempotency-Key`, or `x-stainless-retry-count` of at least 1."""
     key = None
     is_retry = False
     for name, value in headers:
-        if name == "idempotency-key":
-            if not value or len(value) > 255:
-                raise InvalidRequest("Idempotency-Key must have 1 to 255 characters")
+        if name == "idempotency-key" and value:
             key = hash_key(value)
         elif name == "x-stainless-retry-count":
             is_retry = value.isdigit() and int(value) > 0
     return RetryMark(key, is_retry)
-
-
-async def session_in_path(app: Services, scope: Scope, headers: Headers) -> str:
-    session_id: str = scope["path_params"]["session_id"]
-    return session_id
 
 
 SESSION_HEADERS = (
@@ -157,7 +166,7 @@ SESSION_HEADERS = (
 """Where a harness that cannot change its path may name the session, in this order."""
 
 
-async def session_in_header(app: Services, scope: Scope, headers: Headers) -> str:
+async def session_in_header(app: Services, headers: Headers) -> str:
     """The session is created on its first use. Raises InvalidRequest where no header names one."""
     given = {name: value.strip() for name, value in headers if name in SESSION_HEADERS}
     name = next((name for name in SESSION_HEADERS if name in given), None)

@@ -17,6 +17,7 @@ from app.domain.events import Recorded, UnknownEvent
 from app.domain.session import Session, Turn, apply
 from app.errors import AppError, SessionUnreadable
 from app.store import codec, reads
+from app.store.codec import CorruptContent
 from app.store.engine import Database
 from app.store.log import SaveSnapshot
 from app.store.writer import Writer
@@ -133,7 +134,10 @@ class SessionCache:
         missing = [turn.number for turn in chain if turn.number not in live.messages]
         if missing:
             session_id = live.session.session_id
-            wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, missing))
+            try:
+                wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, missing))
+            except CorruptContent as error:
+                raise SessionUnreadable(f"session {session_id}: {error}") from error
             for number, wire in wires.items():
                 live.remember(number, b",".join((*wire.messages, wire.message)))
             if self._entries.get(session_id) is live:
@@ -159,8 +163,11 @@ class SessionCache:
             session = await self.database.read(lambda connection: reads.load_session(connection, session_id))
         except UnknownEvent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
-        if session is None:
-            return None
+        return None if session is None else self.put(session)
+
+    def put(self, session: Session) -> Live:
+        """Take a fold in, unless a newer one is there."""
+        session_id = session.session_id
         live = self._entries.get(session_id)
         if live is None or live.session.version < session.version:
             live = Live(session)

@@ -75,6 +75,10 @@ class Export(msgspec.Struct, frozen=True):
     rows: AsyncIterator[bytes]
 
 
+class Erased(Exception):
+    """The session's content is gone since the moment that is exported."""
+
+
 class _Stored(msgspec.Struct, frozen=True):
     """A session as read from the database, not yet unpacked."""
 
@@ -155,6 +159,9 @@ class Exporter:
                 log.error("session %s cannot be exported: %s", session_id, error)
                 if explain:
                     lines.append(_excluded(session_id, None, f"unreadable: {error}"))
+            except Erased:
+                if explain:
+                    lines.append(_excluded(session_id, None, "erased"))
             skip = None
         return lines
 
@@ -216,6 +223,9 @@ def _resume(window: Cursor) -> tuple[Position, int | None]:
 
 def _read_session(connection: reads.Connection, session_id: str, high: Position) -> _Stored | Exception:
     try:
+        head = reads.head(connection, session_id)
+        if head is None or head.status == "erased":
+            return Erased()
         events = reads.load_events(connection, session_id, upto=high)
         session = fold(session_id, events)
         assert session is not None
@@ -269,8 +279,6 @@ def _conversation(session: Session, sample: Sample, wires: dict[int, Wire]) -> l
 def _session_excluded(stored: _Stored, filters: Filters) -> str | None:
     """Why a session gives no row at all."""
     session = stored.session
-    if session.status == "erased":
-        return "erased"
     if not session.path:
         return "no committed turn"
     if filters.group_id not in (None, session.config.group_id):

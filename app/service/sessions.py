@@ -12,7 +12,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import BlobRef, Recorded, SessionConfig, SessionCreated, UnknownEvent
-from app.domain.session import Session
+from app.domain.session import Session, fold
 from app.errors import (
     AppError,
     SessionClosed,
@@ -75,8 +75,10 @@ class Sessions:
         )
         if isinstance(outcome, Existing):
             _require_same(new.session_id, outcome, body_hash)
-        else:
-            self._followers.notify(new.session_id)
+            return
+        created = fold(new.session_id, outcome.events)
+        assert created is not None
+        self._cache.put(created)
 
     async def ensure(self, new: NewSession) -> None:
         """Create the session unless there is one of that id already, in whatever state."""
@@ -116,7 +118,7 @@ class Sessions:
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
-        await self._database.checkpoint()
+        await self._database.empty_log_file()
 
     async def require(self, session_id: str) -> Live:
         """An open session as it is now. Raises SessionNotFound, SessionClosed."""

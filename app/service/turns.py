@@ -67,12 +67,17 @@ class RetryMark(msgspec.Struct, frozen=True):
     is_retry: bool = False
 
     def repeats(self, key: str | None, body_hash: str, own_body: str) -> bool:
-        """Raises IdempotencyMismatch where the key is that of another body."""
-        if self.key is not None and self.key == key:
-            if body_hash != own_body:
-                raise IdempotencyMismatch("the idempotency key was used with another request body")
-            return True
-        return self.is_retry and body_hash == own_body
+        """Is the request with `own_body` the one with `key` and `body_hash` again? A key of its own decides alone.
+
+        Raises IdempotencyMismatch where the key is that of another body.
+        """
+        if self.key is None:
+            return self.is_retry and body_hash == own_body
+        if self.key != key:
+            return False
+        if body_hash != own_body:
+            raise IdempotencyMismatch("the idempotency key was used with another request body")
+        return True
 
 
 def hash_key(key: str) -> str:

@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from app.errors import StartupError
+from app.errors import StartupError, StoreUnavailable
 from app.store import schema
 from app.store.dialect import MIN_SQLITE, PRAGMAS, AlchemyTx, SqliteTx, Tx, store_error
 
@@ -31,6 +31,8 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_S = 10.0
 """How long a write waits for a foreign holder of SQLite's lock before it is a 503."""
+
+CHECKPOINT_TRIES = 50
 
 READERS = 8
 """Pooled connections for reads, per process."""
@@ -139,11 +141,23 @@ class Database:
         except (sqlite3.Error, DBAPIError, OSError) as error:
             raise store_error(error) or error from error
 
-    async def checkpoint(self) -> None:
-        """Move everything out of SQLite's log file and cut it to nothing; PostgreSQL does so by itself."""
-        if self._writer is not None:
-            writer = self._writer
-            await self._on_thread(lambda: writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    async def empty_log_file(self) -> None:
+        """Move everything out of SQLite's log file and cut it to nothing; a no-op on PostgreSQL.
+
+        A reader may hold it for a moment. Raises StoreUnavailable where one does for long.
+        """
+        if self._writer is None:
+            return
+        for _ in range(CHECKPOINT_TRIES):
+            if await self._on_thread(self._checkpoint):
+                return
+            await asyncio.sleep(0.1)
+        raise StoreUnavailable("readers keep the database's log file from being emptied")
+
+    def _checkpoint(self) -> bool:
+        assert self._writer is not None
+        (busy, _, _) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not busy
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
