@@ -22,6 +22,7 @@ from app.http.limits import Inflight
 from app.http.replies import error_parts
 from app.http.state import Services
 from app.service.cache import SessionCache
+from app.service.claims import Claims
 from app.service.export import Exporter
 from app.service.follow import Followers
 from app.service.recovery import Recovery, register
@@ -62,14 +63,16 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.push_async_callback(cache.close)
         engines = Engines(settings.upstreams, client)
         followers = Followers()
-        made_turns = Turns(
+        claims = Claims(
             cache=cache,
             writer=writer,
-            engines=engines,
             followers=followers,
-            settings=settings,
             clock=time.time,
             incarnation=incarnation,
+            lease_s=settings.lease_s,
+        )
+        made_turns = Turns(
+            cache=cache, claims=claims, writer=writer, engines=engines, settings=settings, clock=time.time
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)

@@ -18,7 +18,7 @@ from app.http.replies import error_parts, send_reply
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
-from app.service.turns import RetryMark, TurnReply, hash_key
+from app.service.flights import RetryMark, TurnReply, hash_key
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.chat")

@@ -198,10 +198,19 @@ def _refused(tx: Tx, session_id: str) -> Refused:
     return Refused(None if head is None else head[1])
 
 
-class Create(msgspec.Struct, frozen=True):
-    """A new session, or Existing where the id is taken."""
+class _Operation(msgspec.Struct, frozen=True):
+    """An operation that writes little and is acknowledged; those that differ say so."""
 
     durable: ClassVar[bool] = True
+
+    @property
+    def size(self) -> int:
+        return 512
+
+
+class Create(_Operation, frozen=True):
+    """A new session, or Existing where the id is taken."""
+
     session_id: str
     at: float
     event: Event
@@ -239,7 +248,7 @@ class Existing(msgspec.Struct, frozen=True):
     body_hash: str
 
 
-class Claim(msgspec.Struct, frozen=True):
+class Claim(_Operation, frozen=True):
     """Take the session's one open turn, at exactly the version that the caller knows.
 
     A claim whose holder is dead is abandoned in the log on the way; the outcome is then Stale, because
@@ -252,10 +261,6 @@ class Claim(msgspec.Struct, frozen=True):
     at: float
     event: TurnOpened
     lease_s: float
-
-    @property
-    def size(self) -> int:
-        return 512
 
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
         if not tx.run(_claim, {"sid": self.session_id, "expected": self.expected}):
@@ -296,10 +301,9 @@ def _abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason:
     return _advance_head(tx, session_id, at, gone, freed=len(gone))
 
 
-class Commit(msgspec.Struct, frozen=True):
+class Commit(_Operation, frozen=True):
     """End the open turn with what it brought, if the fence still stands; else nothing is written."""
 
-    durable: ClassVar[bool] = True
     session_id: str
     fence: int
     incarnation: int
@@ -338,7 +342,7 @@ def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
     return tx.one(_free, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
 
 
-class Release(msgspec.Struct, frozen=True):
+class Release(_Operation, frozen=True):
     """End the open turn without a commit."""
 
     durable: ClassVar[bool] = False
@@ -348,27 +352,18 @@ class Release(msgspec.Struct, frozen=True):
     at: float
     event: Event
 
-    @property
-    def size(self) -> int:
-        return 512
-
     def apply(self, tx: Tx) -> Appended | Refused:
         if not _take(tx, self.session_id, self.fence, self.incarnation):
             return _refused(tx, self.session_id)
         return _advance_head(tx, self.session_id, self.at, [self.event], freed=1)
 
 
-class AssignReward(msgspec.Struct, frozen=True):
+class AssignReward(_Operation, frozen=True):
     """In an open or a closed session."""
 
-    durable: ClassVar[bool] = True
     session_id: str
     at: float
     event: RewardAssigned
-
-    @property
-    def size(self) -> int:
-        return 512
 
     def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(_reward, {"sid": self.session_id, "at": self.at})
@@ -379,16 +374,11 @@ class AssignReward(msgspec.Struct, frozen=True):
         return _append(tx, self.session_id, row[0], self.at, [self.event])
 
 
-class Close(msgspec.Struct, frozen=True):
+class Close(_Operation, frozen=True):
     """Close an open session; its open turn ends abandoned and can no longer commit."""
 
-    durable: ClassVar[bool] = True
     session_id: str
     at: float
-
-    @property
-    def size(self) -> int:
-        return 512
 
     def apply(self, tx: Tx) -> Appended | Refused:
         if not tx.run(_set_status, {"sid": self.session_id, "was": "open", "state": "closed"}):
@@ -399,16 +389,11 @@ class Close(msgspec.Struct, frozen=True):
         return Appended(gone.events + closed.events)
 
 
-class Erase(msgspec.Struct, frozen=True):
+class Erase(_Operation, frozen=True):
     """Delete the content of a closed session; the log's skeleton stays."""
 
-    durable: ClassVar[bool] = True
     session_id: str
     at: float
-
-    @property
-    def size(self) -> int:
-        return 512
 
     def apply(self, tx: Tx) -> Appended | Refused:
         if not tx.run(_set_status, {"sid": self.session_id, "was": "closed", "state": "erased"}):
@@ -418,7 +403,7 @@ class Erase(msgspec.Struct, frozen=True):
         return _advance_head(tx, self.session_id, self.at, [SessionErased()])
 
 
-class SaveSnapshot(msgspec.Struct, frozen=True):
+class SaveSnapshot(_Operation, frozen=True):
     """Replace the session's snapshot; one that is older than the stored one does no harm."""
 
     durable: ClassVar[bool] = False
@@ -440,7 +425,7 @@ class SaveSnapshot(msgspec.Struct, frozen=True):
         tx.insert(_insert_snapshot, [row])
 
 
-class AbandonDead(msgspec.Struct, frozen=True):
+class AbandonDead(_Operation, frozen=True):
     """Abandon up to `most` open turns of dead processes, of sessions after `after`; returns the last id seen."""
 
     durable: ClassVar[bool] = False

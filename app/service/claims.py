@@ -1,0 +1,157 @@
+"""Taking the one open turn of a session, and letting go of it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import msgspec
+
+from app.domain import decide
+from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
+from app.domain.history import Incoming, Plan, match
+from app.domain.request import ChatRequest
+from app.domain.session import Session, apply
+from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy
+from app.service.cache import Live, SessionCache
+from app.service.flights import RetryMark
+from app.service.follow import Followers
+from app.service.sessions import Clock, refusal
+from app.store.log import Appended, Busy, Claim, Refused, Release
+from app.store.writer import Writer
+
+log = logging.getLogger("turnlog.claims")
+
+CLAIM_TRIES = 8
+"""How often a claim is tried again because another process moved the session; more is a storm."""
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change."""
+
+    live: Live
+    session: Session
+    plan: Plan
+    event: TurnOpened
+    fence: int
+
+    @property
+    def rid(self) -> str:
+        """The generation's id at the engine: of one length, so that none is another's prefix."""
+        return hashlib.sha256(f"{self.session.session_id}\0{self.fence}".encode()).hexdigest()[:32]
+
+
+class Claims:
+    """The claims of this process, which is `incarnation` to the store; `lease_s` of silence would end them."""
+
+    def __init__(
+        self,
+        *,
+        cache: SessionCache,
+        writer: Writer,
+        followers: Followers,
+        clock: Clock,
+        incarnation: int,
+        lease_s: float,
+    ) -> None:
+        self.incarnation = incarnation
+        self._cache = cache
+        self._writer = writer
+        self._followers = followers
+        self._clock = clock
+        self._lease_s = lease_s
+
+    async def open(self, live: Live, request: ChatRequest, incoming: Incoming, mark: RetryMark) -> Opening | None:
+        """Claim the session at a version at which the request fits; None if the turn is found committed."""
+        session_id = live.session.session_id
+        for _ in range(CLAIM_TRIES):
+            session = live.session
+            plan = await self._match(session, incoming)
+            if plan is not None:
+                event = decide.open_turn(
+                    session,
+                    plan,
+                    incarnation=self.incarnation,
+                    body_hash=request.body_hash,
+                    retry_key=mark.key,
+                )
+                claim = Claim(session_id, session.version, self._clock(), event, self._lease_s)
+                outcome = await self._writer.submit(claim)
+                if isinstance(outcome, Appended):
+                    self.appended(session_id, outcome)
+                    claimed = apply(session, outcome.events[0], session_id)
+                    return Opening(live, claimed, plan, event, session.version + 1)
+                if isinstance(outcome, Refused):
+                    self._cache.drop(session_id)
+                    raise refusal(session_id, outcome.status)
+                if isinstance(outcome, Busy):
+                    await self._held(session_id, outcome, request, mark)
+            fresh = await self._cache.refresh(session_id)
+            decide.require_open(fresh.session if fresh else None, session_id)
+            assert fresh is not None
+            live = fresh
+            if repeated_turn(live, mark, request) is not None:
+                return None
+        busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
+        busy.retry = True
+        raise busy
+
+    async def _match(self, session: Session, incoming: Incoming) -> Plan | None:
+        """Where the request joins; None if the session has moved on since it was read.
+
+        Raises SessionBusy, which comes before a history that does not fit, RollbackTooDeep, HistoryMismatch.
+        """
+        try:
+            return match(session, incoming)
+        except (RollbackTooDeep, HistoryMismatch):
+            fresh = await self._cache.current(session.session_id)
+            if fresh is not None and fresh.session.version != session.version:
+                return None
+            if fresh is not None and self._cache.held_elsewhere(fresh.session, self.incarnation):
+                raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
+            raise
+
+    async def _held(self, session_id: str, held: Busy, request: ChatRequest, mark: RetryMark) -> None:
+        """The session's open turn is another process's, or one that this process failed to let go."""
+        if held.incarnation == self.incarnation:
+            await self.release(session_id, held.fence, TurnAbandoned(held.turn, held.fence, "owner_dead"))
+            return
+        busy = SessionBusy(f"session {session_id} has a turn in flight")
+        if mark.repeats(held.retry_key, held.body_hash, request.body_hash):
+            busy.retry, busy.retry_after_s = True, 1
+        raise busy
+
+    async def reject(self, opening: Opening, reason: str, status: int | None, detail: str | None = None) -> None:
+        await self.release(
+            opening.session.session_id,
+            opening.fence,
+            TurnRejected(opening.event.turn, opening.fence, reason, status, detail),
+        )
+
+    async def release(self, session_id: str, fence: int, event: Event) -> None:
+        """Let go of a claim. A store that cannot take it is not an error of the turn: the next claim finds it."""
+        try:
+            outcome = await self._writer.submit(Release(session_id, fence, self.incarnation, self._clock(), event))
+        except AppError as error:
+            log.warning("session %s: the claim %d could not be released: %s", session_id, fence, error)
+            return
+        if isinstance(outcome, Appended):
+            self.appended(session_id, outcome)
+        else:
+            self._cache.drop(session_id)
+
+    def appended(self, session_id: str, outcome: Appended) -> None:
+        self._cache.advance(session_id, outcome.events)
+        self._followers.notify(session_id)
+
+
+def repeated_turn(live: Live, mark: RetryMark, request: ChatRequest) -> int | None:
+    """The committed turn that the request is a marked retry of."""
+    if mark.key is not None and mark.key in live.keyed:
+        number = live.keyed[mark.key]
+        turn = live.session.turn(number)
+    elif live.session.leaf is not None:
+        turn = live.session.leaf
+    else:
+        return None
+    return turn.number if mark.repeats(turn.retry_key, turn.body_hash, request.body_hash) else None

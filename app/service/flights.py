@@ -1,0 +1,77 @@
+"""Turns in flight in this process, and how a client says that a request repeats one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from app.errors import IdempotencyMismatch
+from app.upstream.headers import Headers
+
+CutReason = Literal["session_closed", "disconnect"]
+
+
+class RetryMark(msgspec.Struct, frozen=True):
+    """How a client says that a request repeats one: a key (hashed), or the OpenAI SDKs' retry count."""
+
+    key: str | None = None
+    is_retry: bool = False
+
+    def repeats(self, key: str | None, body_hash: str, own_body: str) -> bool:
+        """Is the request with `own_body` the one with `key` and `body_hash` again? A key of its own decides alone.
+
+        Raises IdempotencyMismatch where the key is that of another body.
+        """
+        if self.key is None:
+            return self.is_retry and body_hash == own_body
+        if self.key != key:
+            return False
+        if body_hash != own_body:
+            raise IdempotencyMismatch("the idempotency key was used with another request body")
+        return True
+
+
+def hash_key(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class TurnReply(msgspec.Struct, frozen=True):
+    """What goes back to the client. `turn` is None for an engine's own error, which committed nothing."""
+
+    status: int
+    headers: Headers
+    body: bytes
+    turn: int | None = None
+    replayed: bool = False
+
+
+class Flight:
+    """A turn in flight in this process; a marked retry joins it."""
+
+    def __init__(self, mark: RetryMark, body_hash: str) -> None:
+        self.mark = mark
+        self.body_hash = body_hash
+        self.cut: CutReason | None = None
+        self.at_engine: asyncio.Task[object] | None = None
+        self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
+
+    def land(self, reply: TurnReply | None) -> None:
+        """The turn has ended, with `reply` if it committed."""
+        if not self.landing.done():
+            self.landing.set_result(reply)
+
+    async def join(self) -> TurnReply | None:
+        return await asyncio.shield(self.landing)
+
+    def cut_off(self, reason: CutReason) -> None:
+        """End the engine's work, if it is still at it; a turn that is past it is judged by its fence."""
+        self.cut = self.cut or reason
+        if self.at_engine is not None:
+            self.at_engine.cancel()
+
+
+class Cut(Exception):
+    """The engine's work was ended by `Flight.cut_off`."""
