@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from app.errors import NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.upstream.client import EngineClient, EngineReply, Lost, NotSent, TimedOut, TooLarge
+from app.upstream.client import EngineClient, EngineError, EngineReply, Lost, NotSent, TimedOut, TooLarge
 from app.upstream.headers import Headers
+
+log = logging.getLogger("turnlog.engines")
 
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
@@ -53,14 +56,20 @@ class Engines:
             return base_url, reply
         raise UpstreamUnreachable(f"none of {len(self.base_urls)} engines can be connected to")
 
-    async def abort(self, base_url: str, rid: str) -> None:
-        """Ask SGLang to end a generation; an engine that cannot be told will notice the closed connection."""
+    async def abort(self, session_id: str, rid: str) -> None:
+        """Ask the engines that may have the generation to end it.
+
+        Which one has it is not known while it works; an engine that cannot be told notices the closed connection.
+        """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
+        await asyncio.gather(*(self._abort(base_url, body) for base_url in self.order(session_id)))
+
+    async def _abort(self, base_url: str, body: bytes) -> None:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._client.post(base_url + "/abort_request", body, [("content-type", "application/json")])
-        except (NotSent, Lost, TimedOut, TooLarge, TimeoutError):
-            return
+        except (EngineError, TimeoutError) as error:
+            log.info("%s could not be asked to abort a generation: %s", base_url, error)
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises NoUpstream, UpstreamUnreachable, UpstreamTimeout."""
@@ -84,7 +93,7 @@ class Engines:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._client.get(base_url + "/health", [])
-        except (NotSent, Lost, TimedOut, TooLarge, TimeoutError):
+        except (EngineError, TimeoutError):
             return False
         return True
 
