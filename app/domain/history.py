@@ -205,7 +205,7 @@ def match(session: Session, incoming: Incoming) -> Plan:
         and incoming.canonical(leaf.message_count - 1) == leaf.message_hashes[-1]
     ):
         return Plan(leaf.number, leaf.message_count)
-    history = session.history()
+    history = session.message_chain(leaf.number)
     equal = _equal_messages(history, incoming)
     if equal >= leaf.message_count:
         return Plan(leaf.number, leaf.message_count)

@@ -6,7 +6,7 @@ a few hundred bytes a turn, never by the prompt, and can be thrown away at any t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -97,20 +97,17 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     def turn(self, number: int) -> Turn:
         return self.turns[number - 1]
 
-    def history(self) -> list[Turn]:
-        """The live turns whose messages make up the leaf's history, oldest first."""
-        if not self.path:
-            return []
-        chain = [self.turn(self.path[-1])]
-        while chain[-1].base_messages:
-            chain.append(self.turn(chain[-1].parent))
-        chain.reverse()
-        return chain
+    def message_chain(self, number: int) -> list[Turn]:
+        """The turns whose messages make up the history after turn `number`, oldest first."""
+        return self._chain(number, lambda turn: turn.base_messages > 0)
 
     def token_chain(self, number: int) -> list[Turn]:
         """The turns whose tokens make up the sequence after turn `number`, oldest first."""
+        return self._chain(number, lambda turn: turn.base_tokens > 0)
+
+    def _chain(self, number: int, continues: Callable[[Turn], bool]) -> list[Turn]:
         chain = [self.turn(number)]
-        while chain[-1].base_tokens:
+        while continues(chain[-1]):
             chain.append(self.turn(chain[-1].parent))
         chain.reverse()
         return chain

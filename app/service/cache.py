@@ -7,6 +7,7 @@ at which the claim was taken; it can be dropped at any moment and comes back fro
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, Turn, apply
+from app.domain.session import Session, apply
 from app.errors import AppError, SessionUnreadable
 from app.store import codec, reads
 from app.store.codec import CorruptContent
@@ -32,18 +33,55 @@ SNAPSHOT_EVENTS = 1024
 """Events folded on a miss after which a snapshot is worth its write."""
 
 
+class Transcript:
+    """The raw JSON of a live chain's messages, joined by commas: what the next request's history is spliced from.
+
+    It holds the turns of one chain from its beginning; a rollback cuts it, a commit adds to its end.
+    """
+
+    def __init__(self) -> None:
+        self._text = bytearray()
+        self._turns: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def upto(self, turn: int) -> bytes | None:
+        """The messages up to and with turn `turn`'s reply; None if it is not here."""
+        index = bisect.bisect_left(self._turns, turn)
+        if index == len(self._turns) or self._turns[index] != turn:
+            return None
+        return bytes(memoryview(self._text)[: self._ends[index]])
+
+    def extend(self, parent: int, turn: int, messages: bytes) -> None:
+        """Add a turn's messages after those of `parent` (0: they begin a chain).
+
+        Where `parent` is not here, nothing is kept: the chain is read from the store when it is needed.
+        """
+        kept = bisect.bisect_right(self._turns, parent)
+        known = parent == 0 or (kept > 0 and self._turns[kept - 1] == parent)
+        kept = kept if known else 0
+        del self._turns[kept:], self._ends[kept:]
+        del self._text[self._ends[-1] if self._ends else 0 :]
+        if not known:
+            return
+        self._text += b"," + messages if self._text else messages
+        self._turns.append(turn)
+        self._ends.append(len(self._text))
+
+
 class Live:
-    """A session's state, and lazily its messages: per turn the raw JSON of its new ones and of the reply's."""
+    """A session's state, and what of its messages is in memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.messages: dict[int, bytes] = {}
+        self.transcript = Transcript()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
-        self.message_bytes = 0
 
     @property
     def size(self) -> int:
-        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + self.message_bytes
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + len(self.transcript)
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Fold new events in; False where they do not follow, which means the entry is out of date."""
@@ -55,10 +93,6 @@ class Live:
             if turns and turns[-1].seq == recorded.seq and turns[-1].retry_key is not None:
                 self.keyed[turns[-1].retry_key] = turns[-1].number
         return True
-
-    def remember(self, turn: int, messages: bytes) -> None:
-        self.message_bytes += len(messages) - len(self.messages.get(turn, b""))
-        self.messages[turn] = messages
 
 
 class SessionCache:
@@ -113,11 +147,11 @@ class SessionCache:
         else:
             self.drop(session_id)
 
-    def remember(self, session_id: str, turn: int, messages: bytes) -> None:
-        """Keep a turn's messages, which the next request will need."""
+    def remember(self, session_id: str, parent: int, turn: int, messages: bytes) -> None:
+        """Keep a turn's messages, which the next request will need; `parent` 0: its history starts anew."""
         live = self._entries.get(session_id)
         if live is not None:
-            live.remember(turn, messages)
+            live.transcript.extend(parent, turn, messages)
             self._account(session_id, live)
 
     def held_elsewhere(self, session: Session, incarnation: int) -> bool:
@@ -129,20 +163,24 @@ class SessionCache:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)
 
-    async def messages(self, live: Live, chain: Sequence[Turn]) -> list[bytes]:
-        """The raw JSON of each turn's messages, joined by commas; what is not in memory is read."""
-        missing = [turn.number for turn in chain if turn.number not in live.messages]
-        if missing:
-            session_id = live.session.session_id
-            try:
-                wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, missing))
-            except CorruptContent as error:
-                raise SessionUnreadable(f"session {session_id}: {error}") from error
-            for number, wire in wires.items():
-                live.remember(number, b",".join((*wire.messages, wire.message)))
-            if self._entries.get(session_id) is live:
-                self._account(session_id, live)
-        return [live.messages[turn.number] for turn in chain]
+    async def messages(self, live: Live, turn: int) -> bytes:
+        """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
+        found = live.transcript.upto(turn)
+        if found is not None:
+            return found
+        session_id = live.session.session_id
+        chain = [member.number for member in live.session.message_chain(turn)]
+        try:
+            wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, chain))
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        transcript = Transcript()
+        for parent, number in zip([0, *chain], chain, strict=False):
+            transcript.extend(parent, number, b",".join((*wires[number].messages, wires[number].message)))
+        live.transcript = transcript
+        if self._entries.get(session_id) is live:
+            self._account(session_id, live)
+        return transcript.upto(turn) or b""
 
     async def close(self) -> None:
         for task in (*self._loading.values(), *self._saving):
@@ -184,11 +222,15 @@ class SessionCache:
         while self._bytes > self._max_bytes and len(self._entries) > 1:
             self.drop(next(iter(self._entries)))
 
-    def snapshot_if_due(self, before: int, session: Session) -> None:
-        """Save a fold now and then, so that a miss on a long session does not read all of it."""
-        if before // SNAPSHOT_EVENTS == session.version // SNAPSHOT_EVENTS:
+    def snapshot_if_due(self, before: int, session_id: str) -> None:
+        """Save a fold now and then, so that a miss on a long session does not read all of it.
+
+        `before` is the version before what was just appended.
+        """
+        live = self._entries.get(session_id)
+        if live is None or before // SNAPSHOT_EVENTS == live.session.version // SNAPSHOT_EVENTS:
             return
-        task = asyncio.create_task(self._save(session))
+        task = asyncio.create_task(self._save(live.session))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
 

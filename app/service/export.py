@@ -268,12 +268,8 @@ def _unpack(stored: _Stored) -> tuple[dict[int, TurnTokens], dict[int, Wire]]:
 
 def _conversation(session: Session, sample: Sample, wires: dict[int, Wire]) -> list[bytes]:
     """The messages at the end of a segment, as they were sent and answered."""
-    chain = [session.turn(sample.turns[-1].turn)]
-    while chain[-1].base_messages:
-        chain.append(session.turn(chain[-1].parent))
-    return [
-        message for turn in reversed(chain) for message in (*wires[turn.number].messages, wires[turn.number].message)
-    ]
+    chain = session.message_chain(sample.turns[-1].turn)
+    return [message for turn in chain for message in (*wires[turn.number].messages, wires[turn.number].message)]
 
 
 def _session_excluded(stored: _Stored, filters: Filters) -> str | None:

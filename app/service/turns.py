@@ -138,8 +138,7 @@ class Turns:
     async def _stored_messages(self, opening: Opening) -> list[bytes]:
         if opening.plan.base_messages == 0:
             return []
-        chain = [turn for turn in opening.session.history() if turn.message_count <= opening.plan.base_messages]
-        return await self._cache.messages(opening.live, chain)
+        return [await self._cache.messages(opening.live, opening.plan.parent)]
 
     async def _ask(self, flight: Flight, opening: Opening, body: bytes, client: Headers) -> tuple[str, EngineReply]:
         session_id = opening.session.session_id
@@ -234,7 +233,9 @@ class Turns:
             raise refusal(session_id, outcome.status)
         self._claims.appended(session_id, outcome)
         messages = b",".join((*new, judged.message))
-        self._cache.remember(session_id, opening.event.turn, messages)
+        parent = opening.plan.parent if opening.plan.base_messages else 0
+        self._cache.remember(session_id, parent, opening.event.turn, messages)
+        self._cache.snapshot_if_due(opening.fence - 1, session_id)
 
     async def _replay(self, session: Session, number: int) -> TurnReply:
         """A committed turn's reply, to the byte."""
