@@ -97,7 +97,7 @@ class Turnlog(FastAPI):
     """
 
     def __init__(self, settings: Settings, release: str) -> None:
-        super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None)
+        super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
         self._chat = ChatRoutes()
 
@@ -117,7 +117,6 @@ class Turnlog(FastAPI):
         try:
             async with run_services(self._settings, self.version) as services:
                 self.state.services = services
-                _quiet_access_log()
                 await send({"type": "lifespan.startup.complete"})
                 await receive()
         except StartupError as error:
@@ -126,8 +125,12 @@ class Turnlog(FastAPI):
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def _quiet_access_log() -> None:
-    """A line per request costs more than the request's routing, and the log of a session says more."""
+def _arrange_logs() -> None:
+    """Our own lines go where uvicorn's go; its line per request, which costs more than the routing, goes away."""
+    own = logging.getLogger("turnlog")
+    if not own.hasHandlers():
+        own.handlers = logging.getLogger("uvicorn").handlers[:]
+        own.setLevel(logging.INFO)
     access = logging.getLogger("uvicorn.access")
     access.handlers.clear()
     access.propagate = False
@@ -160,8 +163,13 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """What the router itself refuses: an unknown path or method."""
     assert isinstance(error, HTTPException)
-    code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    body = {"message": str(error.detail), "type": "invalid_request_error", "code": code, "param": None}
+    path = request.url.path
+    code, message = "method_not_allowed", f"{request.method} is not possible on {path}"
+    if error.status_code == 404:
+        code, message = "not_found", f"there is no route {request.method} {path}"
+        if path.endswith(("/chat/completions", "/models")):
+            message += "; an OpenAI base URL ends in /v1"
+    body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
@@ -173,6 +181,7 @@ def _release() -> str:
 
 
 def _from_environment() -> FastAPI:
+    _arrange_logs()
     try:
         return create_app(load_settings())
     except StartupError as error:

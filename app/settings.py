@@ -23,13 +23,18 @@ MIB = 1 << 20
 DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
 LATER = frozenset(
-    {
-        "TURNLOG_ADMIN_TOKEN",
-        "TURNLOG_ENGINE_SESSIONS",
-        "TURNLOG_REPLAY",
-        "TURNLOG_TOKENIZER",
-        "TURNLOG_TRUSTED_NETWORKS",
-    }
+    PREFIX + name
+    for name in (
+        "ADMIN_TOKEN",
+        "CLOSED_TTL_S",
+        "ENGINE_SESSIONS",
+        "IDLE_CLOSE_S",
+        "MAX_DB_BYTES",
+        "ON_ABORT",
+        "REPLAY",
+        "TOKENIZER",
+        "TRUSTED_NETWORKS",
+    )
 )
 """Settings of planned features that must not be thought to be in force: setting one stops start-up."""
 
@@ -48,7 +53,7 @@ class Settings(BaseSettings):
     rollback_window: int = Field(default=1, ge=0, le=1000)
     client_reply: Literal["auto", "verbatim"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
-    on_disconnect: str = Field(default="finish", pattern=r"^(finish|abort_after:\d+(\.\d+)?)$")
+    on_disconnect: str = "finish"
     max_request_bytes: int = Field(default=64 * MIB, ge=1024)
     max_upstream_bytes: int = Field(default=256 * MIB, ge=1024)
     inflight_bytes: int = Field(default=2048 * MIB, ge=1024)
@@ -89,6 +94,13 @@ class Settings(BaseSettings):
             raise ValueError("a file: a store in memory would lose every session")
         return value
 
+    @field_validator("on_disconnect")
+    @classmethod
+    def _finish_or_abort(cls, value: str) -> str:
+        if not re.fullmatch(r"finish|abort_after:\d+(\.\d+)?", value):
+            raise ValueError("finish, or abort_after:<seconds>")
+        return value
+
     @property
     def abort_after_s(self) -> float | None:
         """Seconds a turn outlives its client; None: for as long as it takes (`finish`)."""
@@ -116,8 +128,8 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         value = "(not shown)"
     if name.endswith("DATABASE_URL"):
         value = _without_password(str(value))
-    wanted = str(problem["msg"]).removeprefix("Value error, ")
-    return f"{name}={value!r}: accepted is {wanted[0].lower()}{wanted[1:]}"
+    wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
+    return f"{name}={value!r}: accepted is {wanted}"
 
 
 def _without_password(url: str) -> str:

@@ -60,8 +60,8 @@ async def export(
 ) -> StreamingResponse:
     """Training rows as NDJSON, in the order of commit.
 
-    `x-turnlog-cursor` repeats this export, `x-turnlog-next-cursor` continues behind it, each row's `cursor`
-    continues behind that row.
+    `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
+    `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
     """
     _require_known(request, {"format": format, "shape": shape})
     filters = Filters(
@@ -75,8 +75,11 @@ async def export(
         max_reward=max_reward,
     )
     started = await services(request).exporter.start(filters, cursor, limit, explain)
-    headers = {"x-turnlog-cursor": started.cursor, "x-turnlog-next-cursor": started.next_cursor}
-    return StreamingResponse(await begun(started.rows), media_type="application/x-ndjson", headers=headers)
+    rows, empty = await begun(started.rows)
+    headers = {"x-turnlog-cursor": started.cursor}
+    if limit is None or empty:
+        headers["x-turnlog-next-cursor"] = started.next_cursor
+    return StreamingResponse(rows, media_type="application/x-ndjson", headers=headers)
 
 
 def _require_known(request: Request, chosen: dict[str, str]) -> None:

@@ -56,7 +56,7 @@ class Reward(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reward: FiniteFloat = Field(strict=True)
-    components: dict[str, FiniteFloat] = {}
+    components: dict[str, Annotated[FiniteFloat, Field(strict=True)]] = {}
     turn: int | None = Field(default=None, ge=1, strict=True)
 
 
@@ -134,7 +134,8 @@ async def get_session(request: Request, session_id: str) -> StreamingResponse:
     """The live turns as they were sent and answered."""
     app = services(request)
     live = await app.sessions.require(session_id)
-    return StreamingResponse(await begun(_session_json(app, live.session)), media_type="application/json")
+    content, _ = await begun(_session_json(app, live.session))
+    return StreamingResponse(content, media_type="application/json")
 
 
 async def _session_json(app: Services, session: Session) -> AsyncIterator[bytes]:
@@ -159,7 +160,9 @@ async def get_events(
 ) -> StreamingResponse:
     """The session's log as NDJSON; with `follow` it stays open."""
     lines = await services(request).sessions.events(session_id, after, follow)
-    return StreamingResponse(lines if follow else await begun(lines), media_type="application/x-ndjson")
+    if not follow:
+        lines, _ = await begun(lines)
+    return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
 @router.put("/sessions/{session_id}/reward")

@@ -38,16 +38,14 @@ def of_scope(scope: Scope) -> Services:
     return found
 
 
-async def begun(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The stream with its first piece already made, so that what fails at once still gets its own status."""
-    try:
-        first = await anext(stream)
-    except StopAsyncIteration:
-        return _chain(b"", stream)
-    return _chain(first, stream)
+async def begun(stream: AsyncIterator[bytes]) -> tuple[AsyncIterator[bytes], bool]:
+    """The stream with its first piece already made, so that what fails at once gets its own status; is it empty?"""
+    first = await anext(stream, b"")
+    return _chain(first, stream), not first
 
 
 async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
+    if first:
+        yield first
     async for piece in rest:
         yield piece

@@ -101,6 +101,8 @@ class Engines:
 def _require_plain(base_url: str, reply: EngineReply) -> None:
     if 300 <= reply.status < 400:
         raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
+    if 200 < reply.status < 300:
+        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which holds no completion")
     encoding = next((value for name, value in reply.headers if name.lower() == "content-encoding"), "identity")
     if encoding.lower() != "identity":
         raise UpstreamInvalid(f"{base_url} compressed its reply ({encoding}) though asked not to")
