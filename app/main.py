@@ -114,14 +114,19 @@ class Turnlog(FastAPI):
     async def _live(self, receive: Receive, send: Send) -> None:
         """The ASGI lifespan, from start-up to shutdown."""
         await receive()
-        try:
-            async with run_services(self._settings, self.version) as services:
-                self.state.services = services
-                await send({"type": "lifespan.startup.complete"})
-                await receive()
-        except StartupError as error:
-            await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
-            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                started = run_services(self._settings, self.version)
+                self.state.services = await stack.enter_async_context(started)
+            except StartupError as error:
+                await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
+                return
+            except Exception:  # noqa: BLE001 - the process's outermost edge: uvicorn would serve without services
+                log.exception("an unexpected fault at start-up")
+                await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
         await send({"type": "lifespan.shutdown.complete"})
 
 

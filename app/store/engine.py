@@ -18,7 +18,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
-from sqlalchemy import Connection, event, literal_column, select
+from sqlalchemy import Connection, event, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -38,9 +38,7 @@ READERS = 8
 """Pooled connections for reads, per process."""
 
 _LAST_POSITION = (
-    select(schema.events.c.position)
-    .order_by(schema.events.c.tx.desc(), schema.events.c.position.desc())
-    .limit(literal_column("1"))
+    select(schema.events.c.position).order_by(schema.events.c.tx.desc(), schema.events.c.position.desc()).limit(1)
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,7 +173,7 @@ class Database:
         writer = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         for pragma in PRAGMAS:
             writer.execute(pragma)
-        last = writer.execute(str(_LAST_POSITION.compile(dialect=self.engine.dialect))).fetchone()
+        last = SqliteTx(writer, 1).one(_LAST_POSITION, {})
         self._writer = writer
         self._tx = SqliteTx(writer, (last[0] if last else 0) + 1)
 
