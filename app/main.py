@@ -121,7 +121,7 @@ class Turnlog(FastAPI):
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
                 return
-            except Exception:  # noqa: BLE001 - the process's outermost edge: uvicorn would serve without services
+            except Exception:
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return

@@ -1,0 +1,207 @@
+"""`python -m ops.demo`: exit code 0 if everything acknowledged survived, else 1."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from ops.demo.agent import Agent
+from ops.demo.check import Findings, Row, check
+from ops.server import ServerDidNotStart, ServerProcess
+from ops.simulator.process import SimulatorDidNotStart, SimulatorProcess
+
+LATENCY_MS = 700
+"""How long a generation takes: long enough that a kill finds several of them at work."""
+
+IMPATIENT_S = 0.5
+"""The client timeout of the one agent that does not wait for its engine."""
+
+NAMES = ("Ada", "Blaise", "Emmy", "Kurt", "Sofia", "Tibor")
+TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "Sum up what you found.")
+
+
+@dataclass(slots=True)
+class Story:
+    """Lines with the seconds since the beginning before them."""
+
+    began: float
+
+    def tell(self, text: str) -> None:
+        print(f"{time.monotonic() - self.began:5.1f} s  {text}", flush=True)
+
+
+class AgentsStopped(Exception):
+    """The agents were done before the server could be killed, so nothing was shown."""
+
+
+FAILURES = (
+    AgentsStopped,
+    ServerDidNotStart,
+    SimulatorDidNotStart,
+    openai.OpenAIError,
+    httpx.HTTPError,
+    TimeoutError,
+)
+
+
+async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list[Agent]:
+    agents = []
+    for number, name in enumerate(NAMES):
+        body = {"group_id": f"task-{number % 2}", "attempt": number // 2, "metadata": {"agent": name}}
+        created = (await service.post("/sessions", json=body)).raise_for_status().json()
+        client = openai.AsyncOpenAI(
+            base_url=server.base_url + created["base_url"],
+            api_key="none-needed-on-loopback",
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        )
+        agent = Agent(name, client, created["session_id"], TASKS)
+        agents.append(agent)
+    agents[1].stream = True
+    agents[-1].timeout_s = IMPATIENT_S
+    return agents
+
+
+async def kill_in_the_middle(
+    server: ServerProcess, engine: httpx.AsyncClient, agents: Sequence[Agent], work: asyncio.Future[Any], story: Story
+) -> int:
+    """Kill the server once every agent has two turns and most have another in flight, and start it again.
+
+    Returns how many turns were acknowledged before.
+    """
+    while True:
+        at_engine = (await engine.get("/sim/stats")).json()["in_flight"]
+        if work.done():
+            await work
+            raise AgentsStopped("they were done before the server could be killed")
+        if at_engine >= len(agents) - 2 and all(len(agent.seen) >= 2 for agent in agents):
+            break
+        await asyncio.sleep(0.02)
+    acknowledged = sum(len(agent.seen) for agent in agents)
+    server.kill()
+    killed = time.monotonic()
+    story.tell(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were at the engine")
+    await asyncio.to_thread(server.start)
+    away_s = time.monotonic() - killed
+    story.tell(f"the server answers again, {away_s:.1f} s after the kill, on the same file; nobody repaired anything")
+    return acknowledged
+
+
+async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[list[Row], dict[str, list[str]]]:
+    """Reward and close each session; the export's rows, and each session's log as lines."""
+    for agent in agents:
+        where = f"/sessions/{agent.session_id}"
+        reward = {"reward": round(1 / len(agent.seen), 4), "components": {"turns": float(len(agent.seen))}}
+        (await service.put(f"{where}/reward", json=reward)).raise_for_status()
+        (await service.delete(where)).raise_for_status()
+    rows: list[Row] = []
+    async with service.stream("GET", "/export", params={"session_status": "closed"}) as response:
+        response.raise_for_status()
+        rows = [json.loads(line) async for line in response.aiter_lines() if line]
+    logs = {}
+    for agent in agents:
+        events = await service.get(f"/sessions/{agent.session_id}/events")
+        logs[agent.session_id] = events.raise_for_status().text.splitlines()
+    return rows, logs
+
+
+def tell_agents(agents: Sequence[Agent]) -> None:
+    print("\nWhat the agents saw")
+    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'asked again':>13}{'given again':>13}")
+    for agent in agents:
+        calls = sum(len(seen.calls) for seen in agent.seen)
+        note = "streams" if agent.stream else f"client timeout {agent.timeout_s} s" if agent.timeout_s else ""
+        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.asked_again:13}{agent.given_again:13}"
+        print(f"  {agent.name:8}{counts}  {note}".rstrip())
+    print("  asked again: by the agent's own loop, after the SDK had given up")
+    print("  given again: replies that came from the log, or from the turn in flight, without a second generation")
+
+
+def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
+    tokens = sum(len(row["tokens"]) for row in rows)
+    sampled = sum(sum(row["sampled_mask"]) for row in rows)
+    sessions = len({row["session_id"] for row in rows})
+    print("\nWhat survived")
+    print(f"  acknowledged   {found.acknowledged} turns, {before} of them before the kill")
+    print(f"  in the log     {found.committed} turns committed, {found.abandoned} abandoned (in flight at the kill)")
+    print(f"  at the engine  {generations} generations: one a turn, and those that died with the server")
+    print(f"  logs           {found.folded} of {len(NAMES)} fold to what their agent saw")
+    print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
+
+
+async def run(folder: Path, story: Story) -> bool:
+    """The whole story; True if nothing acknowledged is missing and nothing was generated twice."""
+    with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
+        server = ServerProcess(folder, upstreams=[simulator.base_url])
+        with server:
+            story.tell(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
+            async with (
+                httpx.AsyncClient(base_url=server.base_url, trust_env=False, timeout=30) as service,
+                httpx.AsyncClient(base_url=simulator.base_url, trust_env=False) as engine,
+            ):
+                return await _tell(server, service, engine, story)
+
+
+async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story) -> bool:
+    agents = await make_agents(server, service)
+    story.tell(f"{len(agents)} agents begin: openai {openai.__version__}, tools, {LATENCY_MS} ms a generation")
+    work = asyncio.gather(*(agent.run() for agent in agents))
+    try:
+        before = await kill_in_the_middle(server, engine, agents, work, story)
+        await work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    story.tell(f"all agents are done: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
+    rows, logs = await finish(service, agents)
+    generations = (await engine.get("/sim/stats")).json()["started"]
+    for agent in agents:
+        await agent.client.close()
+    story.tell("rewards set, sessions closed, exported")
+    found = check(agents, rows, logs)
+    if generations > found.committed + found.abandoned:
+        found.problems.append(f"{generations} generations for {found.committed} turns: some were made twice")
+    tell_agents(agents)
+    tell_findings(found, rows, generations, before)
+    print()
+    for problem in found.problems:
+        print(f"LOST  {problem}")
+    if not found.problems:
+        print(f"All {found.acknowledged} acknowledged turns are there: ids, logprobs and text as the agents saw them.")
+    return not found.problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.demo", description=__doc__)
+    parser.add_argument("--folder", type=Path, help="keep database and server log here (default: a temporary folder)")
+    given: Path | None = parser.parse_args().folder
+    folder = given or Path(tempfile.mkdtemp(prefix="turnlog-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print("Turnlog: six agents, one engine, one kill -9\n")
+    try:
+        good = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
+    except KeyboardInterrupt:
+        return 130
+    except FAILURES as error:
+        print(f"The demo could not be finished: {type(error).__name__}: {error}", file=sys.stderr)
+        good = False
+    if given is None and good:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"Database and server log: {folder}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""An agent as harnesses write them: the openai package, tools, and a loop that asks again when a call fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+from ops.demo import tools
+
+ASK_AGAIN_S = 0.25
+"""Pause before a call that failed, with the SDK's own retries used up, is made once more."""
+
+GIVE_UP_S = 40.0
+MAX_TURNS_PER_TASK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """A turn whose reply reached the agent: from now on it must never be lost.
+
+    `place` is the index of its assistant message. The ids are None for a stream, which carries none.
+    """
+
+    turn: int
+    place: int
+    text: str
+    calls: tuple[Call, ...]
+    output_tokens: int
+    prompt_ids: list[int] | None
+    output_ids: list[int] | None
+    logprobs: list[float] | None
+
+
+@dataclass(slots=True)
+class Agent:
+    """`timeout_s` None is the SDK's default; a short one makes an impatient client."""
+
+    name: str
+    client: openai.AsyncOpenAI
+    session_id: str
+    tasks: Sequence[str]
+    stream: bool = False
+    timeout_s: float | None = None
+    messages: list[ChatCompletionMessageParam] = field(default_factory=list)
+    seen: list[Acknowledged] = field(default_factory=list)
+    sdk_retries: int = 0
+    asked_again: int = 0
+    given_again: int = 0
+
+    async def run(self) -> None:
+        """Work through the tasks. Raises openai.OpenAIError, httpx.TransportError."""
+        self.messages.append({"role": "system", "content": f"You are {self.name}. Use your tools."})
+        for task in self.tasks:
+            self.messages.append({"role": "user", "content": task})
+            for _ in range(MAX_TURNS_PER_TASK):
+                reply = await self._turn()
+                self._remember(reply)
+                if not reply.calls:
+                    break
+
+    async def _turn(self) -> Acknowledged:
+        """One turn under one idempotency key, however often it has to be asked for."""
+        key = f"{self.session_id}/{len(self.seen) + 1}"
+        deadline = asyncio.get_running_loop().time() + GIVE_UP_S
+        while True:
+            try:
+                return await self._ask(key)
+            except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError) as error:
+                if isinstance(error, openai.APIConnectionError):
+                    self.sdk_retries += self.client.max_retries
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            self.asked_again += 1
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _ask(self, key: str) -> Acknowledged:
+        raw = await self.client.chat.completions.with_raw_response.create(
+            model="simulator",
+            messages=self.messages,
+            tools=tools.DESCRIPTIONS,
+            stream=self.stream,
+            extra_headers={"Idempotency-Key": key},
+            timeout=openai.NOT_GIVEN if self.timeout_s is None else self.timeout_s,
+        )
+        parsed: Any = raw.parse()
+        message, choice = await _streamed(parsed) if self.stream else _whole(parsed)
+        self.sdk_retries += raw.retries_taken
+        self.given_again += raw.headers.get("x-turnlog-replayed") == "true"
+        calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
+        sampled = (choice.get("meta_info") or {}).get("output_token_logprobs")
+        return Acknowledged(
+            turn=int(raw.headers["x-turnlog-turn"]),
+            place=len(self.messages),
+            text=message.content or "",
+            calls=calls,
+            output_tokens=len(choice["logprobs"]["content"]) if sampled is None else len(sampled),
+            prompt_ids=choice.get("prompt_token_ids"),
+            output_ids=None if sampled is None else [entry[1] for entry in sampled],
+            logprobs=None if sampled is None else [entry[0] for entry in sampled],
+        )
+
+    def _remember(self, reply: Acknowledged) -> None:
+        self.seen.append(reply)
+        if not reply.calls:
+            self.messages.append({"role": "assistant", "content": reply.text})
+            return
+        self.messages.append(
+            {
+                "role": "assistant",
+                "content": reply.text or None,
+                "tool_calls": [
+                    {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                    for call in reply.calls
+                ],
+            }
+        )
+        for call in reply.calls:
+            result = tools.run(call.name, call.arguments)
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def _whole(completion: Any) -> tuple[Any, dict[str, Any]]:
+    choice = completion.choices[0]
+    return choice.message, choice.model_dump()
+
+
+async def _streamed(stream: Any) -> tuple[Any, dict[str, Any]]:
+    """Turnlog sends a committed reply as one chunk that holds the whole message."""
+    choices = [chunk.choices[0] async for chunk in stream if chunk.choices]
+    return choices[0].delta, choices[0].model_dump()
