@@ -1,0 +1,28 @@
+"""`python -m ops.bench <name>`: one benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import uvloop
+
+from ops.bench import clients, growth, latency, startup, turns
+
+BENCHMARKS = {"turns": turns, "latency": latency, "growth": growth, "startup": startup, "clients": clients}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.bench", description=__doc__)
+    names = parser.add_subparsers(dest="name", required=True)
+    for name, module in BENCHMARKS.items():
+        module.add_arguments(names.add_parser(name, help=module.__doc__))
+    arguments = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code: int = runner.run(BENCHMARKS[arguments.name].main(arguments))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

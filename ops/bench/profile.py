@@ -1,0 +1,56 @@
+"""Where a process spends its CPU, by py-spy's samples of the innermost frames."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+RATE_HZ = 200
+MOST = 5
+
+
+class ProfilerFailed(Exception):
+    """py-spy is not installed or was refused; the message is what it said."""
+
+
+async def top_frames(pid: int, seconds: float, folder: Path, *, native: bool = False) -> list[str]:
+    """The frames with the largest self time, as `share  function (file:line)`. Raises ProfilerFailed.
+
+    With `native`, C functions count as frames of their own, and so do threads that wait in the kernel, which
+    py-spy then takes for busy ones; so it is not the default. Where it cannot unwind them it is asked
+    again without.
+    """
+    command = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if command is None:
+        raise ProfilerFailed("py-spy is not installed: pip install py-spy")
+    path = folder / "profile.raw"
+    options = ["--rate", str(RATE_HZ), "--duration", str(int(seconds)), "--format", "raw", "--output", str(path)]
+    process = await asyncio.create_subprocess_exec(
+        command,
+        "record",
+        "--pid",
+        str(pid),
+        *options,
+        "--native" if native else "--nonblocking",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    if process.returncode and native:
+        return await top_frames(pid, seconds, folder, native=False)
+    if process.returncode:
+        raise ProfilerFailed(said.decode(errors="replace"))
+    return _largest(path.read_text(errors="replace"))
+
+
+def _largest(raw: str) -> list[str]:
+    leaves: Counter[str] = Counter()
+    for line in raw.splitlines():
+        stack, _, count = line.rpartition(" ")
+        leaves[stack.rpartition(";")[2]] += int(count)
+    total = max(leaves.total(), 1)
+    return [f"{count / total:6.1%}  {frame}" for frame, count in leaves.most_common(MOST)]

@@ -1,0 +1,343 @@
+"""`python -m ops.verify`: does the store hold what its log says?
+
+The log is the truth: everything else that is stored is checked against a fold of it. Nothing is written
+and on SQLite no lock is taken, so it may run beside a server; what is then in motion is read as of one
+moment per session (on PostgreSQL a session that is being written may look wrong: verify it again at rest).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, func, select, union
+
+from app.domain import upcast
+from app.domain.events import (
+    BlobRef,
+    Recorded,
+    SessionCreated,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    UnknownEvent,
+)
+from app.domain.session import Session, fold
+from app.errors import AppError, StartupError
+from app.settings import load_settings
+from app.store import codec, reads
+from app.store.codec import CorruptContent, Facts, Wire
+from app.store.engine import Database, revision_head
+from app.store.schema import blobs, events, open_turns, sessions, snapshots, turns
+
+PAGE = 500
+"""Sessions listed at a time."""
+
+TURNS_AT_ONCE = 100
+"""Turns whose content is in memory at a time."""
+
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 8
+
+
+class Problem(msgspec.Struct, frozen=True):
+    session_id: str
+    what: str
+
+
+class Report(msgspec.Struct):
+    """What was looked at, and everything that is not as the log says."""
+
+    sessions: int = 0
+    events: int = 0
+    turns: int = 0
+    problems: list[Problem] = []
+
+    def summary(self) -> str:
+        seen = f"{self.sessions} sessions, {self.events} events, {self.turns} turns"
+        return f"{seen}: {len(self.problems)} problems"
+
+
+async def verify(database: Database) -> Report:
+    """Check every session of a database, which need not be open. Raises AppError where it cannot be read."""
+    report = Report()
+    after = ""
+    while ids := await database.read(lambda connection, start=after: _page(connection, start)):  # type: ignore[misc]
+        for session_id in ids:
+            await database.read(lambda connection, one=session_id: _Check(connection, one, report).run())  # type: ignore[misc]
+        after = ids[-1]
+    return report
+
+
+def _page(connection: Connection, after: str) -> list[str]:
+    """The next sessions, also those of which only parts are stored."""
+    tables = (sessions, events, open_turns, turns, blobs, snapshots)
+    parts = (select(table.c.session_id).where(table.c.session_id > after) for table in tables)
+    named = union(*parts).subquery()
+    query = select(named.c.session_id).order_by(named.c.session_id).limit(PAGE)
+    return list(connection.execute(query).scalars())
+
+
+class _Check:
+    """One session, in one transaction."""
+
+    def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
+        self._connection = connection
+        self._session_id = session_id
+        self._report = report
+        self._log: list[Recorded] = []
+
+    def run(self) -> None:
+        self._report.sessions += 1
+        session = self._folded()
+        if session is None:
+            return
+        self._head(session)
+        self._open_turns(session)
+        self._fences()
+        self._retry_keys()
+        self._snapshot(session)
+        if session.status == "erased":
+            self._nothing_left()
+        else:
+            self._blobs()
+            self._content()
+
+    def _found(self, what: str) -> None:
+        self._report.problems.append(Problem(self._session_id, what))
+
+    def _must(self, good: bool, what: str) -> None:
+        if not good:
+            self._found(what)
+
+    def _rows(self, table: Any, *columns: Any) -> Sequence[Any]:
+        return self._connection.execute(select(*columns).where(table.c.session_id == self._session_id)).all()
+
+    def _folded(self) -> Session | None:
+        """The log without a gap, each event readable, folded."""
+        query = (
+            select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
+            .where(events.c.session_id == self._session_id)
+            .order_by(events.c.seq)
+        )
+        try:
+            for place, (seq, at, name, version, data) in enumerate(self._connection.execute(query), 1):
+                if seq != place:
+                    self._found(f"the log has event {seq} where {place} should be")
+                    return None
+                self._log.append(Recorded(seq, at, upcast.decode(name, version, data)))
+            self._report.events += len(self._log)
+            session = fold(self._session_id, self._log)
+        except UnknownEvent as error:
+            self._found(f"the log cannot be read: {error}")
+            return None
+        if session is None:
+            self._found("rows without a log")
+        return session
+
+    def _head(self, session: Session) -> None:
+        heads = self._rows(
+            sessions,
+            sessions.c.version,
+            sessions.c.status,
+            sessions.c.turns,
+            sessions.c.open_turns,
+            sessions.c.group_id,
+            sessions.c.reward,
+            sessions.c.body_hash,
+        )
+        if not heads:
+            self._found("a log without a head")
+            return
+        expected = {
+            "version": session.version,
+            "status": session.status,
+            "turns": len(session.turns),
+            "open_turns": 0 if session.open_turn is None else 1,
+            "group_id": session.config.group_id,
+            "reward": None if session.reward is None else session.reward.reward,
+            "body_hash": session.body_hash,
+        }
+        for (name, value), stored in zip(expected.items(), heads[0], strict=True):
+            self._must(stored == value, f"the head's {name} is {stored!r}, the log says {value!r}")
+
+    def _open_turns(self, session: Session) -> None:
+        stored = self._rows(
+            open_turns,
+            open_turns.c.turn,
+            open_turns.c.parent_turn,
+            open_turns.c.fence,
+            open_turns.c.incarnation,
+            open_turns.c.body_hash,
+            open_turns.c.retry_key,
+        )
+        held = session.open_turn
+        expected = [] if held is None else [msgspec.structs.astuple(held)]
+        found = [tuple(row) for row in stored]
+        self._must(found == expected, f"the open turns are {found}, the log says {expected}")
+
+    def _fences(self) -> None:
+        """Every turn that ended was opened under the fence that it names, ended once, and in order."""
+        opened: dict[int, int] = {}
+        last = 0
+        for recorded in self._log:
+            match recorded.event:
+                case TurnOpened(turn=turn):
+                    opened[recorded.seq] = turn
+                case TurnCommitted(turn=turn, fence=fence) | TurnRejected(turn=turn, fence=fence):
+                    self._ended(opened, last, turn, fence, recorded.seq)
+                    last = max(last, fence)
+                case TurnAbandoned(turn=turn, fence=fence):
+                    self._ended(opened, last, turn, fence, recorded.seq)
+                    last = max(last, fence)
+
+    def _ended(self, opened: dict[int, int], last: int, turn: int, fence: int, seq: int) -> None:
+        self._must(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")
+        self._must(fence >= last, f"event {seq} has fence {fence} after fence {last}")
+
+    def _retry_keys(self) -> None:
+        keys = [turn.retry_key for turn in self._committed() if turn.retry_key is not None]
+        twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+        self._must(not twice, f"committed twice under one retry key: {twice}")
+
+    def _snapshot(self, session: Session) -> None:
+        start = reads.load_snapshot(self._connection, self._session_id)
+        if start is None:
+            return
+        later = [recorded for recorded in self._log if recorded.seq > start.version]
+        self._must(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
+
+    def _committed(self) -> Iterator[TurnCommitted]:
+        return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
+
+    def _nothing_left(self) -> None:
+        for table in (turns, blobs, snapshots):
+            left = self._rows(table, func.count())[0][0]
+            self._must(left == 0, f"erased, but {left} rows are left in {table.name}")
+
+    def _blobs(self) -> None:
+        """Every blob of the log is stored and is what it was; every turn's are among them."""
+        refs: dict[int, BlobRef] = {}
+        for recorded in self._log:
+            match recorded.event:
+                case SessionCreated(metadata=BlobRef() as ref):
+                    refs[ref.number] = ref
+                case TurnCommitted(new_blobs=new):
+                    refs.update((ref.number, ref) for ref in new)
+        stored = {
+            row[0]: row for row in self._rows(blobs, blobs.c.number, blobs.c.kind, blobs.c.location, blobs.c.data)
+        }
+        self._must(stored.keys() == refs.keys(), f"blobs {sorted(stored)} are stored, the log has {sorted(refs)}")
+        for number, ref in refs.items():
+            if number in stored and stored[number][2] is None:
+                self._blob(ref, *stored[number][1::2])
+        for turn in self._committed():
+            needed = {turn.params} | ({turn.tools} - {None})
+            self._must(needed <= refs.keys(), f"turn {turn.turn} names blobs {needed}, which the log does not have")
+
+    def _blob(self, ref: BlobRef, kind: str, data: bytes | None) -> None:
+        try:
+            raw = codec.decompress(data)
+        except CorruptContent as error:
+            self._found(f"blob {ref.number}: {error}")
+            return
+        self._must(kind == ref.kind, f"blob {ref.number} is {kind}, the log says {ref.kind}")
+        same = len(raw) == ref.size and hashlib.sha256(raw).hexdigest() == ref.hash
+        self._must(same, f"blob {ref.number} is not what was stored")
+
+    def _content(self) -> None:
+        """Each committed turn's rows, and the hash of all tokens up to it, taken on from its parent's."""
+        committed = list(self._committed())
+        self._report.turns += len(committed)
+        columns = (turns.c.turn, turns.c.parent_turn, turns.c.segment, turns.c.choice_index)
+        stored = sorted(tuple(row) for row in self._rows(turns, *columns))
+        expected = sorted((turn.turn, turn.parent, turn.segment, turn.choice_index) for turn in committed)
+        self._must(stored == expected, f"{len(stored)} turns are stored, not as the log's {len(expected)}")
+        chains: dict[int, tuple[int, Any]] = {0: (0, hashlib.sha256())}
+        for start in range(0, len(committed), TURNS_AT_ONCE):
+            part = committed[start : start + TURNS_AT_ONCE]
+            frames = reads.load_frames(self._connection, self._session_id, [turn.turn for turn in part])
+            for turn in part:
+                try:
+                    self._turn(turn, *frames.get(turn.turn, (None, None)), chains)
+                except CorruptContent as error:
+                    self._found(f"turn {turn.turn}: {error}")
+
+    def _turn(
+        self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: dict[int, tuple[int, Any]]
+    ) -> None:
+        if facts is None or wire is None:
+            raise CorruptContent("the content is not there")
+        if codec.content_hash(facts, wire) != turn.content_hash:
+            raise CorruptContent("the content's hash is not the log's")
+        self._wire(turn, codec.unpack(wire, Wire))
+        tokens = codec.unpack(facts, Facts)
+        sizes = {
+            "suffix_ids": (len(tokens.suffix_ids), turn.suffix_tokens * TOKEN_BYTES),
+            "output_ids": (len(tokens.output_ids), turn.output_tokens * TOKEN_BYTES),
+            "logprobs": (len(tokens.logprobs), turn.output_tokens * LOGPROB_BYTES),
+        }
+        for name, (size, said) in sizes.items():
+            self._must(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
+        length, hasher = chains.get(turn.parent if turn.base_tokens else 0, (-1, None))
+        if hasher is None or length != turn.base_tokens:
+            raise CorruptContent(f"it continues {turn.base_tokens} tokens of turn {turn.parent}, which has {length}")
+        hasher = hasher.copy()
+        hasher.update(tokens.suffix_ids)
+        hasher.update(tokens.output_ids)
+        total = length + turn.suffix_tokens + turn.output_tokens
+        chains[turn.turn] = (total, hasher)
+        self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
+
+    def _wire(self, turn: TurnCommitted, wire: Wire) -> None:
+        sent = len(wire.messages)
+        self._must(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
+
+
+async def _require_revision(database: Database) -> None:
+    """Raises StartupError where the tables are not those that this code reads."""
+    found = await database.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
+    if found != revision_head():
+        raise StartupError(f"the database is at revision {found or 'none'}, this version reads {revision_head()}")
+
+
+async def verify_url(url: str) -> Report:
+    """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
+    database = Database(url)
+    try:
+        await _require_revision(database)
+        return await verify(database)
+    finally:
+        await database.close()
+
+
+def _print(report: Report) -> int:
+    for problem in report.problems:
+        print(f"{problem.session_id}: {problem.what}")
+    print(report.summary())
+    return 1 if report.problems else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.verify", description="Check a store against its own log.")
+    parser.add_argument("--database-url", help="default: TURNLOG_DATABASE_URL, as the service reads it")
+    given = parser.parse_args().database_url
+    if given is not None:
+        os.environ["TURNLOG_DATABASE_URL"] = given
+    try:
+        return _print(asyncio.run(verify_url(load_settings().database_url)))
+    except (AppError, StartupError) as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
