@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import Recorded, TurnCommitted, UnknownEvent
+from app.domain.events import EXPORTED, Recorded, TurnCommitted, UnknownEvent
 from app.domain.samples import Inconsistent, Sample, TurnTokens, samples
 from app.domain.session import Session, fold
 from app.errors import InvalidRequest
@@ -116,7 +116,7 @@ class Exporter:
         given = 0
         after, skip = _resume(window)
         while limit is None or given < limit:
-            page, places = await self._page(after, window.high, filters)
+            page, places = await self._page(after, window.high, filters, explain)
             if not places:
                 return
             lines = await asyncio.to_thread(self._lines, page, places, window, filters, skip, explain)
@@ -128,13 +128,15 @@ class Exporter:
             after, skip = places[-1][1], None
 
     async def _page(
-        self, after: Position, high: Position, filters: Filters
+        self, after: Position, high: Position, filters: Filters, explain: bool
     ) -> tuple[list[_Stored | Exception], list[tuple[str, Position]]]:
+        types = (*EXPORTED, "SessionCreated") if explain else EXPORTED
+
         def read(
             connection: reads.Connection,
         ) -> tuple[list[_Stored | Exception], list[tuple[str, Position]]]:
             places = reads.changed_sessions(
-                connection, after=after, upto=high, limit=PAGE, session_id=filters.session_id
+                connection, after=after, upto=high, limit=PAGE, session_id=filters.session_id, types=types
             )
             return [_read_session(connection, session_id, high) for session_id, _ in places], places
 
@@ -180,6 +182,11 @@ class Exporter:
             if explain:
                 yield _excluded(session.session_id, None, reason)
             return
+        if explain:
+            live = set(session.path)
+            for turn in session.turns:
+                if turn.number not in live:
+                    yield _excluded(session.session_id, turn.segment, "rolled back", turn=turn.number)
         content, wires = _unpack(stored)
         every = samples(session, content)
         for sample in every:
@@ -298,5 +305,6 @@ def _reward_excluded(session: Session, filters: Filters) -> str | None:
     return None
 
 
-def _excluded(session_id: str, segment: int | None, reason: str) -> bytes:
-    return msgspec.json.encode({"session_id": session_id, "segment": segment, "excluded": reason}) + b"\n"
+def _excluded(session_id: str, segment: int | None, reason: str, turn: int | None = None) -> bytes:
+    row = {"session_id": session_id, "segment": segment, "turn": turn, "excluded": reason}
+    return msgspec.json.encode(row) + b"\n"

@@ -176,14 +176,20 @@ def horizon(connection: Connection) -> Position:
 
 
 def changed_sessions(
-    connection: Connection, *, after: Position, upto: Position, limit: int, session_id: str | None = None
+    connection: Connection,
+    *,
+    after: Position,
+    upto: Position,
+    limit: int,
+    session_id: str | None = None,
+    types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions in the order of their last exported event in (after, upto], each once, with that place."""
+    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
         later.c.seq > events.c.seq,
-        later.c.type.in_(EXPORTED),
+        later.c.type.in_(types),
         tuple_(later.c.tx, later.c.position) <= (upto.tx, upto.position),
     )
     query = (
@@ -191,7 +197,7 @@ def changed_sessions(
         .where(
             tuple_(events.c.tx, events.c.position) > (after.tx, after.position),
             _at_or_before(upto),
-            events.c.type.in_(EXPORTED),
+            events.c.type.in_(types),
             ~newer,
         )
         .order_by(events.c.tx, events.c.position)

@@ -1,0 +1,25 @@
+"""One server and engine for the real clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from integration.stand import Stand, Talk, standing
+
+
+@pytest.fixture(scope="session")
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with standing(tmp_path_factory.mktemp("e2e"), "--seed", "5", "--reasoning", "0.5") as made:
+        yield made
+
+
+@pytest.fixture
+def talk(stand: Stand) -> Talk:
+    return stand.talk()
+
+
+@pytest.fixture
+def base_url(stand: Stand, talk: Talk) -> str:
+    """What a client is told in place of the engine's address."""
+    return f"{stand.server.base_url}{talk.path}/v1"

@@ -1,0 +1,1 @@
+"""What survives crashes, disconnects and a store that is held by others."""

@@ -1,0 +1,170 @@
+"""`kill -9` at any moment: what was acknowledged is there, what was not is generated once."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+from integration.stand import Stand, Talk, until, user
+
+CLIENTS = 12
+TURNS = 8
+PATIENCE_S = 20.0
+
+
+class Client:
+    """Takes turns and, when the server is gone, sends the same request again until it is answered."""
+
+    def __init__(self, stand: Stand, number: int) -> None:
+        self.talk = stand.talk(group_id="kill")
+        self.number = number
+        self.acknowledged: dict[str, httpx.Response] = {}
+        self.sent: dict[str, list[dict[str, Any]]] = {}
+        self.refused: list[str] = []
+
+    def run(self) -> None:
+        for turn in range(TURNS):
+            key = f"client-{self.number}-turn-{turn}"
+            messages = [*self.talk.messages, user(f"Question {turn}")]
+            self.sent[key] = messages
+            self.acknowledged[key] = self._insist(key, messages)
+            message = self.acknowledged[key].json()["choices"][0]["message"]
+            self.talk.messages = [*messages, message]
+
+    def _insist(self, key: str, messages: list[dict[str, Any]]) -> httpx.Response:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            assert time.monotonic() < deadline, f"{key} was never answered"
+            try:
+                response = self.talk.chat(messages, headers={"idempotency-key": key}, sim={"latency_s": 0.03})
+            except httpx.TransportError:
+                time.sleep(0.02)
+                continue
+            if response.status_code == 200:
+                return response
+            self.refused.append(response.text[:200])
+            assert response.status_code >= 500, response.text
+            time.sleep(0.02)
+
+
+def check_log(talk: Talk) -> None:
+    """Ordered without a gap, one open turn at a time, each key committed once, and foldable."""
+    events = talk.events()
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    open_turn = None
+    for event in events:
+        if event["type"] == "TurnOpened":
+            assert open_turn is None
+            open_turn = event["turn"]
+        elif event["type"] in ("TurnCommitted", "TurnRejected", "TurnAbandoned"):
+            assert open_turn == event["turn"]
+            open_turn = None
+    keys = Counter(event["retry_key"] for event in talk.committed() if "retry_key" in event)
+    assert set(keys.values()) <= {1}
+    records = talk.state()["records"]
+    assert len(records) == len(talk.committed())
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, seed: int) -> None:
+    rng = random.Random(seed)
+    clients = [Client(stand, number) for number in range(CLIENTS)]
+    runs = [stand.meanwhile(client.run) for client in clients]
+    for _ in range(2):
+        time.sleep(rng.uniform(0.05, 0.3))
+        stand.server.kill()
+        stand.server.start()
+    for run in runs:
+        run.result(timeout=60)
+    for client in clients:
+        talk = client.talk
+        check_log(talk)
+        assert len(talk.committed()) == TURNS
+        records = talk.state()["records"]
+        assert [record["response"] for record in records] == [one.json() for one in client.acknowledged.values()]
+        [row] = talk.rows()
+        assert row["messages"] == talk.messages
+        assert not [text for text in client.refused if "session_busy" in text]
+        key, reply = list(client.acknowledged.items())[-1]
+        again = talk.chat(client.sent[key], headers={"idempotency-key": key}, sim={"latency_s": 0.03})
+        assert again.content == reply.content
+        talk.say("Going on")
+
+
+@pytest.mark.parametrize(("mark", "kills"), [("idempotency-key", 1), ("x-stainless-retry-count", 2)])
+def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(stand: Stand, mark: str, kills: int) -> None:
+    talks = [stand.talk() for _ in range(8)]
+    for talk in talks:
+        talk.say("Hello")
+    first = {"idempotency-key": "k"} if mark == "idempotency-key" else {"x-stainless-retry-count": "0"}
+    again = {"idempotency-key": "k"} if mark == "idempotency-key" else {"x-stainless-retry-count": "1"}
+    wish = {"latency_s": 0.6}
+    calls = [stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], headers=first, sim=wish) for talk in talks]
+    for talk in talks:
+        stand.until_generating(talk, 2)
+    for _ in range(kills):
+        stand.server.kill()
+        stand.server.start()
+    for call in calls:
+        with pytest.raises(httpx.TransportError):
+            call.result()
+    retries = [stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], headers=again, sim=wish) for talk in talks]
+    assert [retry.result().status_code for retry in retries] == [200] * len(talks)
+    for talk in talks:
+        check_log(talk)
+        assert len(talk.committed()) == 2
+        assert talk.types()[-4:] == ["TurnOpened", "TurnAbandoned", "TurnOpened", "TurnCommitted"]
+
+
+def test_a_session_that_was_in_flight_can_also_go_on_differently(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 5})
+    stand.until_generating(talk)
+    stand.server.kill()
+    stand.server.start()
+    assert isinstance(call.exception(), httpx.TransportError)
+    talk.say("Something else")
+    check_log(talk)
+
+
+def test_a_session_in_flight_at_a_kill_can_be_closed_and_exported(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    call = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 5})
+    stand.until_generating(talk, 2)
+    stand.server.kill()
+    stand.server.start()
+    assert isinstance(call.exception(), httpx.TransportError)
+    assert stand.http.delete(talk.path).status_code == 204
+    [row] = talk.rows()
+    assert (row["final"], len(row["turns"])) == (True, 1)
+
+
+def test_a_stop_lets_the_turns_in_flight_land(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 1.0})
+    stand.until_generating(talk)
+    stand.server.stop()
+    assert call.result().status_code == 200
+    stand.server.start()
+    assert len(talk.committed()) == 1
+    talk.messages = [user("Slow"), call.result().json()["choices"][0]["message"]]
+    talk.say("On")
+
+
+def test_a_stop_lets_a_turn_land_whose_client_is_gone(stand: Stand) -> None:
+    talk = stand.talk()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            stand.server.base_url + talk.chat_path,
+            json={"messages": [user("Slow")], "sim": {"latency_s": 1.0}},
+            timeout=0.3,
+        )
+    until(lambda: stand.stats()["in_flight"] == 1)
+    stand.server.stop()
+    stand.server.start()
+    assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]

@@ -1,0 +1,68 @@
+"""An engine that records what passes through it, and says things that only its own connection may say."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+
+import httpx
+
+OWN_HEADERS = (
+    ("Server", "engine/1"),
+    ("Date", "Thu, 01 Jan 1970 00:00:00 GMT"),
+    ("X-Engine-Id", "seven"),
+    ("X-Request-Id", "of-the-engine"),
+    ("Connection", "keep-alive, X-Hop"),
+    ("X-Hop", "one"),
+    ("Keep-Alive", "timeout=5"),
+    ("Proxy-Authenticate", "Basic"),
+    ("Set-Cookie", "engine=1"),
+)
+
+
+class RecordingProxy:
+    """Forwards to `target` and keeps each request's headers and each reply's bytes."""
+
+    def __init__(self, target: str) -> None:
+        self.requests: list[list[tuple[str, str]]] = []
+        self.replies: list[bytes] = []
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                recorder.requests.append([(name.lower(), value) for name, value in self.headers.items()])
+                reply = httpx.post(target + self.path, content=body, timeout=20)
+                recorder.replies.append(reply.content)
+                self.send_response_only(reply.status_code)
+                for name, value in OWN_HEADERS:
+                    self.send_header(name, value)
+                for name in ("content-type", "retry-after", "location"):
+                    if name in reply.headers:
+                        self.send_header(name, reply.headers[name])
+                self.send_header("Content-Length", str(len(reply.content)))
+                self.end_headers()
+                self.wfile.write(reply.content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Tests read the recording instead."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> RecordingProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -1,0 +1,179 @@
+"""A server and an engine to test against, and a client's view of one session."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
+
+TIMEOUT_S = 20.0
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+
+Message = dict[str, Any]
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for something that another process does and that cannot be awaited."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+class Talk:
+    """One session from a client's side: its history as an honest client keeps it."""
+
+    def __init__(self, stand: Stand, session_id: str) -> None:
+        self._stand = stand
+        self.id = session_id
+        self.path = f"/sessions/{session_id}"
+        self.chat_path = f"{self.path}/v1/chat/completions"
+        self.messages: list[Message] = []
+
+    def chat(
+        self, messages: Sequence[Message], *, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
+        """One request as given; the kept history does not change."""
+        body = {"model": "simulator", "messages": list(messages), **fields}
+        return self._stand.http.post(self.chat_path, json=body, headers=headers)
+
+    def say(self, text: str, *, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
+        """A turn that must succeed, with a new user message; the history grows by two."""
+        return self.add(user(text), headers=headers, **fields)
+
+    def add(self, *new: Message, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
+        messages = [*self.messages, *new]
+        response = self.chat(messages, headers=headers, **fields)
+        assert response.status_code == 200, response.text
+        self.messages = [*messages, response.json()["choices"][0]["message"]]
+        return response
+
+    def events(self, after: int = 0) -> list[dict[str, Any]]:
+        response = self._stand.http.get(f"{self.path}/events", params={"after": after})
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
+
+    def types(self) -> list[str]:
+        return [event["type"] for event in self.events()]
+
+    def committed(self) -> list[dict[str, Any]]:
+        return [event for event in self.events() if event["type"] == "TurnCommitted"]
+
+    def state(self) -> dict[str, Any]:
+        response = self._stand.http.get(self.path)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
+        return self._stand.rows(session_id=self.id, **parameters)
+
+    def generations(self) -> int:
+        """How many chat requests of this session the engine has seen."""
+        return len(self._stand.engine_requests(self.id))
+
+
+class Stand:
+    """A server, an engine (where there is one) and clients for both."""
+
+    def __init__(self, server: ServerProcess, engine_url: str) -> None:
+        self.server = server
+        self.http = httpx.Client(base_url=server.base_url, timeout=TIMEOUT_S)
+        self.sim = httpx.Client(base_url=engine_url or "http://127.0.0.1:9", timeout=TIMEOUT_S)
+        self._threads = ThreadPoolExecutor(16)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.http.close()
+        self.sim.close()
+
+    def talk(self, **body: Any) -> Talk:
+        response = self.http.post("/sessions", json=body)
+        assert response.status_code == 200, response.text
+        return Talk(self, response.json()["session_id"])
+
+    def known(self, session_id: str) -> Talk:
+        """A session that need not exist."""
+        return Talk(self, session_id)
+
+    def meanwhile(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
+        return self._threads.submit(call, *arguments, **named)
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.sim.get("/sim/stats").json()
+        return found
+
+    def engine_requests(self, session_id: str, path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
+        """The engine's last requests of one session, oldest first."""
+        seen: list[dict[str, Any]] = self.sim.get("/sim/requests", params={"last": 256}).json()
+        return [one for one in seen if one["path"] == path and one["headers"].get("x-smg-routing-key") == session_id]
+
+    def until_generating(self, talk: Talk, count: int = 1) -> None:
+        until(lambda: talk.generations() >= count)
+
+    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
+        response = self.http.get("/export", params=parameters)
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, *upstreams: str, environment: Mapping[str, str] | None = None, engine_url: str | None = None
+) -> Iterator[Stand]:
+    """A stand over engines that run already; `engine_url` is the one to look into, by default the last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ServerProcess(folder, upstreams=upstreams, environment=environment) as server:
+        stand = Stand(server, engine_url or (upstreams[-1] if upstreams else ""))
+        try:
+            yield stand
+        finally:
+            stand.close()
+
+
+@contextlib.contextmanager
+def standing(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Stand]:
+    """A stand with an engine of its own; `arguments` are the simulator's."""
+    with (
+        SimulatorProcess(*arguments) as engine,
+        serving(folder, engine.base_url, environment=environment) as stand,
+    ):
+        yield stand
+
+
+def error_of(response: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error in the shape that the OpenAI SDKs read."""
+    body = response.json()
+    assert set(body) == {"error"}, (response.status_code, response.text[:200])
+    error = body["error"]
+    assert set(error) == {"message", "type", "code", "param"}, error
+    assert error["param"] is None
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert response.headers["content-type"].startswith("application/json")
+    return response.status_code, error["code"]

@@ -1,0 +1,178 @@
+"""An engine that answers badly commits nothing, blocks nothing, and is told apart from one that refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.stand import Stand, error_of, serving, user
+from ops.server import free_port
+from ops.simulator.faults import FAULTS
+from ops.simulator.process import SimulatorProcess
+
+STATUSES = {"status_500": 500, "status_503": 503, "status_429": 429, "status_400": 400}
+SOUND = {"drip", "abort"}
+PAYLOADS = {"bad_experts_base64", "misaligned_experts", "wrong_experts_rows"}
+"""Faults in a payload, which this server does not ask engines for."""
+SLOW = {"never"}
+SGLANG_ONLY = {"duplicate_meta_key"}
+MALFORMED = sorted(set(FAULTS) - set(STATUSES) - SOUND - PAYLOADS - SLOW - {"reset"})
+
+
+@pytest.fixture(scope="module", params=["auto/sglang", "sglang/sglang", "auto/vllm", "vllm/vllm"])
+def dialect(
+    request: pytest.FixtureRequest,
+    shared: Stand,
+    sglang: SimulatorProcess,
+    vllm: SimulatorProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, Stand]]:
+    """The dialect the server was told, and the engine's own."""
+    told, kind = request.param.split("/")
+    if request.param == "auto/sglang":
+        yield kind, shared
+        return
+    engine = sglang if kind == "sglang" else vllm
+    environment = {"TURNLOG_UPSTREAM_DIALECT": told}
+    with serving(tmp_path_factory.mktemp("dialect"), engine.base_url, environment=environment) as made:
+        yield kind, made
+
+
+def test_a_session_of_either_dialect_is_recorded_and_exported(dialect: tuple[str, Stand]) -> None:
+    kind, stand = dialect
+    talk = stand.talk()
+    for text in ("One", "Two"):
+        reply = talk.say(text).json()
+    choice = reply["choices"][0]
+    if kind == "sglang":
+        prompt, entries = choice["prompt_token_ids"], choice["meta_info"]["output_token_logprobs"]
+        output, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    else:
+        prompt, output = reply["prompt_token_ids"], choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    [row] = talk.rows()
+    assert row["tokens"] == prompt + output
+    assert row["logprobs"][-len(output) :] == logprobs
+    assert row["provenance"]["dialects"] == [kind]
+    assert talk.state()["metadata"]["accumulated_token_ids"] == prompt + output
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_reply_is_502_and_the_next_turn_works(dialect: tuple[str, Stand], fault: str) -> None:
+    kind, stand = dialect
+    if fault in SGLANG_ONLY and kind != "sglang":
+        pytest.skip("vLLM has no such field")
+    talk = stand.talk()
+    talk.say("Hello")
+    before = talk.state()["records"]
+    response = talk.chat([*talk.messages, user("Again")], sim={"fault": fault})
+    assert error_of(response) == (502, "upstream_invalid")
+    assert talk.types()[-2:] == ["TurnOpened", "TurnRejected"]
+    assert talk.state()["records"] == before
+    talk.say("Again")
+    assert len(talk.committed()) == 2
+    [row] = talk.rows()
+    assert len(row["turns"]) == 2
+
+
+@pytest.mark.parametrize(("fault", "status"), STATUSES.items())
+def test_an_engines_own_error_passes_and_commits_nothing(stand: Stand, fault: str, status: int) -> None:
+    talk = stand.talk()
+    response = talk.chat([user("Hello")], sim={"fault": {"fault": fault, "message": "as the engine said"}})
+    assert response.status_code == status
+    assert response.json()["message"] == "as the engine said"
+    assert talk.types()[-1] == "TurnRejected"
+    talk.say("Hello")
+
+
+def test_a_lost_connection_is_unreachable_and_not_tried_again(stand: Stand) -> None:
+    talk = stand.talk()
+    response = talk.chat([user("Hello")], sim={"fault": "reset"})
+    assert error_of(response) == (502, "upstream_unreachable")
+    assert talk.generations() == 1
+    talk.say("Hello")
+
+
+def test_a_slow_drip_and_an_abort_are_sound(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello", sim={"fault": {"fault": "drip", "delay_s": 0.01}})
+    response = talk.say("Again", sim={"fault": "abort"})
+    assert response.json()["choices"][0]["finish_reason"] == "abort"
+    assert len(talk.committed()) == 2
+
+
+def test_an_error_never_holds_a_prompt(stand: Stand) -> None:
+    talk = stand.talk()
+    secret = "my-secret-prompt"
+    for fault in ("not_json", "null_logprob", "message_null"):
+        assert secret not in talk.chat([user(secret)], sim={"fault": fault}).text
+    assert secret not in str(talk.events())
+    assert secret not in stand.server.log_path.read_text()
+
+
+def test_an_engine_that_never_answers_is_504(tight: Stand) -> None:
+    talk = tight.talk()
+    assert error_of(talk.chat([user("x")], sim={"fault": "never"})) == (504, "upstream_timeout")
+    assert error_of(talk.chat([user("x")], sim={"latency_s": 30})) == (504, "upstream_timeout")
+    assert talk.committed() == []
+    talk.say("x")
+
+
+def test_bodies_that_are_too_large_are_refused_both_ways(tight: Stand) -> None:
+    talk = tight.talk()
+    before = talk.generations()
+    assert error_of(talk.chat([user("x" * 20_000)])) == (413, "request_too_large")
+
+    def chunks() -> Iterator[bytes]:
+        yield b'{"messages": ["'
+        for _ in range(30):
+            yield b"x" * 1000
+
+    assert error_of(tight.http.post(talk.chat_path, content=chunks())) == (413, "request_too_large")
+    assert talk.generations() == before
+    assert error_of(talk.chat([user("x")], sim={"body_bytes": 70_000})) == (502, "upstream_invalid")
+    dripped = {"fault": {"fault": "drip", "delay_s": 0.0}, "body_bytes": 70_000}
+    assert error_of(talk.chat([user("x")], sim=dripped)) == (502, "upstream_invalid")
+    talk.say("x", sim={"body_bytes": 50_000})
+
+
+def test_a_compressed_request_is_refused(stand: Stand) -> None:
+    talk = stand.talk()
+    response = stand.http.post(talk.chat_path, content=b"x", headers={"content-encoding": "gzip"})
+    assert error_of(response)[0] in (400, 415)
+
+
+def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(tight: Stand) -> None:
+    first, second = tight.talk(), tight.talk()
+    call = tight.meanwhile(first.chat, [user("x" * 15_000)], sim={"latency_s": 0.8})
+    tight.until_generating(first)
+    response = second.chat([user("x" * 15_000)])
+    assert error_of(response) == (503, "overloaded")
+    assert int(response.headers["retry-after"]) >= 1
+    assert call.result().status_code == 200
+    assert second.chat([user("x" * 15_000)]).status_code == 200
+
+
+def test_a_refused_connection_is_tried_on_another_engine(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    dead = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    with serving(tmp_path, *dead, sglang.base_url) as stand:
+        talks = [stand.talk() for _ in range(8)]
+        for talk in talks:
+            talk.say("Hello")
+            assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+        assert stand.http.get("/ready").status_code == 200
+
+
+def test_without_a_living_engine_a_turn_is_refused(tmp_path: Path) -> None:
+    with serving(tmp_path / "dead", f"http://127.0.0.1:{free_port()}") as stand:
+        talk = stand.talk()
+        assert error_of(talk.chat([user("x")])) == (502, "upstream_unreachable")
+        assert stand.http.get("/ready").status_code == 503
+        assert stand.http.get("/health").status_code == 200
+    with serving(tmp_path / "none") as stand:
+        talk = stand.talk()
+        assert error_of(talk.chat([user("x")])) == (503, "no_upstream")
+        assert talk.types() == ["SessionCreated"]
+        assert stand.http.get("/ready").status_code == 503

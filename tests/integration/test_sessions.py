@@ -1,0 +1,298 @@
+"""The life of a session around its turns: create, list, read, reward, close, erase, follow."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+
+import pytest
+
+from integration.stand import Stand, error_of, user
+
+
+def fresh() -> str:
+    return f"s-{uuid.uuid4().hex}"
+
+
+def test_create_with_no_body_names_a_session_and_its_base_url(stand: Stand) -> None:
+    response = stand.http.post("/sessions")
+    assert response.status_code == 200
+    body = response.json()
+    assert body["base_url"] == f"/sessions/{body['session_id']}/v1"
+    assert stand.http.get(f"/sessions/{body['session_id']}").status_code == 200
+
+
+def test_create_reads_json_whatever_the_content_type(stand: Stand) -> None:
+    name = fresh()
+    sent = stand.http.post(
+        "/sessions",
+        content=json.dumps({"session_id": name}),
+        headers={"content-type": "application/x-www-form-urlencoded"},
+    )
+    assert sent.json()["session_id"] == name
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"x"', "null ,", '{"session_id": NaN}'])
+def test_create_refuses_what_is_no_json_object(stand: Stand, content: str) -> None:
+    assert error_of(stand.http.post("/sessions", content=content)) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "é", "x" * 129, "a\n", 7, True])
+def test_create_refuses_bad_ids(stand: Stand, name: object) -> None:
+    assert error_of(stand.http.post("/sessions", json={"session_id": name})) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c:d-e", "x" * 128, "...a"])
+def test_create_takes_every_legal_id(stand: Stand, name: str) -> None:
+    name = name if len(name) == 128 else f"{name}{uuid.uuid4().hex}"
+    assert stand.http.post("/sessions", json={"session_id": name}).json()["session_id"] == name
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rollback_window": -1},
+        {"rollback_window": True},
+        {"retain": "some"},
+        {"matcher": "loose"},
+        {"on_divergence": "ignore"},
+        {"history": "graph"},
+        {"metadata": []},
+        {"unknown": 1},
+    ],
+)
+def test_create_refuses_bad_fields(stand: Stand, field: dict[str, object]) -> None:
+    assert error_of(stand.http.post("/sessions", json=field)) == (400, "invalid_request")
+
+
+def test_history_tree_is_unsupported(stand: Stand) -> None:
+    assert error_of(stand.http.post("/sessions", json={"history": "tree"})) == (400, "unsupported")
+
+
+def test_create_is_idempotent_and_conflicts_are_told(stand: Stand) -> None:
+    body = {"session_id": fresh(), "group_id": "g", "attempt": 2, "metadata": {"a": 1, "b": [2]}}
+    first = stand.http.post("/sessions", json=body)
+    again = stand.http.post("/sessions", json={**body, "metadata": {"b": [2], "a": 1}})
+    assert (again.status_code, again.json()) == (200, first.json())
+    other = stand.http.post("/sessions", json={**body, "attempt": 3})
+    assert error_of(other) == (409, "session_exists")
+    assert other.headers["x-should-retry"] == "false"
+    stand.http.delete(f"/sessions/{body['session_id']}")
+    assert error_of(stand.http.post("/sessions", json=body)) == (409, "session_closed")
+    stand.http.delete(f"/sessions/{body['session_id']}", params={"erase": True})
+    assert error_of(stand.http.post("/sessions", json=body)) == (409, "session_closed")
+
+
+def test_concurrent_creates_of_one_id_agree(stand: Stand) -> None:
+    body = {"session_id": fresh()}
+    calls = [stand.meanwhile(stand.http.post, "/sessions", json=body) for _ in range(8)]
+    assert {call.result().status_code for call in calls} == {200}
+    assert stand.known(body["session_id"]).types() == ["SessionCreated"]
+
+
+def test_unknown_sessions_are_not_found_everywhere(stand: Stand) -> None:
+    path = f"/sessions/{fresh()}"
+    answers = [
+        stand.http.get(path),
+        stand.http.delete(path),
+        stand.http.delete(path, params={"erase": True}),
+        stand.http.get(f"{path}/events"),
+        stand.http.get(f"{path}/v1/models"),
+        stand.http.put(f"{path}/reward", json={"reward": 1}),
+        stand.http.post(f"{path}/v1/chat/completions", json={"messages": [user("x")]}),
+    ]
+    assert [error_of(answer) for answer in answers] == [(404, "session_not_found")] * len(answers)
+    assert all(answer.headers["x-should-retry"] == "false" for answer in answers)
+
+
+def test_list_pages_newest_first_and_filters(stand: Stand) -> None:
+    group = fresh()
+    names = [stand.talk(group_id=group).id for _ in range(5)]
+    stand.http.delete(f"/sessions/{names[0]}")
+    seen, cursor = [], None
+    while True:
+        query = {"group_id": group, "limit": 2, **({"cursor": cursor} if cursor else {})}
+        page = stand.http.get("/sessions", params=query).json()
+        assert len(page["sessions"]) <= 2
+        seen += [one["session_id"] for one in page["sessions"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == names[::-1]
+    closed = stand.http.get("/sessions", params={"group_id": group, "status": "closed"}).json()["sessions"]
+    assert [one["session_id"] for one in closed] == names[:1]
+    assert [one["status"] for one in closed] == ["closed"]
+
+
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": "x"}, {"status": "odd"}, {"cursor": "zzz"}])
+def test_list_refuses_bad_parameters(stand: Stand, query: dict[str, object]) -> None:
+    assert error_of(stand.http.get("/sessions", params=query)) == (400, "invalid_request")
+
+
+def test_a_session_reads_back_as_it_was_sent_and_received(stand: Stand) -> None:
+    talk = stand.talk(group_id="g7")
+    replies = [talk.say("Hello", temperature=0.5).json(), talk.say("And then?").json()]
+    state = talk.state()
+    assert state["session_id"] == talk.id
+    requests = [one["body"] for one in stand.engine_requests(talk.id)]
+    assert [record["request"] for record in state["records"]] == requests
+    assert [record["response"] for record in state["records"]] == replies
+    for record in state["records"]:
+        assert (record["method"], record["path"], record["status_code"]) == ("POST", "/v1/chat/completions", 200)
+        assert record["request_timestamp"] <= record["timestamp"]
+    choice = replies[-1]["choices"][0]
+    ids = choice["prompt_token_ids"] + [entry[1] for entry in choice["meta_info"]["output_token_logprobs"]]
+    metadata = state["metadata"]
+    assert metadata["accumulated_token_ids"] == ids
+    assert {"max_trim_tokens", "status", "version", "group_id", "reward"} <= set(metadata)
+    assert (metadata["status"], metadata["group_id"], metadata["reward"]) == ("open", "g7", None)
+    assert metadata["version"] == talk.events()[-1]["seq"]
+
+
+def test_a_session_without_turns_reads_back_empty(stand: Stand) -> None:
+    state = stand.talk().state()
+    assert state["records"] == []
+    assert state["metadata"]["accumulated_token_ids"] == []
+
+
+def test_rewards_are_kept_and_the_last_one_counts(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    for body in ({"reward": 1}, {"reward": -0.25, "components": {"style": 0.5}}, {"reward": 3, "turn": 1}):
+        assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+    assert talk.state()["metadata"]["reward"] == -0.25
+    [row] = talk.rows()
+    assert (row["reward"], row["reward_components"]) == (-0.25, {"style": 0.5})
+    assert talk.types()[-3:] == ["RewardAssigned"] * 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"reward": NaN}',
+        '{"reward": Infinity}',
+        '{"reward": 1e999}',
+        '{"reward": true}',
+        '{"reward": "1"}',
+        '{"reward": null}',
+        "{}",
+        "",
+        "[]",
+        '{"reward": 1, "turn": 0}',
+        '{"reward": 1, "turn": 2}',
+        '{"reward": 1, "turn": true}',
+        '{"reward": 1, "components": {"a": NaN}}',
+        '{"reward": 1, "components": {"a": true}}',
+        '{"reward": 1, "components": {"a": "1"}}',
+        '{"reward": 1, "other": 2}',
+    ],
+)
+def test_a_bad_reward_is_refused_and_leaves_no_event(stand: Stand, content: str) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    before = talk.types()
+    assert error_of(stand.http.put(f"{talk.path}/reward", content=content)) == (400, "invalid_request")
+    assert talk.types() == before
+
+
+def test_a_closed_session_answers_only_what_it_should(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    response = stand.http.delete(talk.path)
+    assert (response.status_code, response.content) == (204, b"")
+    for answer in (
+        stand.http.get(talk.path),
+        stand.http.delete(talk.path),
+        talk.chat([user("Hello")]),
+        stand.http.post(talk.chat_path, content="{"),
+    ):
+        assert error_of(answer) == (404, "session_closed")
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 2.5}).status_code == 200
+    assert talk.types()[-2:] == ["SessionClosed", "RewardAssigned"]
+    [row] = talk.rows()
+    assert (row["reward"], row["final"]) == (2.5, True)
+
+
+def test_erase_removes_the_content_from_every_file(stand: Stand) -> None:
+    talk = stand.talk(metadata={"label": "the-secret-label"})
+    secret = f"secret{uuid.uuid4().hex}"
+    talk.say(secret, sim={"text": f"answer-{secret}"})
+    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
+    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
+    assert error_of(stand.http.get(talk.path)) == (404, "session_closed")
+    assert error_of(stand.http.put(f"{talk.path}/reward", json={"reward": 1}))[0] == 404
+    assert talk.types()[-1] == "SessionErased"
+    assert talk.rows() == []
+    [explained] = talk.rows(explain=True)
+    assert explained["session_id"] == talk.id
+    folder = stand.server.database_path.parent
+    for path in folder.glob("*"):
+        assert secret.encode() not in path.read_bytes(), path.name
+
+
+def test_events_are_ordered_and_resume_after_a_seq(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    events = talk.events()
+    assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
+    assert [event["type"] for event in events] == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert all(isinstance(event["at"], float) for event in events)
+    assert talk.events(after=2) == events[2:]
+    assert talk.events(after=99) == []
+    bad = stand.http.get(f"{talk.path}/events", params={"after": "x"})
+    assert error_of(bad) == (400, "invalid_request")
+
+
+def test_following_events_sees_them_as_they_happen(stand: Stand) -> None:
+    talk = stand.talk()
+    types: list[str] = []
+    opened, done = threading.Event(), threading.Event()
+
+    def follow() -> None:
+        with stand.http.stream("GET", f"{talk.path}/events", params={"follow": "true"}) as response:
+            for line in response.iter_lines():
+                types.append(json.loads(line)["type"])
+                opened.set()
+                if types[-1] == "TurnCommitted":
+                    done.set()
+                    return
+
+    call = stand.meanwhile(follow)
+    assert opened.wait(10)
+    assert types == ["SessionCreated"]
+    talk.say("Hello")
+    assert done.wait(10)
+    call.result()
+    assert types == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+
+
+def test_health_ready_and_models(stand: Stand) -> None:
+    assert stand.http.get("/health").json()["status"] == "ok"
+    assert stand.http.get("/ready").status_code == 200
+    direct = stand.sim.get("/v1/models").content
+    assert stand.http.get("/v1/models").content == direct
+    assert stand.http.get(f"{stand.talk().path}/v1/models").content == direct
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/generate"),
+        ("POST", "/abort_request"),
+        ("GET", "/get_model_info"),
+        ("POST", "/update_weights_from_disk"),
+        ("POST", "/sessions/{id}/v1/embeddings"),
+        ("POST", "/sessions/{id}/generate"),
+        ("POST", "/sessions/{id}/x/v1/chat/completions"),
+        ("POST", "/sessions//v1/chat/completions"),
+        ("POST", "/x/v1/chat/completions"),
+    ],
+)
+def test_an_unknown_path_never_reaches_the_engine(stand: Stand, method: str, path: str) -> None:
+    path = path.replace("{id}", stand.talk().id)
+    response = stand.http.request(method, path, json={"messages": [user("x")]})
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "not_found"
+    assert stand.sim.get("/sim/requests", params={"last": 5}).json() == []

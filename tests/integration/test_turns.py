@@ -1,0 +1,319 @@
+"""One turn: its order of refusals, its claim, and how a history joins the session."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from integration.stand import WEATHER, Stand, Talk, error_of, until, user
+
+SLOW = {"latency_s": 0.5}
+
+
+def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
+    talk = stand.talk()
+    response = talk.say("Hello")
+    assert response.json()["choices"][0]["meta_info"]["output_token_logprobs"]
+    assert response.headers["x-turnlog-turn"] == "1"
+    assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_is_json_whatever_its_content_type(stand: Stand, content_type: str | None) -> None:
+    body = json.dumps({"messages": [user("Hi")]})
+    headers = {"content-type": content_type} if content_type else {}
+    assert stand.http.post(stand.talk().chat_path, content=body, headers=headers).status_code == 200
+
+
+def deep(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"{}",
+        b'{"messages": null}',
+        b'{"messages": {}}',
+        b'{"messages": []}',
+        b'{"messages": [1]}',
+        b'{"messages": [null]}',
+        b'{"messages": [{}]}',
+        b'{"messages": [{"role": 1, "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": "\xff"}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": 2}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": 0}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": true}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": "1"}',
+        b'{"messages": [{"role": "user", "content": "x"}], "stream": 1}',
+        b'{"messages": [{"role": "user", "content": ' + deep(200).encode() + b"}]}",
+        b'{"messages": [{"role": "user", "content": "x"}], "extra": ' + deep(200).encode() + b"}",
+        b'{"messages": ' + deep(50_000).encode() + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": }',
+    ],
+)
+def test_a_bad_body_is_400_and_never_reaches_the_engine(stand: Stand, content: bytes) -> None:
+    talk = stand.talk()
+    response = stand.http.post(talk.chat_path, content=content)
+    status, code = error_of(response)
+    assert (status, code in ("invalid_request", "unsupported")) == (400, True)
+    assert response.headers["x-should-retry"] == "false"
+    assert talk.generations() == 0
+    assert talk.types() == ["SessionCreated"]
+
+
+def test_not_found_comes_before_a_bad_body_before_busy_before_the_history(stand: Stand) -> None:
+    unknown = stand.known("never-seen")
+    assert error_of(stand.http.post(unknown.chat_path, content="{"))[0] == 404
+    odd_key = {"idempotency-key": "x" * 300}
+    assert error_of(stand.http.post(unknown.chat_path, content="{", headers=odd_key))[0] == 404
+    talk = stand.talk(rollback_window=0)
+    talk.say("Hello")
+    call = stand.meanwhile(talk.say, "Slow", sim=SLOW)
+    stand.until_generating(talk, 2)
+    assert error_of(stand.http.post(talk.chat_path, content="{")) == (400, "invalid_request")
+    mismatching = [user("Other"), {"role": "assistant", "content": "never said"}, user("x")]
+    assert error_of(talk.chat(mismatching)) == (409, "session_busy")
+    assert error_of(talk.chat([user("Instead")])) == (409, "session_busy")
+    call.result()
+    assert error_of(talk.chat(mismatching)) == (400, "history_mismatch")
+
+
+def test_a_second_concurrent_chat_is_refused_at_once(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.say, "First", sim=SLOW)
+    stand.until_generating(talk)
+    began = time.monotonic()
+    busy = talk.chat([user("Second")])
+    assert time.monotonic() - began < 0.3
+    assert error_of(busy) == (409, "session_busy")
+    assert busy.headers["x-should-retry"] == "false"
+    assert call.result().status_code == 200
+    assert stand.stats()["started"] == 1
+    assert len(talk.committed()) == 1
+
+
+def test_of_many_simultaneous_chats_one_runs(stand: Stand) -> None:
+    talk = stand.talk()
+    calls = [stand.meanwhile(talk.chat, [user(f"Number {n}")], sim=SLOW) for n in range(8)]
+    statuses = sorted(call.result().status_code for call in calls)
+    assert statuses == [200] + [409] * 7
+    assert (stand.stats()["started"], len(talk.committed())) == (1, 1)
+
+
+def three_turns(stand: Stand, **body: object) -> Talk:
+    talk = stand.talk(**body)
+    for text in ("One", "Two", "Three"):
+        talk.say(text, sim={"reasoning": False})
+    return talk
+
+
+def live_turns(talk: Talk) -> int:
+    return len(talk.state()["records"])
+
+
+@pytest.mark.parametrize("kind", ["again", "instead", "shorter"])
+def test_a_retry_within_the_window_rolls_back(stand: Stand, kind: str) -> None:
+    talk = three_turns(stand)
+    sent = {
+        "again": talk.messages[:5],
+        "instead": [*talk.messages[:4], user("Another question")],
+        "shorter": talk.messages[:4],
+    }[kind]
+    response = talk.chat(sent)
+    assert response.status_code == 200, response.text
+    assert talk.types()[-2:] == ["RolledBack", "TurnCommitted"]
+    assert talk.events()[-2]["discarded"] == [3]
+    assert (live_turns(talk), response.headers["x-turnlog-turn"]) == (3, "4")
+    [row] = talk.rows()
+    assert [span["turn"] for span in row["turns"]] == [1, 2, 4]
+    assert row["messages"] == [*sent, response.json()["choices"][0]["message"]]
+
+
+def test_a_rollback_past_the_window_is_refused(stand: Stand) -> None:
+    talk = three_turns(stand)
+    before = talk.types()
+    response = talk.chat([*talk.messages[:2], user("Instead")])
+    assert error_of(response) == (400, "rollback_too_deep")
+    assert response.headers["x-should-retry"] == "false"
+    assert talk.types() == before
+    assert talk.generations() == 3
+
+
+@pytest.mark.parametrize(("window", "turns", "status"), [(0, 1, 400), (2, 2, 200), (2, 3, 400), (3, 3, 200)])
+def test_the_session_chooses_its_window(stand: Stand, window: int, turns: int, status: int) -> None:
+    talk = three_turns(stand, rollback_window=window)
+    assert talk.chat([*talk.messages[: 6 - 2 * turns], user("Instead")]).status_code == status
+
+
+def test_a_foreign_assistant_message_is_a_mismatch(stand: Stand) -> None:
+    talk = three_turns(stand)
+    forged = [*talk.messages[:5], {"role": "assistant", "content": "I never said this"}, user("Go on")]
+    before = talk.types()
+    response = talk.chat(forged)
+    assert error_of(response) == (400, "history_mismatch")
+    assert "I never said" not in response.text
+    assert talk.types() == before
+
+
+def test_on_divergence_segment_begins_a_segment_instead(stand: Stand) -> None:
+    talk = stand.talk(on_divergence="segment")
+    talk.say("One")
+    forged = [user("Summary of all"), {"role": "assistant", "content": "Understood"}, user("Go on")]
+    assert talk.chat(forged).status_code == 200
+    assert "RolledBack" not in talk.types()
+    rows = talk.rows()
+    assert [(row["segment"], row["segment_cause"], row["final"]) for row in rows] == [
+        (0, None, False),
+        (1, "divergence", False),
+    ]
+    assert rows[1]["messages"][:3] == forged
+
+
+@pytest.mark.parametrize(("fault", "status"), [("status_500", 500), ("not_json", 502), ("nan_logprob", 502)])
+def test_a_retry_that_fails_leaves_the_old_turn_in_place(stand: Stand, fault: str, status: int) -> None:
+    talk = three_turns(stand)
+    before = talk.state()["records"]
+    assert talk.chat([*talk.messages[:4], user("Instead")], sim={"fault": fault}).status_code == status
+    assert talk.state()["records"] == before
+    assert "RolledBack" not in talk.types()
+    talk.say("Four")
+    assert live_turns(talk) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reasoning_content": None},
+        {"refusal": None, "annotations": [], "audio": None, "function_call": None},
+        {"content": None},
+        {"provider_specific_fields": {"refusal": None}},
+    ],
+)
+def test_a_harness_that_respells_a_tool_call_is_no_divergence(stand: Stand, change: dict[str, object]) -> None:
+    talk = stand.talk()
+    wish = {"tool_calls": True, "completion_tokens": 1, "reasoning": False}
+    talk.say("What is the weather?", tools=[WEATHER], sim=wish)
+    [*before, reply] = talk.messages
+    assert not reply["content"]
+    for call in reply["tool_calls"]:
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+        call.pop("index", None)
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain"} for call in reply["tool_calls"]]
+    response = talk.chat([*before, {**reply, **change}, *results], tools=[WEATHER])
+    assert response.status_code == 200, response.text
+    assert "RolledBack" not in talk.types()
+    [row] = talk.rows()
+    assert len(row["turns"]) == 2
+
+
+def test_strict_sees_a_dropped_field(stand: Stand) -> None:
+    talk = stand.talk(matcher="strict")
+    talk.say("Hello", sim={"reasoning": True})
+    [question, answer] = talk.messages
+    answer = {key: value for key, value in answer.items() if key != "reasoning_content"}
+    assert error_of(talk.chat([question, answer, user("On")])) == (400, "history_mismatch")
+    talk.say("On")
+
+
+def test_dropped_reasoning_is_seen_through_and_the_stored_spelling_wins(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello", sim={"reasoning": True})
+    [question, answer] = talk.messages
+    respelled = {"role": "assistant", "content": f" {answer['content']} "}
+    assert talk.chat([question, respelled, user("On")]).status_code == 200
+    assert stand.engine_requests(talk.id)[-1]["body"]["messages"][1] == answer
+    [row] = talk.rows()
+    assert len(row["turns"]) == 2
+
+
+def test_a_prompt_that_does_not_continue_the_tokens_begins_a_segment(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello", sim={"text": " begins with space"})
+    talk.say("Now with tools", tools=[WEATHER], sim={"tool_calls": False})
+    rows = talk.rows()
+    assert [(row["segment"], row["segment_cause"], len(row["turns"])) for row in rows] == [
+        (0, None, 1),
+        (1, "drift", 1),
+    ]
+    assert all(row["tokens"] for row in rows)
+
+
+def test_delete_during_a_turn_waits_for_nothing(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    call = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 15})
+    stand.until_generating(talk, 2)
+    began = time.monotonic()
+    assert stand.http.delete(talk.path).status_code == 204
+    assert error_of(call.result()) == (404, "session_closed")
+    assert time.monotonic() - began < 2
+    until(lambda: stand.stats()["in_flight"] == 0, 3)
+    assert len(talk.committed()) == 1
+    assert talk.types()[-1] in ("SessionClosed", "TurnAbandoned")
+    [row] = talk.rows()
+    assert len(row["turns"]) == 1
+
+
+def test_delete_during_a_turn_tells_the_engine_to_abort(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 15})
+    stand.until_generating(talk)
+    rid = stand.engine_requests(talk.id)[-1]["body"]["rid"]
+    stand.http.delete(talk.path)
+    assert call.result().status_code == 404
+
+    def aborts() -> list[str]:
+        seen = stand.sim.get("/sim/requests", params={"last": 50}).json()
+        return [one["body"]["rid"] for one in seen if one["path"] == "/abort_request"]
+
+    until(lambda: rid in aborts(), 3)
+
+
+@pytest.mark.parametrize(("reason", "status"), [("abort", "aborted"), ("length", "truncated"), ("stop", "completed")])
+def test_a_finish_reason_is_kept_as_what_it_is(stand: Stand, reason: str, status: str) -> None:
+    talk = stand.talk()
+    response = talk.say("Hello", sim={"finish_reason": reason})
+    assert response.json()["choices"][0]["finish_reason"] == reason
+    assert talk.committed()[0]["finish_reason"] == reason
+    [row] = talk.rows()
+    assert (row["status"], row["turns"][0]["finish_reason"]) == (status, reason)
+
+
+def test_a_session_in_a_header_is_created_on_first_use(stand: Stand) -> None:
+    names = (
+        "x-turnlog-session-id",
+        "x-dynamo-session-id",
+        "x-session-id",
+        "session-id",
+        "x-claude-code-session-id",
+        "x-multi-turn-session-id",
+    )
+    for name in names:
+        talk = stand.known(f"by-{name}")
+        messages = [user("Hello")]
+        for _ in range(2):
+            response = stand.http.post("/v1/chat/completions", json={"messages": messages}, headers={name: talk.id})
+            assert response.status_code == 200, response.text
+            messages += [response.json()["choices"][0]["message"], user("On")]
+        assert talk.types() == ["SessionCreated", *["TurnOpened", "TurnCommitted"] * 2]
+
+
+def test_a_session_header_is_judged_like_an_id(stand: Stand) -> None:
+    body = {"messages": [user("x")]}
+    assert error_of(stand.http.post("/v1/chat/completions", json=body))[0] == 400
+    for bad in ("..", "a/b", "a b", "x" * 129):
+        response = stand.http.post("/v1/chat/completions", json=body, headers={"x-session-id": bad})
+        assert error_of(response)[0] == 400
+    closed = stand.talk()
+    stand.http.delete(closed.path)
+    response = stand.http.post("/v1/chat/completions", json=body, headers={"x-session-id": closed.id})
+    assert error_of(response) == (404, "session_closed")
