@@ -34,9 +34,10 @@ from app.domain.session import Session, fold
 from app.errors import AppError, StartupError
 from app.settings import load_settings
 from app.store import codec, reads
-from app.store.codec import CorruptContent, Facts, Wire
+from app.store.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
 from app.store.engine import Database, revision_head
 from app.store.schema import blobs, events, open_turns, sessions, snapshots, turns
+from workers.parse import token_text
 
 PAGE = 500
 """Sessions listed at a time."""
@@ -44,7 +45,6 @@ PAGE = 500
 TURNS_AT_ONCE = 100
 """Turns whose content is in memory at a time."""
 
-TOKEN_BYTES = 4
 LOGPROB_BYTES = 8
 
 
@@ -291,8 +291,8 @@ class _Check:
         if hasher is None or length != turn.base_tokens:
             raise CorruptContent(f"it continues {turn.base_tokens} tokens of turn {turn.parent}, which has {length}")
         hasher = hasher.copy()
-        hasher.update(tokens.suffix_ids)
-        hasher.update(tokens.output_ids)
+        for ids in (tokens.suffix_ids, tokens.output_ids):
+            hasher.update(token_text(memoryview(ids).cast("i")))
         total = length + turn.suffix_tokens + turn.output_tokens
         chains[turn.turn] = (total, hasher)
         self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")

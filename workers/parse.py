@@ -3,15 +3,20 @@
 The one place that knows when a 200 is malformed, for SGLang's and vLLM's shapes. It builds Python objects
 only for what is checked or stored, and the checked bytes are the stored bytes.
 
-    Parsed.prompt_ids, .output_ids   little-endian int32, one per token
+    Parsed.suffix_ids, .output_ids   little-endian int32, one per token
     Parsed.logprobs                  little-endian float64, one per output token, natural log
+
+A prompt grows with every turn, its ids as JSON text too. So tokens are compared, hashed and cut by that
+text, and only what is new of it is decoded (100k ids: 0.2 ms to hash, 3 ms to decode).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from array import array
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -43,17 +48,36 @@ class Span(msgspec.Struct, frozen=True):
     end: int
 
 
+class Known(msgspec.Struct, frozen=True):
+    """Tokens that a prompt may begin with: how many, and length and hash of their text (see `token_text`)."""
+
+    tokens: int
+    text_bytes: int
+    hash: str
+
+
 class Parsed(msgspec.Struct, frozen=True):
-    """A sound reply. `message` is the raw JSON of the assistant message; `prompt_text` that of the prompt ids."""
+    """A sound reply. `message` is the raw JSON of the assistant message, `prompt_text` that of the prompt's ids.
+
+    The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
+    prompt and output together, as the next turn will know them.
+    """
 
     dialect: Dialect
     message: bytes
-    prompt_ids: bytes
     prompt_text: bytes
+    base: int
+    suffix_ids: bytes
     output_ids: bytes
     logprobs: bytes
+    sequence: Known
     finish_reason: str | None
     weight_versions: list[Span]
+
+
+def token_text(ids: Iterable[int]) -> bytes:
+    """Token ids as text that concatenates as they do: decimal, a comma after each."""
+    return "".join(f"{number}," for number in ids).encode()
 
 
 class _Triple(msgspec.Struct, array_like=True):
@@ -91,19 +115,19 @@ _SPANS = msgspec.json.Decoder(list[Span])
 _PLACE = re.compile(r" - at `(.*)`$")
 
 
-def parse_reply(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
-    """Judge a 200 of `/v1/chat/completions` (non-streaming, capture mode).
+def parse_reply(body: bytes, dialect: Literal["auto", "sglang", "vllm"], known: Known | None = None) -> Parsed:
+    """Judge a 200 of `/v1/chat/completions` (non-streaming, capture mode) whose prompt may begin with `known`.
 
     With `auto` the shape decides: token ids beside the choice are vLLM's, else SGLang's rules hold.
     Raises Rejected, naming the first rule that is broken.
     """
     try:
-        return _parse(body, dialect)
+        return _parse(body, dialect, known)
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
 
 
-def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
+def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"], known: Known | None) -> Parsed:
     _utf8(body)
     root: _Root = _typed(_ROOT, body, "the body")
     if len(root.choices) != 1:
@@ -112,7 +136,7 @@ def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"]) -> Parsed:
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice)
+    parsed, bulk = read(root, choice, known)
     _depth(body, bulk)
     return parsed
 
@@ -121,7 +145,7 @@ def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
     return "meta_info" not in choice and ("token_ids" in choice or bytes(root.prompt_token_ids) != b"null")
 
 
-def _sglang(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
+def _sglang(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
     if meta_raw is None:
@@ -131,22 +155,25 @@ def _sglang(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
     triples_raw = meta.get("output_token_logprobs")
     triples = _typed(_TRIPLES, triples_raw, f"{where}.output_token_logprobs")
     _count(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    prompt_text, prompt_ids = _prompt_ids(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids")
+    prompt = _Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known)
     message = _message(choice, len(triples))
+    output_ids = [triple.id for triple in triples]
     parsed = Parsed(
         dialect="sglang",
         message=message,
-        prompt_ids=prompt_ids,
-        prompt_text=prompt_text,
-        output_ids=_int32([triple.id for triple in triples]),
+        prompt_text=prompt.text,
+        base=prompt.base,
+        suffix_ids=_int32(prompt.suffix),
+        output_ids=_int32(output_ids),
         logprobs=_float64([triple.logprob for triple in triples]),
+        sequence=prompt.followed_by(output_ids),
         finish_reason=_finish_reason(choice, meta),
         weight_versions=_weight_versions(root, meta, len(triples)),
     )
-    return parsed, [prompt_text, bytes(triples_raw or b"")]
+    return parsed, [prompt.text, bytes(triples_raw or b"")]
 
 
-def _vllm(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
+def _vllm(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, list[bytes]]:
     ids_raw = choice.get("token_ids")
     output_ids = _typed(_IDS, ids_raw, "choices[0].token_ids")
     logprobs = _object(choice.get("logprobs"), "choices[0].logprobs")
@@ -156,18 +183,20 @@ def _vllm(root: _Root, choice: Fields) -> tuple[Parsed, list[bytes]]:
         raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
     usage = _object(root.usage, "usage")
     _count(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    prompt_text, prompt_ids = _prompt_ids(root.prompt_token_ids, "prompt_token_ids")
+    prompt = _Prompt(root.prompt_token_ids, "prompt_token_ids", known)
     parsed = Parsed(
         dialect="vllm",
         message=_message(choice, len(output_ids)),
-        prompt_ids=prompt_ids,
-        prompt_text=prompt_text,
+        prompt_text=prompt.text,
+        base=prompt.base,
+        suffix_ids=_int32(prompt.suffix),
         output_ids=_int32(output_ids),
         logprobs=_float64([entry.logprob for entry in entries]),
+        sequence=prompt.followed_by(output_ids),
         finish_reason=_finish_reason(choice, {}),
         weight_versions=_weight_versions(root, {}, len(output_ids)),
     )
-    return parsed, [prompt_text, bytes(ids_raw or b""), bytes(content_raw or b"")]
+    return parsed, [prompt.text, bytes(ids_raw or b""), bytes(content_raw or b"")]
 
 
 def _message(choice: Fields, output_tokens: int) -> bytes:
@@ -218,10 +247,36 @@ def _weight_versions(root: _Root, meta: Fields, tokens: int) -> list[Span]:
     return [Span(UNKNOWN_VERSION if version is None else str(version), 0, tokens)] if tokens else []
 
 
-def _prompt_ids(raw: msgspec.Raw | None, where: str) -> tuple[bytes, bytes]:
-    """The prompt's token ids as the engine spelled them, and as int32."""
-    ids = _typed(_IDS, raw, where)
-    return bytes(raw or b""), _int32(ids)
+class _Prompt:
+    """The prompt's ids as the engine spelled them; only those behind `known` are decoded."""
+
+    def __init__(self, raw: msgspec.Raw | None, where: str, known: Known | None) -> None:
+        if raw is None:
+            raise Rejected(f"{where} is missing")
+        self.text = bytes(raw)
+        spaced = b" " in self.text or b"\n" in self.text
+        compact = self.text.translate(None, b" \t\r\n") if spaced else self.text
+        inner = compact[1:-1] + b"," if len(compact) > 2 else b""
+        self.base = 0
+        self._hasher = hashlib.sha256()
+        if known is not None and len(inner) >= known.text_bytes:
+            hasher = hashlib.sha256(memoryview(inner)[: known.text_bytes])
+            if hasher.hexdigest() == known.hash:
+                self.base, self._hasher = known.tokens, hasher
+        start = known.text_bytes if known is not None and self.base else 0
+        rest = inner[start:-1]
+        self.suffix: list[int] = _typed(_IDS, b"[" + rest + b"]" if start else self.text, where)
+        if b"-" in rest:
+            raise Rejected(f"{where} holds a negative zero")
+        self._hasher.update(memoryview(inner)[start:])
+        self._text_bytes = len(inner)
+
+    def followed_by(self, output_ids: list[int]) -> Known:
+        output = token_text(output_ids)
+        self._hasher.update(output)
+        return Known(
+            self.base + len(self.suffix) + len(output_ids), self._text_bytes + len(output), self._hasher.hexdigest()
+        )
 
 
 def _count(raw: msgspec.Raw | None, found: int, where: str, of: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Literal
 
@@ -18,7 +17,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.history import Incoming, Plan
-from app.domain.session import Session
+from app.domain.session import Session, Turn
 from app.errors import InvalidRequest, SessionClosed, SessionNotFound
 
 
@@ -44,26 +43,21 @@ def open_turn(session: Session, plan: Plan, *, incarnation: int, body_hash: str,
 class Reply(msgspec.Struct, frozen=True):
     """What the log keeps of an engine's validated reply.
 
-    `prompt_ids` and `output_ids` are little-endian int32, `message_hash` is the canonical hash of its message.
+    Its prompt continues `base` tokens of the parent (0: none) by `suffix_tokens` new ones; `tokens_hash` and
+    `tokens_text_bytes` are of all of them and the output. `message_hash` is the canonical hash of its message.
     """
 
     dialect: Literal["sglang", "vllm"]
     engine: str
-    prompt_ids: bytes
-    output_ids: bytes
+    base: int
+    suffix_tokens: int
+    output_tokens: int
+    tokens_hash: str
+    tokens_text_bytes: int
     finish_reason: str | None
     weight_versions: tuple[VersionSpan, ...]
     message_hash: str
     requested_at: float
-
-
-class Tokens(msgspec.Struct, frozen=True):
-    """How a prompt continues the stored tokens: the first `base` are the parent's, the rest are new."""
-
-    base: int
-    segment: int
-    cause: Literal["drift", "divergence"] | None
-    hash: str
 
 
 class TurnBlobs(msgspec.Struct, frozen=True):
@@ -75,39 +69,22 @@ class TurnBlobs(msgspec.Struct, frozen=True):
     new: tuple[BlobRef, ...]
 
 
-TOKEN_BYTES = 4
+def token_parent(session: Session, plan: Plan) -> Turn | None:
+    """The turn whose tokens the prompt may continue: the parent, unless the history starts anew."""
+    return session.turn(plan.parent) if plan.base_messages else None
 
 
-def hash_tokens(*parts: bytes | memoryview) -> str:
-    """SHA-256 over little-endian int32 token ids, as hex."""
-    hasher = hashlib.sha256()
-    for part in parts:
-        hasher.update(part)
-    return hasher.hexdigest()
+def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["drift", "divergence"] | None]:
+    """The turn's segment, and why it began here if it did.
 
-
-def place_tokens(session: Session, plan: Plan, prompt_ids: bytes, output_ids: bytes) -> Tokens:
-    """Does the engine's prompt continue the parent's tokens exactly? Where not, a new segment begins.
-
-    The comparison is by length and SHA-256 of the parent's tokens, so no state grows with the prompt.
+    Segments are numbered along the live path, so a discarded one leaves no gap.
     """
-    digest = hash_tokens(prompt_ids, output_ids)
     if plan.parent == 0:
-        return Tokens(0, _next_segment(session, plan), None, digest)
-    if plan.segment_cause is not None:
-        return Tokens(0, _next_segment(session, plan), plan.segment_cause, digest)
-    if plan.base_messages == 0:
-        return Tokens(0, _next_segment(session, plan), "divergence", digest)
+        return 0, None
     parent = session.turn(plan.parent)
-    size = parent.token_count * TOKEN_BYTES
-    if len(prompt_ids) >= size and hash_tokens(memoryview(prompt_ids)[:size]) == parent.tokens_hash:
-        return Tokens(parent.token_count, parent.segment, None, digest)
-    return Tokens(0, _next_segment(session, plan), "drift", digest)
-
-
-def _next_segment(session: Session, plan: Plan) -> int:
-    """Segments are numbered along the live path, so a discarded one leaves no gap."""
-    return 0 if plan.parent == 0 else session.turn(plan.parent).segment + 1
+    if base:
+        return parent.segment, None
+    return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
 def commit_turn(
@@ -117,26 +94,27 @@ def commit_turn(
     plan: Plan,
     incoming: Incoming,
     reply: Reply,
-    tokens: Tokens,
     *,
     blobs: TurnBlobs,
 ) -> list[Event]:
     """The events that make the turn part of the session, a rollback before it where it replaces turns."""
     new = range(plan.base_messages, len(incoming))
+    segment, cause = _segment(session, plan, reply.base)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
         fence=fence,
-        segment=tokens.segment,
-        segment_cause=tokens.cause,
+        segment=segment,
+        segment_cause=cause,
         base_messages=plan.base_messages,
         new_messages=len(new),
         message_hashes=(*(incoming.canonical(index) for index in new), reply.message_hash),
         client_hash=incoming.spelling(len(incoming)),
-        base_tokens=tokens.base,
-        suffix_tokens=len(reply.prompt_ids) // TOKEN_BYTES - tokens.base,
-        output_tokens=len(reply.output_ids) // TOKEN_BYTES,
-        tokens_hash=tokens.hash,
+        base_tokens=reply.base,
+        suffix_tokens=reply.suffix_tokens,
+        output_tokens=reply.output_tokens,
+        tokens_hash=reply.tokens_hash,
+        tokens_text_bytes=reply.tokens_text_bytes,
         finish_reason=reply.finish_reason,
         weight_versions=reply.weight_versions,
         dialect=reply.dialect,

@@ -77,7 +77,8 @@ class TurnCommitted(Event, frozen=True):
     sent them, by which the next request's history is known again without looking at each message.
 
     Tokens: the prompt is the parent's `base_tokens` tokens (0: the engine's prompt does not continue
-    them) and `suffix_tokens` new ones; `output_tokens` follow. `tokens_hash` covers all of them.
+    them) and `suffix_tokens` new ones; `output_tokens` follow. `tokens_hash` is the SHA-256 of all of them as
+    text (decimal, a comma after each), which has `tokens_text_bytes` bytes.
     """
 
     turn: int
@@ -92,6 +93,7 @@ class TurnCommitted(Event, frozen=True):
     suffix_tokens: int
     output_tokens: int
     tokens_hash: str
+    tokens_text_bytes: int
     body_hash: str
     content_hash: str
     params: int

@@ -44,6 +44,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     base_tokens: int
     token_count: int
     tokens_hash: str
+    tokens_text_bytes: int
     output_tokens: int
     finish_reason: str | None
     retry_key: str | None
@@ -188,6 +189,7 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
         base_tokens=event.base_tokens,
         token_count=event.base_tokens + event.suffix_tokens + event.output_tokens,
         tokens_hash=event.tokens_hash,
+        tokens_text_bytes=event.tokens_text_bytes,
         output_tokens=event.output_tokens,
         finish_reason=event.finish_reason,
         retry_key=event.retry_key,

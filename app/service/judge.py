@@ -11,6 +11,7 @@ from app.domain.events import Matcher, VersionSpan
 from app.domain.history import canonical_hash, decode_message
 from app.service.claims import Opening
 from app.store import codec
+from app.store.codec import TOKEN_BYTES
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply
 from workers.parse import Parsed
@@ -20,7 +21,6 @@ class Judged(msgspec.Struct, frozen=True):
     """An engine's sound reply, ready to be committed."""
 
     reply: decide.Reply
-    tokens: decide.Tokens
     message: bytes
     facts: bytes
     wire: bytes
@@ -36,14 +36,14 @@ def judged(
     requested_at: float,
     rid: str | None,
 ) -> Judged:
-    tokens = decide.place_tokens(opening.session, opening.plan, parsed.prompt_ids, parsed.output_ids)
     message = decode_message(parsed.message, "the reply's message")
     facts = codec.Facts(
-        suffix_ids=parsed.prompt_ids[tokens.base * decide.TOKEN_BYTES :],
+        suffix_ids=parsed.suffix_ids,
         output_ids=parsed.output_ids,
         logprobs=parsed.logprobs,
     )
-    count = len(parsed.prompt_ids) // decide.TOKEN_BYTES
+    suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
+    count = parsed.base + suffix_tokens
     skeleton, at, separator = codec.cut_prompt_ids(reply.body, parsed.prompt_text, count)
     wire = codec.Wire(
         messages=list(new),
@@ -58,11 +58,14 @@ def judged(
     kept = decide.Reply(
         dialect=parsed.dialect,
         engine=engine,
-        prompt_ids=parsed.prompt_ids,
-        output_ids=parsed.output_ids,
+        base=parsed.base,
+        suffix_tokens=suffix_tokens,
+        output_tokens=output_tokens,
+        tokens_hash=parsed.sequence.hash,
+        tokens_text_bytes=parsed.sequence.text_bytes,
         finish_reason=parsed.finish_reason,
         weight_versions=tuple(VersionSpan(span.version, span.start, span.end) for span in parsed.weight_versions),
         message_hash=canonical_hash(message, matcher),
         requested_at=requested_at,
     )
-    return Judged(kept, tokens, parsed.message, codec.pack(facts), codec.pack(wire))
+    return Judged(kept, parsed.message, codec.pack(facts), codec.pack(wire))

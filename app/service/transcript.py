@@ -7,12 +7,11 @@ from typing import Any
 
 import msgspec
 
-from app.domain.decide import TOKEN_BYTES
 from app.domain.events import TurnCommitted, UnknownEvent
 from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
 from app.store import codec, reads
-from app.store.codec import CorruptContent, Wire
+from app.store.codec import TOKEN_BYTES, CorruptContent, Wire
 from app.store.engine import Database
 from app.upstream.engines import CHAT
 

@@ -41,7 +41,7 @@ from app.upstream.client import EngineReply
 from app.upstream.dialects import DialectChoice, complete, takes_rid
 from app.upstream.engines import Engines
 from app.upstream.headers import Headers
-from workers.parse import Rejected, parse_reply
+from workers.parse import Known, Rejected, parse_reply
 
 
 class Turns:
@@ -182,8 +182,11 @@ class Turns:
     ) -> Judged:
         """Validate and compress; large bodies off the loop. Raises UpstreamInvalid."""
 
+        parent = decide.token_parent(opening.session, opening.plan)
+        known = None if parent is None else Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+
         def work() -> Judged:
-            parsed = parse_reply(reply.body, self._settings.upstream_dialect)
+            parsed = parse_reply(reply.body, self._settings.upstream_dialect, known)
             return judged(opening, incoming.matcher, new, engine, reply, parsed, requested_at, self._rid(opening))
 
         try:
@@ -205,7 +208,6 @@ class Turns:
             opening.plan,
             incoming,
             judged.reply,
-            judged.tokens,
             blobs=decide.TurnBlobs(
                 codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs
             ),

@@ -16,6 +16,9 @@ import zstandard
 LEVEL = 1
 """zstd level: on turns of some KiB higher levels save nothing (measured: 602 against 601 bytes)."""
 
+TOKEN_BYTES = 4
+"""Bytes of a stored token id."""
+
 MAX_RAW = 1 << 30
 """Bytes that one frame may unpack to; a frame that declares more is damaged."""
 

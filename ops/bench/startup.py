@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import hashlib
 import os
+import secrets
 import time
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from ops.bench.measure import keep, table
 from ops.bench.stand import cores, folder_for_bench, pinned
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
+from workers.parse import token_text
 
 SESSIONS_PER_TRANSACTION = 50
 PARAMETERS = b'{"model":"simulator"}'
@@ -125,11 +128,16 @@ def _commits(turns: int, incarnation: int) -> list[Commit]:
     return [_commit("", turn, 2 * turn, incarnation, hasher, time.time()) for turn in range(1, turns + 1)]
 
 
+def _ids(count: int) -> bytes:
+    """Random token ids of five digits, as int32."""
+    return array("i", (secrets.randbelow(90_000) + 10_000 for _ in range(count))).tobytes()
+
+
 def _commit(session_id: str, turn: int, fence: int, incarnation: int, hasher: Any, at: float) -> Commit:
     """A turn that continues its parent's messages and tokens, so that the session folds and verifies."""
-    suffix, output = os.urandom(4 * PROMPT_TOKENS), os.urandom(4 * OUTPUT_TOKENS)
-    hasher.update(suffix)
-    hasher.update(output)
+    suffix, output = _ids(PROMPT_TOKENS), _ids(OUTPUT_TOKENS)
+    text = token_text(memoryview(suffix + output).cast("i"))
+    hasher.update(text)
     facts = codec.pack(Facts(suffix, output, os.urandom(8 * OUTPUT_TOKENS)))
     question = opening_messages(QUESTION_BYTES, seed=turn)
     answer = b'{"role":"assistant","content":"It is so."}'
@@ -150,6 +158,7 @@ def _commit(session_id: str, turn: int, fence: int, incarnation: int, hasher: An
         suffix_tokens=PROMPT_TOKENS,
         output_tokens=OUTPUT_TOKENS,
         tokens_hash=hasher.hexdigest(),
+        tokens_text_bytes=len(text) * turn,
         body_hash="0" * 32,
         content_hash=codec.content_hash(facts, wire),
         params=0,
