@@ -181,7 +181,7 @@ PRAGMAS = (
     "PRAGMA secure_delete = ON",
     "PRAGMA temp_store = MEMORY",
     "PRAGMA cache_size = -65536",
-    "PRAGMA wal_autocheckpoint = 4000",
+    "PRAGMA wal_autocheckpoint = 32000",
     "PRAGMA journal_size_limit = 67108864",
 )
 
@@ -225,6 +225,11 @@ def store_error(error: BaseException) -> AppError | None:
     if isinstance(state, str) and state.startswith(_UNAVAILABLE_CLASSES):
         return StoreUnavailable(f"the database answered {state}")
     return None
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Somebody else holds the lock."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def _code_name(error: sqlite3.Error) -> str:

@@ -7,10 +7,8 @@ nobody else up), on PostgreSQL on a pooled connection.
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,28 +16,19 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
-from sqlalchemy import Connection, event, select
+from sqlalchemy import Connection, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from app.errors import StartupError, StoreUnavailable
-from app.store import schema
-from app.store.dialect import MIN_SQLITE, PRAGMAS, AlchemyTx, SqliteTx, Tx, store_error
+from app.errors import StartupError
+from app.store.dialect import PRAGMAS, AlchemyTx, Tx, store_error
+from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
 
-BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for a foreign holder of SQLite's lock before it is a 503."""
-
-CHECKPOINT_TRIES = 50
-
 READERS = 8
 """Pooled connections for reads, per process."""
-
-_LAST_POSITION = (
-    select(schema.events.c.position).order_by(schema.events.c.tx.desc(), schema.events.c.position.desc()).limit(1)
-)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,9 +84,8 @@ class Database:
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
         self._lock = sqlite_lock(url)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="turnlog-writer")
-        self._writer: sqlite3.Connection | None = None
-        self._tx: SqliteTx | None = None
+        self._sqlite = SqliteWriter(make_url(url).database or "") if self.is_sqlite else None
+        self._opened = False
 
     async def open(self) -> None:
         if self._lock is not None:
@@ -109,14 +97,13 @@ class Database:
                     "stop that one, run without --workers, or set TURNLOG_DATABASE_URL to PostgreSQL"
                 ) from None
         await self._check_revision()
-        if self.is_sqlite:
-            await self._on_thread(self._open_writer)
+        if self._sqlite is not None:
+            await self._sqlite.open()
+        self._opened = True
 
     async def close(self) -> None:
-        if self._writer is not None:
-            await self._on_thread(self._writer.close)
-            self._writer = None
-        self._thread.shutdown()
+        if self._sqlite is not None and self._opened:
+            await self._sqlite.close()
         await self.engine.dispose()
         if self._lock is not None:
             self._lock.release()
@@ -129,15 +116,16 @@ class Database:
         except (DBAPIError, OSError) as error:
             raise store_error(error) or error from error
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
-        after either. Raises StoreFull, StoreUnavailable; nothing is written then.
+        after either. `brief` says that it takes less than a millisecond. Raises StoreFull, StoreUnavailable;
+        nothing is written then.
         """
         try:
-            if self.is_sqlite:
-                return await self._on_thread(lambda: self._write_sqlite(function, durable))
+            if self._sqlite is not None:
+                return await self._sqlite.write(function, durable=durable, brief=brief)
             async with self.engine.begin() as connection:
                 if not durable:
                     await connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
@@ -146,51 +134,9 @@ class Database:
             raise store_error(error) or error from error
 
     async def empty_log_file(self) -> None:
-        """Move everything out of SQLite's log file and cut it to nothing; a no-op on PostgreSQL.
-
-        A reader may hold it for a moment. Raises StoreUnavailable where one does for long.
-        """
-        if self._writer is None:
-            return
-        for _ in range(CHECKPOINT_TRIES):
-            if await self._on_thread(self._checkpoint):
-                return
-            await asyncio.sleep(0.1)
-        raise StoreUnavailable("readers keep the database's log file from being emptied")
-
-    def _checkpoint(self) -> bool:
-        assert self._writer is not None
-        (busy, _, _) = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        return not busy
-
-    async def _on_thread(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-
-    def _open_writer(self) -> None:
-        if sqlite3.sqlite_version_info < MIN_SQLITE:
-            raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
-        path = make_url(self.url).database or ""
-        writer = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        for pragma in PRAGMAS:
-            writer.execute(pragma)
-        last = SqliteTx(writer, 1).one(_LAST_POSITION, {})
-        self._writer = writer
-        self._tx = SqliteTx(writer, (last[0] if last else 0) + 1)
-
-    def _write_sqlite(self, function: Callable[[Tx], T], durable: bool) -> T:
-        assert self._writer is not None
-        assert self._tx is not None
-        writer = self._writer
-        writer.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
-        writer.execute("BEGIN IMMEDIATE")
-        try:
-            result = function(self._tx)
-            writer.execute("COMMIT")
-        except BaseException:
-            if writer.in_transaction:
-                writer.execute("ROLLBACK")
-            raise
-        return result
+        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable."""
+        if self._sqlite is not None:
+            await self._sqlite.empty_log_file()
 
     async def _check_revision(self) -> None:
         head = revision_head()

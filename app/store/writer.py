@@ -28,6 +28,9 @@ MAX_BATCH = 512
 MAX_BATCH_BYTES = 16 << 20
 """Bytes in one transaction: a larger one would hold the others' fsync up."""
 
+BRIEF = 8
+"""Operations that together take less than a millisecond, where no fsync is needed."""
+
 MAX_QUEUE = 10_000
 MAX_QUEUE_BYTES = 256 << 20
 WAIT_S = 5.0
@@ -146,7 +149,7 @@ class Writer:
             return [operation.apply(tx) for operation in operations]
 
         durable = any(operation.durable for operation in operations)
-        outcomes = await self._database.write(run, durable=durable)
+        outcomes = await self._database.write(run, durable=durable, brief=len(operations) <= BRIEF)
         self.counters.operations += len(operations)
         self.counters.transactions += 1
         self.counters.durable_transactions += durable

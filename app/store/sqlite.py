@@ -1,0 +1,132 @@
+"""The one connection that writes to an SQLite file, and the thread that owns it.
+
+A durable batch runs on the thread, where its fsync holds nobody up. A small batch that needs no fsync
+(claims) runs on the event loop while the thread is idle: it takes tens of microseconds, less than handing
+it over and back. The log file is checkpointed between batches, not inside a commit that somebody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from sqlalchemy import select
+
+from app.errors import StartupError, StoreUnavailable
+from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
+from app.store.schema import events
+
+T = TypeVar("T")
+
+BUSY_TIMEOUT_S = 10.0
+"""How long a write waits for a foreign holder of the lock before it is a 503."""
+
+BUSY_POLL_S = 0.005
+
+CHECKPOINT_CHANGES = 8000
+"""Changed rows after which the log file is moved into the database: at most about 32 MiB of it."""
+
+EMPTY_TRIES = 50
+
+_LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
+
+
+class SqliteWriter:
+    """Write transactions on the file at `path`, one at a time."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="turnlog-writer")
+        self._on_thread = 0
+        self._checkpointed_at = 0
+        self._checkpointing: asyncio.Task[bool] | None = None
+        self.connection: sqlite3.Connection
+        self._tx: SqliteTx
+
+    async def open(self) -> None:
+        """Raises StartupError where SQLite is too old."""
+        await self._hop(self._open)
+
+    async def close(self) -> None:
+        if self._checkpointing is not None:
+            await self._checkpointing
+        await self._hop(self.connection.close)
+        self._thread.shutdown()
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool) -> T:
+        """Run `function` in one transaction. Raises sqlite3.Error; nothing is written then."""
+        if brief and not durable and not self._on_thread:
+            try:
+                return self._transact(function, durable, wait_s=0)
+            except sqlite3.OperationalError as error:
+                if not is_busy(error):
+                    raise
+        result = await self._hop(lambda: self._transact(function, durable, BUSY_TIMEOUT_S))
+        if self.connection.total_changes - self._checkpointed_at > CHECKPOINT_CHANGES:
+            self._checkpointed_at = self.connection.total_changes
+            self._checkpointing = asyncio.ensure_future(self._hop(lambda: self._checkpoint("PASSIVE")))
+        return result
+
+    async def empty_log_file(self) -> None:
+        """Move everything out of the log file and cut it to nothing.
+
+        A reader may hold it for a moment. Raises StoreUnavailable where one does for long.
+        """
+        for _ in range(EMPTY_TRIES):
+            if await self._hop(lambda: self._checkpoint("TRUNCATE")):
+                return
+            await asyncio.sleep(0.1)
+        raise StoreUnavailable("readers keep the database's log file from being emptied")
+
+    async def _hop(self, function: Callable[[], T]) -> T:
+        """Run on the thread; until it has ended, cancelled or not, the connection is the thread's alone."""
+        work = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        self._on_thread += 1
+        work.add_done_callback(self._back)
+        return await asyncio.shield(work)
+
+    def _back(self, work: asyncio.Future[T]) -> None:
+        self._on_thread -= 1
+
+    def _open(self) -> None:
+        if sqlite3.sqlite_version_info < MIN_SQLITE:
+            raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
+        connection = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
+        for pragma in PRAGMAS:
+            connection.execute(pragma)
+        last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        self.connection = connection
+        self._tx = SqliteTx(connection, (last[0] if last else 0) + 1)
+
+    def _transact(self, function: Callable[[Tx], T], durable: bool, wait_s: float) -> T:
+        connection = self.connection
+        connection.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
+        self._begin(wait_s)
+        try:
+            result = function(self._tx)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _begin(self, wait_s: float) -> None:
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if not is_busy(error) or time.monotonic() >= deadline:
+                    raise
+            time.sleep(BUSY_POLL_S)
+
+    def _checkpoint(self, mode: str) -> bool:
+        """Was all of the log file moved?"""
+        (busy, _, _) = self.connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        return not busy
