@@ -126,7 +126,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
     value = problem["input"]
     if name.endswith("API_KEY"):
         value = "(not shown)"
-    if name.endswith("DATABASE_URL"):
+    if name.endswith(("DATABASE_URL", "UPSTREAMS")):
         value = _without_password(str(value))
     wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
     return f"{name}={value!r}: accepted is {wanted}"
@@ -134,4 +134,4 @@ def _one_line(problem: Mapping[str, Any]) -> str:
 
 def _without_password(url: str) -> str:
     """Hide what stands between the user's name and the host, also in a URL too broken to parse."""
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", url)
+    return re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url)

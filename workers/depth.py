@@ -11,15 +11,18 @@ MAX_DEPTH = 100
 
 
 def too_deep(text: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Does this JSON nest deeper than `limit`? Text that is not JSON is somebody else's to report: False."""
+    """Does this JSON nest deeper than `limit`? What cannot be decoded cannot be shown not to: True."""
     if text.count(b"[") + text.count(b"{") <= limit:
         return False
     try:
-        level = _containers([msgspec.json.decode(text)])
-    except RecursionError:
+        return nests_deeper(msgspec.json.decode(text), limit)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return True
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+
+
+def nests_deeper(value: Any, limit: int = MAX_DEPTH) -> bool:
+    """Does a decoded value nest deeper than `limit`?"""
+    level = _containers([value])
     for _ in range(limit):
         level = [child for item in level for child in _containers(item)]
         if not level:

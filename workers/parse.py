@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from workers.depth import MAX_DEPTH, too_deep
+from workers.depth import MAX_DEPTH, nests_deeper
 
 Dialect = Literal["sglang", "vllm"]
 
@@ -137,7 +137,7 @@ def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"], known: Known
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
     parsed, bulk = read(root, choice, known)
-    _depth(body, bulk)
+    _readable(body, bulk)
     return parsed
 
 
@@ -152,8 +152,7 @@ def _sglang(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, l
         raise Rejected(f"{where} is missing")
     meta = _object(meta_raw, where)
     _no_duplicates(bytes(meta_raw), meta, where)
-    triples_raw = meta.get("output_token_logprobs")
-    triples = _typed(_TRIPLES, triples_raw, f"{where}.output_token_logprobs")
+    triples = _typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     _count(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
     prompt = _Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known)
     message = _message(choice, len(triples))
@@ -170,15 +169,13 @@ def _sglang(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, l
         finish_reason=_finish_reason(choice, meta),
         weight_versions=_weight_versions(root, meta, len(triples)),
     )
-    return parsed, [prompt.text, bytes(triples_raw or b"")]
+    return parsed, [prompt.text, *_flat(meta["output_token_logprobs"], len(triples))]
 
 
 def _vllm(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, list[bytes]]:
-    ids_raw = choice.get("token_ids")
-    output_ids = _typed(_IDS, ids_raw, "choices[0].token_ids")
+    output_ids = _typed(_IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs = _object(choice.get("logprobs"), "choices[0].logprobs")
-    content_raw = logprobs.get("content")
-    entries = _typed(_CONTENT, content_raw, "choices[0].logprobs.content")
+    entries = _typed(_CONTENT, logprobs.get("content"), "choices[0].logprobs.content")
     if len(entries) != len(output_ids):
         raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
     usage = _object(root.usage, "usage")
@@ -196,7 +193,7 @@ def _vllm(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, lis
         finish_reason=_finish_reason(choice, {}),
         weight_versions=_weight_versions(root, {}, len(output_ids)),
     )
-    return parsed, [prompt.text, bytes(ids_raw or b""), bytes(content_raw or b"")]
+    return parsed, [prompt.text]
 
 
 def _message(choice: Fields, output_tokens: int) -> bytes:
@@ -254,8 +251,7 @@ class _Prompt:
         if raw is None:
             raise Rejected(f"{where} is missing")
         self.text = bytes(raw)
-        spaced = b" " in self.text or b"\n" in self.text
-        compact = self.text.translate(None, b" \t\r\n") if spaced else self.text
+        compact = self.text.translate(None, b" \t\r\n")
         inner = compact[1:-1] + b"," if len(compact) > 2 else b""
         self.base = 0
         self._hasher = hashlib.sha256()
@@ -302,16 +298,23 @@ def _no_duplicates(raw: bytes, fields: Fields, where: str) -> None:
             raise Rejected(f"{where} has duplicate keys")
         return found
 
-    json.loads(raw, object_pairs_hook=unique)
+    json.loads(raw, object_pairs_hook=unique, parse_int=str, parse_float=str)
 
 
-def _depth(body: bytes, bulk: list[bytes]) -> None:
-    """Nesting, without walking the long flat lists that their own types have already bounded."""
+def _readable(body: bytes, bulk: list[bytes]) -> None:
+    """Can whoever reads the reply hold all of it? `bulk` are long flat lists that their types have bounded."""
     rest = body
     for text in bulk:
-        rest = rest.replace(text, b"0", 1) if len(text) > 64 else rest
-    if too_deep(rest):
+        rest = rest.replace(text, b"0", 1)
+    value = _value(rest, "the body")
+    if rest.count(b"[") + rest.count(b"{") > MAX_DEPTH and nests_deeper(value):
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _flat(raw: msgspec.Raw, entries: int) -> list[bytes]:
+    """A list of `entries` lists, where it holds nothing deeper; else it is left to be looked at whole."""
+    text = bytes(raw)
+    return [text] if text.count(b"[") == entries + 1 and b"{" not in text else []
 
 
 def _utf8(body: bytes) -> None:
@@ -330,7 +333,7 @@ def _object(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
     return fields
 
 
-def _value(raw: msgspec.Raw | None, where: str) -> Any:
+def _value(raw: msgspec.Raw | bytes | None, where: str) -> Any:
     if raw is None:
         return None
     try:

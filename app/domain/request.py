@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -80,15 +81,22 @@ def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     return messages
 
 
+def _value(raw: msgspec.Raw | None, name: str) -> Any:
+    try:
+        return None if raw is None else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not a value that can be read") from error
+
+
 def _flag(raw: msgspec.Raw | None, name: str) -> bool:
-    value = None if raw is None else msgspec.json.decode(raw)
+    value = _value(raw, name)
     if value is None or isinstance(value, bool):
         return bool(value)
     raise InvalidRequest(f"{name} must be true or false")
 
 
 def _one_choice(raw: msgspec.Raw | None) -> None:
-    value = None if raw is None else msgspec.json.decode(raw)
+    value = _value(raw, "n")
     if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
         return
     if isinstance(value, int) and not isinstance(value, bool) and value > 1:

@@ -33,24 +33,27 @@ def wants_stream(body: bytes) -> bool:
         return False
 
 
+Fields = dict[str, msgspec.Raw]
+
+_FIELDS = msgspec.json.Decoder(Fields)
+_CHOICES = msgspec.json.Decoder(list[Fields])
+
+
 def as_stream(body: bytes) -> bytes:
-    """One `chat.completion.chunk` with the whole message, and `[DONE]`."""
-    reply: dict[str, Any] = msgspec.json.decode(body)
-    chunk = {name: value for name, value in reply.items() if name not in ("choices", "prompt_token_ids", "sglext")}
-    chunk["object"] = "chat.completion.chunk"
-    chunk["choices"] = [_choice(choice) for choice in reply["choices"]]
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n" + DONE
+    """One `chat.completion.chunk` with the whole message, and `[DONE]`; what need not change stays raw."""
+    reply: dict[str, Any] = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
+    reply["object"] = "chat.completion.chunk"
+    reply["choices"] = [_choice(choice) for choice in _CHOICES.decode(reply["choices"])]
+    return b"data: " + msgspec.json.encode(reply) + b"\n\n" + DONE
 
 
-def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    delta = dict(choice["message"])
-    calls = delta.get("tool_calls")
+def _choice(choice: Fields) -> dict[str, Any]:
+    delta: dict[str, Any] = {**_FIELDS.decode(choice["message"])}
+    calls = msgspec.json.decode(delta.pop("tool_calls", b"null"))
     if calls:
         delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
-    else:
-        delta.pop("tool_calls", None)
     kept = {name: value for name, value in choice.items() if name not in _NOT_IN_A_CHUNK}
-    return {**kept, "index": choice.get("index", 0), "delta": delta}
+    return {"index": 0, **kept, "delta": delta}
 
 
 def as_error_event(body: dict[str, Any] | bytes) -> bytes:
@@ -58,7 +61,7 @@ def as_error_event(body: dict[str, Any] | bytes) -> bytes:
     if isinstance(body, bytes):
         try:
             decoded = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             decoded = {"message": "the engine returned an error that is not JSON", "type": "upstream_error"}
         body = decoded if isinstance(decoded, dict) and "error" in decoded else {"error": decoded}
     return b"data: " + msgspec.json.encode(body) + b"\n\n"

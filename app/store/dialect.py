@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import BigInteger, Connection, Double
 from sqlalchemy.dialects import sqlite
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ClauseElement, Executable, Insert
 from sqlalchemy.sql.functions import FunctionElement
@@ -209,9 +209,9 @@ _UNAVAILABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 def store_error(error: BaseException) -> AppError | None:
     """What a driver's error means to a client; None for one that is our own mistake."""
     if isinstance(error, DBAPIError):
-        if error.orig is None:
-            return None
-        return store_error(error.orig)
+        if isinstance(error, InterfaceError) or error.connection_invalidated:
+            return StoreUnavailable("the connection to the database was lost")
+        return None if error.orig is None else store_error(error.orig)
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if code in _FULL:
@@ -225,6 +225,19 @@ def store_error(error: BaseException) -> AppError | None:
     if isinstance(state, str) and state.startswith(_UNAVAILABLE_CLASSES):
         return StoreUnavailable(f"the database answered {state}")
     return None
+
+
+class WriteConflict(Exception):
+    """Another process's transaction came first; nothing was written, and trying again is safe."""
+
+
+_CONFLICTS = frozenset({"40001", "40P01", "23505"})
+"""SQLSTATEs: serialization failure, deadlock, unique violation."""
+
+
+def is_conflict(error: BaseException) -> bool:
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    return getattr(origin, "sqlstate", None) in _CONFLICTS
 
 
 def is_busy(error: sqlite3.Error) -> bool:

@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError
-from app.store.dialect import PRAGMAS, AlchemyTx, Tx, store_error
+from app.store.dialect import PRAGMAS, AlchemyTx, Tx, WriteConflict, is_conflict, store_error
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class Database:
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
         after either. `brief` says that it takes less than a millisecond. Raises StoreFull, StoreUnavailable;
-        nothing is written then.
+        nothing is written then; WriteConflict where trying again is safe.
         """
         try:
             if self._sqlite is not None:
@@ -130,7 +130,11 @@ class Database:
                 if not durable:
                     await connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
                 return await connection.run_sync(lambda sync: function(AlchemyTx(sync)))
-        except (sqlite3.Error, DBAPIError, OSError) as error:
+        except DBAPIError as error:
+            if is_conflict(error):
+                raise WriteConflict(str(error.orig)) from error
+            raise store_error(error) or error from error
+        except (sqlite3.Error, OSError) as error:
             raise store_error(error) or error from error
 
     async def empty_log_file(self) -> None:

@@ -10,23 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from typing import Any, TypeVar
 
 import msgspec
 
 from app.errors import AppError, Overloaded, StoreUnavailable
-from app.store.dialect import Tx
+from app.store.dialect import Tx, WriteConflict
 from app.store.engine import Database
 from app.store.log import Operation
 
 Result = TypeVar("Result")
+
+log = logging.getLogger("turnlog.writer")
 
 MAX_BATCH = 512
 """Operations in one transaction."""
 
 MAX_BATCH_BYTES = 16 << 20
 """Bytes in one transaction: a larger one would hold the others' fsync up."""
+
+CONFLICT_TRIES = 5
+"""How often a batch is tried that another process's transaction stood in the way of."""
 
 BRIEF = 8
 """Operations that together take less than a millisecond, where no fsync is needed."""
@@ -149,7 +155,14 @@ class Writer:
             return [operation.apply(tx) for operation in operations]
 
         durable = any(operation.durable for operation in operations)
-        outcomes = await self._database.write(run, durable=durable, brief=len(operations) <= BRIEF)
+        for _ in range(CONFLICT_TRIES):
+            try:
+                outcomes = await self._database.write(run, durable=durable, brief=len(operations) <= BRIEF)
+                break
+            except WriteConflict as error:
+                log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)
+        else:
+            raise StoreUnavailable("the store's other writers kept this one from its turn")
         self.counters.operations += len(operations)
         self.counters.transactions += 1
         self.counters.durable_transactions += durable

@@ -49,9 +49,7 @@ TOOLS = [
                     "nested": {"$ref": "#/$defs/extra"},
                 },
                 "required": ["query", "limit", "nested"],
-                "$defs": {
-                    "extra": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
-                },
+                "$defs": {"extra": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}},
             },
         },
     },
@@ -246,17 +244,13 @@ async def test_routed_experts_rows_and_prefix() -> None:
         assert 0 <= rows.min() <= rows.max() < 8
         messages = [*user(), first["message"], *user("more")]
         second = choice_of(await ask(client, messages, **fields))
-        longer = np.frombuffer(base64.b64decode(second["meta_info"]["routed_experts"]), "<i4").reshape(
-            -1, 3, 2
-        )
+        longer = np.frombuffer(base64.b64decode(second["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2)
         assert (longer[: len(rows)] == rows).all()
         later = choice_of(await ask(client, messages, **fields, routed_experts_start_len=4))
         patch = np.frombuffer(base64.b64decode(later["meta_info"]["routed_experts"]), "<i4").reshape(-1, 3, 2)
         shared = min(len(longer) - 4, len(patch))
         assert (patch[:shared] == longer[4:][:shared]).all()
-        nested = choice_of(
-            await ask(client, user(), return_routed_experts=True, sim={"experts": {"nested": True}})
-        )
+        nested = choice_of(await ask(client, user(), return_routed_experts=True, sim={"experts": {"nested": True}}))
         assert np.array(nested["meta_info"]["routed_experts"]).shape[1:] == (4, 2)
         bare = await client.post(CHAT, json={"messages": user(), "return_routed_experts": True})
         assert bare.json()["sglext"]["routed_experts"]
@@ -298,9 +292,7 @@ async def test_vllm_shape() -> None:
         choice = choice_of(reply)
         ids, content = choice["token_ids"], choice["logprobs"]["content"]
         assert len(ids) == len(content) == reply["usage"]["completion_tokens"]
-        assert (
-            b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == choice["message"]["content"]
-        )
+        assert b"".join(bytes(entry["bytes"]) for entry in content[:-1]).decode() == choice["message"]["content"]
         rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
         assert rows.dtype == np.int32
         assert rows.shape == (len(reply["prompt_token_ids"]) + len(ids) - 1, 4, 2)
@@ -319,9 +311,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 async def test_stream_carries_the_same_message(dialect: Dialect) -> None:
     async with engine(dialect) as client:
-        plain = choice_of((await client.post(CHAT, json={"messages": user(), "tools": TOOLS})).json())[
-            "message"
-        ]
+        plain = choice_of((await client.post(CHAT, json={"messages": user(), "tools": TOOLS})).json())["message"]
         await client.post("/sim/reset")
         body: dict[str, Any] = {
             "messages": user(),
@@ -339,12 +329,7 @@ async def test_stream_carries_the_same_message(dialect: Dialect) -> None:
             text = "".join(part["function"]["arguments"] for part in calls if part["index"] == place)
             assert text == call["function"]["arguments"]
         if dialect == "vllm":
-            ids = [
-                token
-                for event in events
-                for choice in event["choices"]
-                for token in choice.get("token_ids") or []
-            ]
+            ids = [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or []]
             assert len(ids) == events[-1]["usage"]["completion_tokens"]
             assert events[0]["prompt_token_ids"]
 
@@ -418,10 +403,7 @@ async def test_every_fault_shows_once(name: str, dialect: Dialect) -> None:
             with pytest.raises((ValueError, RecursionError)):
                 strict(bad.content)
         elif name == "duplicate_meta_key":
-            assert (
-                bad.content.count(b'"completion_tokens"') > good.count(b'"completion_tokens"')
-                or dialect == "vllm"
-            )
+            assert bad.content.count(b'"completion_tokens"') > good.count(b'"completion_tokens"') or dialect == "vllm"
         elif name != "redirect" and not (dialect == "vllm" and name == "completion_tokens_bool"):
             assert stable(bad.content) != stable(good)
         await client.post("/sim/reset")

@@ -1,0 +1,88 @@
+"""Databases that cannot be served, and connections that die: one line or the right error, never a guess."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from helpers.store import Store, create
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.util import await_only
+
+from app.errors import StartupError, StoreUnavailable
+from app.store.dialect import Tx
+from app.store.engine import Database
+from app.store.log import Appended
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_a_killed_connection_had_written_is_not_there(postgres_store: Store) -> None:
+    def cut(tx: Tx) -> None:
+        create("s").apply(tx)
+        tx.run(text("SELECT pg_terminate_backend(pg_backend_pid())"), {})
+
+    with pytest.raises(StoreUnavailable):
+        await postgres_store.database.write(cut, durable=True)
+    assert await postgres_store.head("s") is None
+    assert isinstance(await postgres_store.create("s"), Appended)
+
+
+async def test_a_connection_killed_between_statements_is_store_unavailable(postgres_store: Store) -> None:
+    """The driver then speaks of a closed connection, without a code of the server's."""
+    victim: list[int] = []
+    database = postgres_store.database
+
+    def other_kills(tx: Tx) -> None:
+        tx.all(text("SELECT pg_terminate_backend(:pid)"), {"pid": victim[0]})
+
+    def cut(tx: Tx) -> None:
+        row = tx.one(text("SELECT pg_backend_pid()"), {})
+        assert row is not None
+        victim.append(row[0])
+        await_only(database.write(other_kills, durable=False))
+        await_only(asyncio.sleep(0.1))
+        create("s").apply(tx)
+
+    with pytest.raises(StoreUnavailable):
+        await database.write(cut, durable=True)
+    assert await postgres_store.head("s") is None
+    assert isinstance(await postgres_store.create("s"), Appended)
+
+
+async def test_a_server_that_is_not_there_refuses_the_start_in_one_line() -> None:
+    database = Database("postgresql+asyncpg://postgres@127.0.0.1:1/none")
+    with pytest.raises(StartupError) as refused:
+        await database.open()
+    await database.close()
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_file_that_is_no_database_refuses_the_start_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "notes.db"
+    path.write_text("these are notes, not a database\n" * 200)
+    database = Database(f"sqlite+aiosqlite:///{path}")
+    with pytest.raises(StartupError) as refused:
+        await database.open()
+    await database.close()
+    assert "\n" not in str(refused.value)
+
+
+async def test_a_claim_that_meets_a_foreign_lock_waits_beside_the_event_loop(
+    sqlite_store: Store, sqlite_url: str
+) -> None:
+    """A claim is written on the loop itself, which must not stand still for somebody else's lock."""
+    await sqlite_store.create("s")
+    foreign = sqlite3.connect(make_url(sqlite_url).database or "", isolation_level=None)
+    foreign.execute("BEGIN IMMEDIATE")
+    waiting = asyncio.ensure_future(sqlite_store.claim("s", 1))
+    async with asyncio.timeout(2):
+        for _ in range(5):
+            assert await sqlite_store.head("s") is not None
+    assert not waiting.done()
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert isinstance(await waiting, Appended)

@@ -1,0 +1,130 @@
+"""A real full disk, a real foreign lock, real erasure: what the client is told, and that nothing tears."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sqlite3
+from pathlib import Path
+
+import pytest
+from helpers.store import Store, create
+from sqlalchemy.engine import make_url
+
+from app.errors import StartupError, StoreFull, StoreUnavailable
+from app.store import codec, reads, sqlite
+from app.store.engine import Database
+from app.store.log import Appended, StoredBlob
+from app.store.writer import Writer
+
+pytestmark = pytest.mark.anyio
+
+RANDOM = random.Random(1).randbytes(300_000)
+"""What does not compress, so that it is stored as it is and can be searched for."""
+
+
+def file_of(url: str) -> Path:
+    return Path(make_url(url).database or "")
+
+
+async def set_page_limit(store: Store, pages: int) -> None:
+    """SQLite keeps at least what it has: with 1 it answers as on a full disk."""
+    writer = store.database._sqlite
+    assert writer is not None
+    await writer._hop(lambda: writer.connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+
+
+async def test_a_full_database_is_507_and_nothing_acknowledged_is_lost(sqlite_store: Store) -> None:
+    store = sqlite_store
+    await store.create("s")
+    await store.claim("s", 1)
+    await set_page_limit(store, 1)
+    with pytest.raises(StoreFull):
+        await store.commit("s", 2, text=RANDOM)
+    await store.head_equals_fold("s")
+    assert len(await store.open_turns("s")) == 1, "the claim stands: the turn may be committed later"
+    await set_page_limit(store, 1 << 30)
+    assert isinstance(await store.commit("s", 2, text=RANDOM), Appended)
+    await store.head_equals_fold("s")
+
+
+async def test_a_batch_that_meets_a_full_store_fails_whole(sqlite_store: Store) -> None:
+    await set_page_limit(sqlite_store, 1)
+    writer = Writer(sqlite_store.database)
+    blob = StoredBlob(0, "metadata", len(RANDOM), "h" * 64, RANDOM)
+    tasks = [asyncio.create_task(writer.submit(create(name, blob=blob))) for name in "abc"]
+    await asyncio.sleep(0)
+    writer.start()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    await writer.stop()
+    assert all(isinstance(outcome, StoreFull) for outcome in outcomes)
+    assert [await sqlite_store.head(name) for name in "abc"] == [None] * 3
+
+
+async def test_a_foreign_lock_is_503_and_reads_go_on(
+    sqlite_store: Store, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = sqlite_store
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.05)
+    await store.create("s")
+    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
+    foreign.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable):
+        await store.create("t")
+    with pytest.raises(StoreUnavailable):
+        await store.claim("s", 1)
+    assert await store.head("s") is not None
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert isinstance(await store.create("t"), Appended)
+    assert isinstance(await store.claim("s", 1), Appended)
+
+
+async def test_a_foreign_lock_that_goes_is_waited_for(sqlite_store: Store, sqlite_url: str) -> None:
+    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
+    foreign.execute("BEGIN IMMEDIATE")
+    waiting = asyncio.create_task(sqlite_store.create("s"))
+    done, _ = await asyncio.wait([waiting], timeout=0.05)
+    assert not done
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert isinstance(await waiting, Appended)
+
+
+async def test_a_second_opener_of_one_sqlite_file_is_refused(sqlite_url: str) -> None:
+    first, second = Database(sqlite_url), Database(sqlite_url)
+    await first.open()
+    with pytest.raises(StartupError, match="another process serves") as refused:
+        await second.open()
+    assert "\n" not in str(refused.value)
+    await second.close()
+    async with Store.over(first) as store:
+        assert isinstance(await store.create("s"), Appended), "the first is not disturbed"
+    await first.close()
+    third = Database(sqlite_url)
+    await third.open()
+    await third.close()
+
+
+async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Store, sqlite_url: str) -> None:
+    store, file = sqlite_store, file_of(sqlite_url)
+    blob = StoredBlob(0, "metadata", 64, "h" * 64, b"blob" + RANDOM[:64])
+    await store.create("s", blob=blob)
+    await store.take_turn("s", text=RANDOM)
+    await store.create("other")
+    await store.take_turn("other")
+    _, wire = (await store.database.read(lambda c: reads.load_frames(c, "s", [1])))[1]
+    assert wire is not None
+    assert RANDOM in codec.decompress(wire)
+    traces = {"blob": blob.data, "frame": wire[100:400], "text": RANDOM[1000:1200]}
+
+    def found() -> set[str]:
+        contents = [path.read_bytes() for path in file.parent.glob(f"{file.name}*")]
+        return {name for name, trace in traces.items() if any(trace in content for content in contents)}
+
+    assert found() == set(traces), "what cannot be found before proves nothing by being absent"
+    await store.close("s")
+    await store.erase("s")
+    await store.database.empty_log_file()
+    assert found() == set()
+    assert await store.loaded("other") == await store.session("other")

@@ -1,0 +1,118 @@
+"""Rows that are not events say what the events say, whatever happened; lists and pages of heads."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from helpers.log import rolled_back
+from helpers.store import Store, add_incarnation, claim, commit, end_incarnation, release, reward
+
+from app.domain.session import Session
+from app.store import reads
+from app.store.log import Appended
+
+pytestmark = pytest.mark.anyio
+
+NAMES = ("a", "b", "c")
+ACTIONS = ("create", "claim", "claim", "commit", "commit", "commit", "release", "reward", "die", "end")
+
+
+class Chaos:
+    """Random operations on a few sessions, right ones and wrong ones."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store = store
+        self.rng = random.Random(seed)
+        self.other = store.me
+        self.applied = 0
+
+    async def step(self) -> None:
+        name = self.rng.choice(NAMES)
+        session = await self.store.session(name)
+        version = session.version if session else 0
+        action = self.rng.choice(ACTIONS)
+        outcome: Any = None
+        if action == "create":
+            outcome = await self.store.create(name)
+        elif action == "claim":
+            live = session.path[-1] if session and session.path else 0
+            turn = len(session.turns) + 1 if session else 1
+            expected = version + self.rng.choice((0, 0, 0, 1, -1))
+            outcome = await self.store.submit(claim(name, expected, self.holder(), turn=turn, parent=live))
+        elif action in ("commit", "release"):
+            outcome = await self.end(name, session, action)
+        elif action == "reward":
+            outcome = await self.store.submit(reward(name, self.rng.random()))
+        elif action == "die":
+            await end_incarnation(self.store.database, self.other)
+            self.other = await add_incarnation(self.store.database)
+        elif self.rng.random() < 0.1:
+            outcome = await (self.store.close if self.rng.random() < 0.7 else self.store.erase)(name)
+        self.applied += isinstance(outcome, Appended)
+
+    def holder(self) -> int:
+        return self.rng.choice((self.store.me, self.other))
+
+    async def end(self, name: str, session: Session | None, action: str) -> Any:
+        opened = session.open_turn if session else None
+        fence = opened.fence if opened and self.rng.random() < 0.8 else self.rng.randrange(1, 9)
+        holder = opened.incarnation if opened and self.rng.random() < 0.8 else self.holder()
+        turn = opened.turn if opened else 1
+        if action == "release":
+            return await self.store.submit(release(name, fence, holder, turn=turn))
+        parent = opened.parent if opened else 0
+        before = []
+        if session and parent and self.rng.random() < 0.3:
+            before, parent = [rolled_back(session.turn(parent).parent, parent)], session.turn(parent).parent
+        return await self.store.submit(commit(name, fence, holder, turn=turn, parent=parent, before=before))
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_head_equals_fold_after_any_operations(store: Store, seed: int) -> None:
+    chaos = Chaos(store, seed)
+    for _ in range(80):
+        await chaos.step()
+    assert chaos.applied > 10
+    for name in NAMES:
+        if await store.head(name) is not None:
+            await store.head_equals_fold(name)
+
+
+async def test_heads_are_listed_newest_first_and_paged(store: Store) -> None:
+    for number in range(5):
+        await store.create(f"s{number}", at=float(number // 2))
+    await store.close("s1")
+
+    async def page(**kw: Any) -> list[str]:
+        given = {"status": None, "group_id": None, "before": None, "limit": 10, **kw}
+        heads = await store.database.read(lambda c: reads.list_heads(c, **given))
+        return [head.session_id for head in heads]
+
+    assert await page() == ["s4", "s3", "s2", "s1", "s0"]
+    assert await page(limit=2) == ["s4", "s3"]
+    assert await page(before=(1.0, "s3")) == ["s2", "s1", "s0"]
+    assert await page(status="closed") == ["s1"]
+    assert await page(group_id="g") == []
+
+
+async def test_events_are_read_from_a_place_on(store: Store) -> None:
+    await store.create("s")
+    for _ in range(2):
+        await store.take_turn("s")
+    found = await store.database.read(lambda c: reads.load_events(c, "s", after=2, limit=2))
+    assert [recorded.seq for recorded in found] == [3, 4]
+
+
+async def test_frames_of_many_turns_are_read_in_one_call(store: Store) -> None:
+    await store.create("s")
+    for _ in range(4):
+        await store.take_turn("s")
+    frames = await store.database.read(lambda c: reads.load_frames(c, "s", [1, 3, 4, 99], wire=False))
+    assert sorted(frames) == [1, 3, 4]
+    assert all(facts is not None and wire is None for facts, wire in frames.values())
+
+
+async def test_the_epoch_is_there(store: Store) -> None:
+    assert await store.database.read(reads.epoch) == "1"

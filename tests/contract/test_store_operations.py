@@ -1,0 +1,307 @@
+"""What each operation promises, on both databases."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.log import BODY, rolled_back
+from helpers.store import (
+    LEASE_S,
+    Store,
+    add_incarnation,
+    claim,
+    commit,
+    create,
+    end_incarnation,
+    release,
+    reward,
+    silence_incarnation,
+)
+
+from app.domain.events import SessionClosed, SessionErased, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
+from app.store import codec, reads
+from app.store.codec import CorruptContent
+from app.store.log import AbandonDead, Appended, Busy, Close, Existing, Refused, Stale, StoredBlob
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_create_writes_head_and_first_event(store: Store) -> None:
+    made = await store.create("s", at=7.5)
+    assert [recorded.seq for recorded in made.events] == [1]
+    head = await store.head("s")
+    assert head == reads.Head("s", 1, "open", 0, None, None, 7.5, 7.5)
+    assert await store.log("s") == list(made.events)
+
+
+async def test_create_of_a_taken_id_writes_nothing_and_tells_by_what_body(store: Store) -> None:
+    await store.create("s")
+    assert await store.create("s", body_hash="c" * 32) == Existing("open", BODY)
+    await store.close("s")
+    assert await store.create("s") == Existing("closed", BODY)
+    assert len(await store.log("s")) == 2
+
+
+async def test_two_creates_of_one_id_in_one_batch_make_one_session(store: Store) -> None:
+    first, second = await store.together(create("s"), create("s"))
+    assert isinstance(first, Appended)
+    assert second == Existing("open", BODY)
+
+
+async def test_create_stores_its_metadata_blob(store: Store) -> None:
+    blob = StoredBlob(0, "metadata", 2, "h" * 64, codec.compress(b"{}"))
+    await store.create("s", blob=blob)
+    assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {0: b"{}"}
+
+
+async def test_claim_takes_the_open_turn_at_the_known_version(store: Store) -> None:
+    await store.create("s")
+    taken = await store.claim("s", 1)
+    assert isinstance(taken, Appended)
+    assert taken.events[0].seq == 2
+    assert isinstance(taken.events[0].event, TurnOpened)
+    assert [(row.turn, row.fence, row.incarnation) for row in await store.open_turns("s")] == [(1, 2, store.me)]
+    await store.head_equals_fold("s")
+
+
+@pytest.mark.parametrize("expected", [0, 2, 99])
+async def test_claim_at_another_version_is_stale_and_writes_nothing(store: Store, expected: int) -> None:
+    await store.create("s")
+    assert await store.claim("s", expected) == Stale()
+    assert len(await store.log("s")) == 1
+    await store.head_equals_fold("s")
+
+
+async def test_claim_of_a_held_session_is_busy_and_names_the_holder(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1, retry_key="k" * 32)
+    other = await add_incarnation(store.database)
+    for expected in (1, 2):
+        assert await store.claim("s", expected, incarnation=other) == Busy(1, 2, store.me, BODY, "k" * 32)
+    await store.head_equals_fold("s")
+
+
+async def test_of_two_claims_in_one_batch_one_wins(store: Store) -> None:
+    await store.create("s")
+    first, second = await store.together(claim("s", 1, store.me), claim("s", 1, store.me))
+    assert isinstance(first, Appended)
+    assert isinstance(second, Busy)
+    assert len(await store.log("s")) == 2
+
+
+async def test_claim_of_an_unknown_or_closed_session_is_refused(store: Store) -> None:
+    assert await store.claim("nobody", 1) == Refused(None)
+    await store.create("s")
+    await store.close("s")
+    assert await store.claim("s", 2) == Refused("closed")
+
+
+async def test_commit_ends_the_open_turn_and_keeps_its_content(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    blob = StoredBlob(0, "params", 2, "h" * 64, codec.compress(b"{}"))
+    done = await store.commit("s", 2, text=b'{"a":1}', blobs=[blob])
+    assert isinstance(done, Appended)
+    assert [recorded.seq for recorded in done.events] == [3]
+    assert await store.open_turns("s") == []
+    wires = await store.database.read(lambda c: reads.load_wires(c, "s", [1]))
+    assert wires[1].reply == b'{"a":1}'
+    facts = await store.database.read(lambda c: reads.load_facts(c, "s", [1]))
+    assert len(facts[1].output_ids) == 8
+    assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {0: b"{}"}
+    await store.head_equals_fold("s")
+
+
+async def test_commit_with_a_rollback_appends_both_events_in_order(store: Store) -> None:
+    await store.create("s")
+    await store.take_turn("s")
+    await store.claim("s", 3, turn=2, parent=0)
+    done = await store.commit("s", 4, turn=2, before=[rolled_back(0, 1)])
+    assert [recorded.seq for recorded in done.events] == [5, 6]
+    session = await store.session("s")
+    assert session is not None
+    assert session.path == (2,)
+    await store.head_equals_fold("s")
+
+
+@pytest.mark.parametrize(("fence", "another"), [(1, False), (3, False), (2, True)])
+async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store, fence: int, another: bool) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    holder = await add_incarnation(store.database) if another else store.me
+    assert await store.commit("s", fence, incarnation=holder) == Refused("open")
+    assert len(await store.log("s")) == 2
+    assert len(await store.open_turns("s")) == 1
+    with pytest.raises(CorruptContent):
+        await store.database.read(lambda c: reads.load_wires(c, "s", [1]))
+    await store.head_equals_fold("s")
+
+
+async def test_the_same_commit_twice_counts_once(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    first, second = await store.together(commit("s", 2, store.me), commit("s", 2, store.me))
+    assert isinstance(first, Appended)
+    assert second == Refused("open")
+    await store.head_equals_fold("s")
+
+
+async def test_a_lost_fence_does_not_fail_its_neighbours(store: Store) -> None:
+    for name in "abc":
+        await store.create(name)
+        await store.claim(name, 1)
+    await store.release("b", 2)
+    a, b, c = await store.together(*(commit(name, 2, store.me) for name in "abc"))
+    assert isinstance(a, Appended)
+    assert b == Refused("open")
+    assert isinstance(c, Appended)
+    for name, turns in (("a", 1), ("b", 0), ("c", 1)):
+        head = await store.head(name)
+        assert head is not None
+        assert head.turns == turns
+        await store.head_equals_fold(name)
+
+
+async def test_release_frees_the_session_for_the_next_claim(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    freed = await store.release("s", 2)
+    assert isinstance(freed.events[0].event, TurnRejected)
+    assert await store.release("s", 2) == Refused("open")
+    again = await store.claim("s", 3)
+    assert isinstance(again, Appended)
+    assert await store.commit("s", 2) == Refused("open"), "the first claim's fence is void"
+    assert isinstance(await store.commit("s", 4), Appended)
+    await store.head_equals_fold("s")
+
+
+async def test_reward_of_open_and_closed_sessions(store: Store) -> None:
+    await store.create("s")
+    await store.take_turn("s")
+    assert isinstance(await store.submit(reward("s", 0.5)), Appended)
+    assert isinstance(await store.submit(reward("s", 0.25, turn=1)), Appended)
+    await store.close("s")
+    assert isinstance(await store.submit(reward("s", 1.5)), Appended)
+    head = await store.head("s")
+    assert head is not None
+    assert head.reward == 1.5
+    await store.head_equals_fold("s")
+    await store.erase("s")
+    assert await store.submit(reward("s", 2.0)) == Refused("erased")
+    assert await store.submit(reward("nobody", 2.0)) == Refused(None)
+
+
+async def test_a_reward_while_a_turn_is_in_flight_does_not_cost_the_turn(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    await store.submit(reward("s", 0.5))
+    done = await store.commit("s", 2)
+    assert isinstance(done, Appended)
+    assert done.events[0].seq == 4
+    await store.head_equals_fold("s")
+
+
+async def test_close_abandons_the_open_turn_which_can_no_longer_commit(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    closed = await store.close("s")
+    assert [type(recorded.event) for recorded in closed.events] == [TurnAbandoned, SessionClosed]
+    assert [recorded.seq for recorded in closed.events] == [3, 4]
+    assert await store.commit("s", 2) == Refused("closed")
+    assert await store.release("s", 2) == Refused("closed")
+    assert await store.close("s") == Refused("closed")
+    await store.head_equals_fold("s")
+
+
+async def test_close_and_commit_in_one_batch_leave_one_truth(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    closed, late = await store.together(Close("s", 5.0), commit("s", 2, store.me))
+    assert isinstance(closed, Appended)
+    assert late == Refused("closed")
+    await store.head_equals_fold("s")
+
+
+async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
+    blob = StoredBlob(0, "metadata", 2, "h" * 64, codec.compress(b"{}"))
+    await store.create("s", blob=blob)
+    await store.take_turn("s")
+    assert await store.erase("s") == Refused("open"), "only a closed session is erased"
+    await store.close("s")
+    session = await store.session("s")
+    assert session is not None
+    await store.save_snapshot(session)
+    erased = await store.erase("s")
+    assert [type(recorded.event) for recorded in erased.events] == [SessionErased]
+    assert await store.erase("s") == Refused("erased")
+    assert await store.create("s") == Existing("erased", BODY)
+    with pytest.raises(CorruptContent):
+        await store.database.read(lambda c: reads.load_facts(c, "s", [1]))
+    assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {}
+    assert await store.database.read(lambda c: reads.load_snapshot(c, "s")) is None
+    await store.save_snapshot(session)
+    assert await store.database.read(lambda c: reads.load_snapshot(c, "s")) is None, (
+        "a late snapshot brings nothing back"
+    )
+    assert any(isinstance(recorded.event, TurnCommitted) for recorded in await store.log("s"))
+    await store.head_equals_fold("s")
+
+
+@pytest.mark.parametrize("death", ["ended", "silent", "unknown"])
+async def test_the_claim_of_a_dead_process_is_abandoned_by_the_next_claim(store: Store, death: str) -> None:
+    dead = await add_incarnation(store.database)
+    if death == "unknown":
+        dead += 1000
+    await store.create("s")
+    assert isinstance(await store.claim("s", 1, incarnation=dead), Appended)
+    if death == "ended":
+        await end_incarnation(store.database, dead)
+    elif death == "silent":
+        await silence_incarnation(store.database, dead, LEASE_S + 1)
+    assert await store.claim("s", 2) == Stale(), "the log has moved: the caller must look again"
+    last = (await store.log("s"))[-1]
+    assert last.event == TurnAbandoned(1, 2, "owner_dead")
+    assert isinstance(await store.claim("s", 3), Appended)
+    assert await store.commit("s", 2, incarnation=dead) == Refused("open"), "the dead one's late commit"
+    assert isinstance(await store.commit("s", 4), Appended)
+    await store.head_equals_fold("s")
+
+
+async def test_a_process_within_its_lease_keeps_its_claim(store: Store) -> None:
+    other = await add_incarnation(store.database)
+    await silence_incarnation(store.database, other, LEASE_S / 2)
+    await store.create("s")
+    await store.claim("s", 1, incarnation=other)
+    assert isinstance(await store.claim("s", 2), Busy)
+
+
+async def test_the_sweep_abandons_all_dead_claims_and_only_those(store: Store) -> None:
+    dead = await add_incarnation(store.database)
+    names = [f"dead-{number}" for number in range(7)]
+    for name in (*names, "alive"):
+        await store.create(name)
+        await store.claim(name, 1, incarnation=store.me if name == "alive" else dead)
+    await end_incarnation(store.database, dead)
+    after: str | None = ""
+    found = 0
+    for _ in range(4):
+        assert after is not None
+        after, count = await store.submit(AbandonDead(after, 3, 9.0, LEASE_S))
+        found += count
+        if after is None:
+            break
+    assert after is None
+    assert found == 7
+    for name in names:
+        assert (await store.log(name))[-1].event == TurnAbandoned(1, 2, "owner_dead")
+        await store.head_equals_fold(name)
+    assert len(await store.open_turns("alive")) == 1
+    assert await store.submit(AbandonDead("", 3, 9.0, LEASE_S)) == (None, 0)
+
+
+async def test_release_in_a_batch_frees_for_a_claim_in_the_same_batch(store: Store) -> None:
+    await store.create("s")
+    await store.claim("s", 1)
+    freed, taken = await store.together(release("s", 2, store.me), claim("s", 3, store.me))
+    assert isinstance(freed, Appended)
+    assert isinstance(taken, Appended)
+    await store.head_equals_fold("s")

@@ -1,0 +1,188 @@
+"""The order of commits: positions, the horizon, and paging through changed sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from helpers.store import FAR, Store, claim, commit, create, reward
+from sqlalchemy import select
+
+from app.store import reads
+from app.store.dialect import AlchemyTx
+from app.store.engine import Database
+from app.store.reads import Position
+from app.store.schema import events
+
+pytestmark = pytest.mark.anyio
+
+START = Position(0, 0)
+
+
+async def pages(store: Store, upto: Position, limit: int, after: Position = START) -> list[tuple[str, Position]]:
+    """Everything in (after, upto], read `limit` at a time."""
+    found: list[tuple[str, Position]] = []
+    while page := await store.changed(after, upto, limit):
+        assert len(page) <= limit
+        found += page
+        after = page[-1][1]
+    return found
+
+
+async def test_an_empty_store_has_its_horizon_at_the_start(store: Store) -> None:
+    assert await store.horizon() == START
+    assert await store.changed() == []
+
+
+async def test_positions_grow_within_and_across_commits(store: Store) -> None:
+    for name in ("b", "a"):
+        await store.create(name)
+        await store.take_turn(name)
+        await store.take_turn(name)
+    query = select(events.c.session_id, events.c.seq).order_by(events.c.tx, events.c.position)
+    rows = await store.database.read(lambda c: [tuple(row) for row in c.execute(query)])
+    assert rows == [(name, seq) for name in ("b", "a") for seq in range(1, 6)]
+
+
+async def test_numbering_goes_on_after_the_store_is_opened_again(database_url: str) -> None:
+    found: list[Position] = []
+    for name in ("first", "second"):
+        database = Database(database_url)
+        await database.open()
+        async with Store.over(database) as store:
+            await store.create(name)
+            await store.take_turn(name)
+            found.append((await store.changed())[-1][1])
+        await database.close()
+    assert found[0] < found[1]
+
+
+async def test_each_session_once_in_order_of_its_last_commit(store: Store) -> None:
+    for name in "abc":
+        await store.create(name)
+        await store.take_turn(name)
+    await store.take_turn("a")
+    await store.submit(reward("b", 1.0))
+    assert [name for name, _ in await store.changed(upto=await store.horizon())] == ["c", "a", "b"]
+
+
+async def test_what_is_not_exported_does_not_move_a_session(store: Store) -> None:
+    for name in "ab":
+        await store.create(name)
+        await store.take_turn(name)
+    await store.claim("a", 3, turn=2, parent=1)
+    await store.release("a", 4, turn=2)
+    assert [name for name, _ in await store.changed()] == ["a", "b"]
+
+
+async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None:
+    for name in "ab":
+        await store.create(name)
+        await store.take_turn(name)
+    then = await store.horizon()
+    before = await store.changed(upto=then)
+    await store.take_turn("a")
+    await store.create("c")
+    await store.take_turn("c")
+    assert await store.changed(upto=then) == before
+    assert [name for name, _ in await store.changed(after=then)] == ["a", "c"]
+    as_of = await store.database.read(lambda c: reads.load_events(c, "a", upto=then))
+    assert [recorded.seq for recorded in as_of] == [1, 2, 3]
+
+
+async def test_a_filter_on_one_session(store: Store) -> None:
+    for name in "ab":
+        await store.create(name)
+        await store.take_turn(name)
+    found = await store.database.read(
+        lambda c: reads.changed_sessions(c, after=START, upto=FAR, limit=9, session_id="b")
+    )
+    assert [name for name, _ in found] == ["b"]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 100])
+async def test_paging_skips_nothing_and_repeats_nothing(store: Store, limit: int) -> None:
+    rng = random.Random(limit)
+    names = [f"s{number}" for number in range(8)]
+    for name in names:
+        await store.create(name)
+    for _ in range(25):
+        await store.take_turn(rng.choice(names))
+    upto = await store.horizon()
+    whole = await store.changed(upto=upto)
+    assert await pages(store, upto, limit) == whole
+    assert len({name for name, _ in whole}) == len(whole)
+    assert [place for _, place in whole] == sorted(place for _, place in whole)
+
+
+async def test_a_batch_of_many_sessions_is_paged_inside_one_transaction(store: Store) -> None:
+    names = [f"s{number}" for number in range(6)]
+    await store.together(*(create(name) for name in names))
+    await store.together(*(claim(name, 1, store.me) for name in names))
+    await store.together(*(commit(name, 2, store.me) for name in names))
+    upto = await store.horizon()
+    assert [name for name, _ in await pages(store, upto, 1)] == names
+
+
+async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:
+    """Positions are taken in one order and committed in another: the horizon waits for the slow one."""
+    store = postgres_store
+    for name in ("slow", "fast"):
+        await store.create(name)
+        await store.claim(name, 1)
+    async with store.database.engine.connect() as connection:
+        async with connection.begin():
+            await connection.run_sync(lambda c: commit("slow", 2, store.me).apply(AlchemyTx(c)))
+            await store.commit("fast", 2)
+            held = await store.horizon()
+            early = await store.changed(upto=held)
+            assert "fast" not in [name for name, _ in early]
+        later = await store.changed(after=held, upto=await store.horizon())
+    assert [name for name, _ in early + later] == ["slow", "fast"]
+
+
+async def test_a_tailing_reader_misses_nothing_of_concurrent_writers(postgres_url: str) -> None:
+    """Two processes' writers and one reader that follows the horizon while they write."""
+    databases = [Database(postgres_url) for _ in range(3)]
+    for database in databases:
+        await database.open()
+    seen: list[tuple[str, int]] = []
+    done = asyncio.Event()
+
+    async def write(store: Store, names: list[str]) -> None:
+        for name in names:
+            await store.create(name)
+            await store.claim(name, 1)
+            await store.commit(name, 2)
+
+    async def tail(reader: Database) -> None:
+        after = START
+        while True:
+            last_round = done.is_set()
+            upto = await reader.read(reads.horizon)
+            query = (
+                select(events.c.session_id, events.c.seq)
+                .where(events.c.tx > after.tx, events.c.tx <= upto.tx)
+                .order_by(events.c.tx, events.c.position)
+            )
+            rows = await reader.read(lambda c, query=query: [(row[0], row[1]) for row in c.execute(query)])
+            seen.extend(rows)
+            after = max(after, upto)
+            if last_round:
+                return
+
+    async with Store.over(databases[0]) as one, Store.over(databases[1]) as two:
+        reader = asyncio.create_task(tail(databases[2]))
+        tasks = [
+            write(store, [f"{side}-{lane}-{number}" for number in range(5)])
+            for side, store in (("one", one), ("two", two))
+            for lane in range(6)
+        ]
+        await asyncio.gather(*tasks)
+        done.set()
+        await reader
+    for database in databases:
+        await database.close()
+    names = [f"{side}-{lane}-{number}" for side in ("one", "two") for lane in range(6) for number in range(5)]
+    assert sorted(seen) == sorted((name, seq) for name in names for seq in (1, 2, 3))

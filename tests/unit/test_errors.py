@@ -1,0 +1,67 @@
+"""The tree of errors: stable codes and statuses, all of them drawn in the module's docstring."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from app import errors
+from app.errors import AppError
+
+STABLE = {
+    "InvalidRequest": (400, "invalid_request"),
+    "Unsupported": (400, "unsupported"),
+    "RollbackTooDeep": (400, "rollback_too_deep"),
+    "HistoryMismatch": (400, "history_mismatch"),
+    "SessionNotFound": (404, "session_not_found"),
+    "SessionClosed": (404, "session_closed"),
+    "SessionExists": (409, "session_exists"),
+    "SessionEnded": (409, "session_closed"),
+    "SessionBusy": (409, "session_busy"),
+    "ClaimLost": (409, "claim_lost"),
+    "RequestTooLarge": (413, "request_too_large"),
+    "IdempotencyMismatch": (422, "idempotency_mismatch"),
+    "UpstreamInvalid": (502, "upstream_invalid"),
+    "UpstreamUnreachable": (502, "upstream_unreachable"),
+    "UpstreamTimeout": (504, "upstream_timeout"),
+    "NoUpstream": (503, "no_upstream"),
+    "StoreUnavailable": (503, "store_unavailable"),
+    "StoreFull": (507, "store_full"),
+}
+
+
+def tree(root: type[AppError]) -> list[type[AppError]]:
+    return [found for sub in root.__subclasses__() for found in (sub, *tree(sub))]
+
+
+ALL = [error for error in tree(AppError) if error.__module__ == "app.errors"]
+
+
+def test_the_docstring_draws_the_whole_tree() -> None:
+    drawn = re.findall(r"[├└]── (\w+)\s+(\d{3}) (\w+)", errors.__doc__ or "")
+    assert {name: (int(status), code) for name, status, code in drawn} == {
+        error.__name__: (error.status, error.code) for error in ALL
+    }
+
+
+@pytest.mark.parametrize("name", sorted(STABLE))
+def test_codes_are_stable(name: str) -> None:
+    error = getattr(errors, name)
+    assert (error.status, error.code) == STABLE[name]
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)
+def test_the_body_is_what_the_openai_sdks_read(error: type[AppError]) -> None:
+    assert error("why").body() == {"error": {"message": "why", "type": error.type, "code": error.code, "param": None}}
+    assert error.code != AppError.code
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: error.__name__)
+def test_what_a_retry_cannot_mend_says_so(error: type[AppError]) -> None:
+    headers = error("x").headers()
+    if error.status in (400, 404, 413, 422) or error.code in ("session_exists", "session_busy"):
+        assert headers["x-should-retry"] == "false"
+    if error.status in (503, 507):
+        assert int(headers["retry-after"]) > 0
+        assert headers.get("x-should-retry") != "false"

@@ -1,0 +1,108 @@
+"""Stored names and versions, and upcasting step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.domain import events
+from app.domain.events import (
+    TYPES,
+    VERSIONS,
+    Event,
+    RewardAssigned,
+    RolledBack,
+    SessionClosed,
+    TurnAbandoned,
+    UnknownEvent,
+    name_of,
+    to_fields,
+)
+from app.domain.upcast import STEPS, decode, encode, upcast
+
+
+def test_stored_names_are_stable() -> None:
+    """Rows in every database carry these; a rename needs an upcasting step, not an edit here."""
+    assert set(TYPES) >= {
+        "SessionCreated",
+        "TurnOpened",
+        "TurnCommitted",
+        "TurnRejected",
+        "TurnAbandoned",
+        "RolledBack",
+        "RewardAssigned",
+        "SessionClosed",
+        "SessionErased",
+    }
+    assert set(VERSIONS) == set(TYPES)
+    assert all(name_of_type in vars(events) for name_of_type in TYPES)
+    assert set(events.EXPORTED) <= set(TYPES)
+
+
+def test_every_older_version_has_its_step() -> None:
+    assert set(STEPS) == {(name, number) for name, current in VERSIONS.items() for number in range(1, current)}
+
+
+@pytest.mark.parametrize("event", [SessionClosed(), RolledBack(1, (2, 3)), RewardAssigned(0.1, {"a": 1.0}, 2)])
+def test_an_event_survives_its_row(event: Event) -> None:
+    assert decode(name_of(event), VERSIONS[name_of(event)], encode(event)) == event
+    assert msgspec.convert(to_fields(event), type(event)) == event
+
+
+def test_events_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SessionClosed().reason = "x"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "data"),
+    [
+        ("TurnForked", 1, b"{}"),
+        ("SessionClosed", 2, b"{}"),
+        ("SessionClosed", 0, b"{}"),
+        ("SessionClosed", -1, b"{}"),
+        ("", 1, b"{}"),
+        ("SessionClosed", 1, b'{"reason": "boredom"}'),
+        ("SessionClosed", 1, b'{"mood": "new field"}'),
+        ("SessionClosed", 1, b"[]"),
+        ("SessionClosed", 1, b"{"),
+        ("SessionClosed", 1, b""),
+        ("RolledBack", 1, b"{}"),
+        ("RolledBack", 1, b'{"to_turn": "1", "discarded": []}'),
+        ("TurnAbandoned", 1, b'{"turn": 1, "fence": 2, "reason": "tired"}'),
+    ],
+)
+def test_what_this_version_cannot_read_is_refused(name: str, version: int, data: bytes) -> None:
+    with pytest.raises(UnknownEvent):
+        decode(name, version, data)
+
+
+def test_upcasting_goes_step_by_step() -> None:
+    trace: list[str] = []
+
+    def step(number: int) -> Any:
+        def change(fields: dict[str, Any]) -> dict[str, Any]:
+            trace.append(f"{number}->{number + 1}")
+            return {**fields, f"v{number + 1}": True}
+
+        return change
+
+    steps = {("Made", 1): step(1), ("Made", 2): step(2), ("Made", 3): step(3), ("Other", 1): step(9)}
+    versions = {"Made": 4, "Other": 2}
+    assert upcast("Made", 1, {"a": 1}, steps=steps, versions=versions) == {"a": 1, "v2": True, "v3": True, "v4": True}
+    assert trace == ["1->2", "2->3", "3->4"]
+    assert upcast("Made", 3, {"a": 1}, steps=steps, versions=versions) == {"a": 1, "v4": True}
+    assert upcast("Made", 4, {"a": 1}, steps=steps, versions=versions) == {"a": 1}
+    for version in (0, 5):
+        with pytest.raises(UnknownEvent, match=str(version)):
+            upcast("Made", version, {}, steps=steps, versions=versions)
+    with pytest.raises(UnknownEvent, match="Unheard"):
+        upcast("Unheard", 1, {}, steps=steps, versions=versions)
+
+
+def test_upcasting_leaves_the_stored_fields_alone() -> None:
+    stored = {"turn": 1, "fence": 2, "reason": "shutdown"}
+    assert upcast("TurnAbandoned", 1, stored) == stored
+    assert msgspec.convert(stored, TurnAbandoned) == TurnAbandoned(1, 2, "shutdown")

@@ -1,0 +1,243 @@
+"""Canonical messages, and where a request joins a session."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import raw, raws, user
+
+from app.domain.events import Matcher
+from app.domain.history import Incoming, canonical_hash, decode_message
+from app.errors import InvalidRequest
+
+ARGUMENTS = '{"city":"München","limit":1e3,"deep":{"a":[1.0,null]}}'
+CALL = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+REPLY: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "reasoning_content": "I think",
+    "tool_calls": [CALL],
+}
+EMPTY: dict[str, Any] = {**REPLY, "content": ""}
+TEXT: dict[str, Any] = {"role": "assistant", "content": "It rains.", "reasoning_content": "hm", "tool_calls": None}
+
+
+def changed(message: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(dict(message)), **fields}
+
+
+def without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in copy.deepcopy(dict(message)).items() if name not in names}
+
+
+def with_call(message: Mapping[str, Any], **function: Any) -> dict[str, Any]:
+    result = copy.deepcopy(dict(message))
+    result["tool_calls"][0]["function"].update(function)
+    return result
+
+
+def bare_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The calls with OpenAI's own fields alone."""
+    result = copy.deepcopy(dict(message))
+    result["tool_calls"] = [
+        {"function": dict(reversed(call["function"].items())), "type": "function", "id": call["id"]}
+        for call in result["tool_calls"]
+    ]
+    return result
+
+
+def arguments_as(text: Callable[[Any], str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    return lambda message: with_call(message, arguments=text(json.loads(ARGUMENTS)))
+
+
+HARNESSES: list[tuple[str, dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    ("openai object", REPLY, lambda m: changed(m, refusal=None, annotations=[], audio=None, function_call=None)),
+    ("openai exclude_none", REPLY, lambda m: without(m, "content")),
+    ("openai key order", REPLY, lambda m: dict(reversed(m.items()))),
+    ("litellm", REPLY, lambda m: changed(without(m, "content"), provider_specific_fields={"refusal": None, "x": 1})),
+    ("litellm reasoning moved", TEXT, lambda m: without(m, "reasoning_content", "tool_calls")),
+    ("openai-agents", EMPTY, lambda m: bare_calls(changed(without(m, "reasoning_content"), content=None))),
+    (
+        "langchain-openai",
+        EMPTY,
+        lambda m: arguments_as(lambda a: json.dumps(a, ensure_ascii=False))(
+            bare_calls(changed(without(m, "reasoning_content"), content=None))
+        ),
+    ),
+    (
+        "pydantic-ai",
+        EMPTY,
+        lambda m: arguments_as(lambda a: json.dumps(a, separators=(",", ":")))(bare_calls(changed(m, content=None))),
+    ),
+    ("inspect-ai empty", REPLY, lambda m: arguments_as(json.dumps)(changed(m, content="\n"))),
+    ("inspect-ai text", TEXT, lambda m: changed(m, content="\nIt rains.")),
+    ("qwen-agent null", REPLY, lambda m: without(m, "content")),
+    ("qwen-agent empty", EMPTY, lambda m: without(m, "content")),
+    ("content parts", TEXT, lambda m: changed(m, content=[{"type": "text", "text": "It "}, {"text": "rains."}])),
+    ("empty parts", REPLY, lambda m: changed(m, content=[])),
+    ("tool_calls absent", TEXT, lambda m: without(m, "tool_calls")),
+    ("tool_calls empty", TEXT, lambda m: changed(m, tool_calls=[])),
+    ("arguments as an object", REPLY, lambda m: with_call(m, arguments=json.loads(ARGUMENTS))),
+    ("whitespace", TEXT, lambda m: changed(m, content="It rains. \n")),
+]
+
+
+@pytest.mark.parametrize(("message", "harness"), [h[1:] for h in HARNESSES], ids=[h[0] for h in HARNESSES])
+def test_what_harnesses_send_back_is_the_same_message(
+    message: dict[str, Any], harness: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    assert canonical_hash(harness(message), "tolerant") == canonical_hash(message, "tolerant")
+
+
+def test_a_tool_result_may_name_its_call_by_id_as_qwen_agent_does() -> None:
+    sent = {"role": "tool", "content": "7", "tool_call_id": "call_1"}
+    assert canonical_hash(without(sent, "tool_call_id") | {"id": "call_1"}, "tolerant") == canonical_hash(
+        sent, "tolerant"
+    )
+
+
+@pytest.mark.parametrize("empty", ["", "{}", " {} ", None, {}])
+def test_no_arguments_have_many_spellings(empty: object) -> None:
+    assert canonical_hash(with_call(REPLY, arguments=empty), "tolerant") == canonical_hash(
+        with_call(REPLY, arguments="{}"), "tolerant"
+    )
+
+
+DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("content", TEXT, changed(TEXT, content="It snows.")),
+    ("inner space", TEXT, changed(TEXT, content="It  rains.")),
+    ("case", TEXT, changed(TEXT, content="it rains.")),
+    ("role", TEXT, changed(TEXT, role="user")),
+    ("content dropped", TEXT, without(TEXT, "content")),
+    ("calls dropped", REPLY, without(REPLY, "tool_calls")),
+    ("a call more", REPLY, changed(REPLY, tool_calls=[CALL, CALL])),
+    ("call id", REPLY, changed(REPLY, tool_calls=[{**CALL, "id": "call_2"}])),
+    ("function name", REPLY, with_call(REPLY, name="g")),
+    ("argument value", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("1e3", "1001"))),
+    ("argument name", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("city", "town"))),
+    ("argument type", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("1e3", '"1000"'))),
+    ("number or flag", with_call(REPLY, arguments='{"a":1}'), with_call(REPLY, arguments='{"a":true}')),
+    ("null or absent", with_call(REPLY, arguments='{"a":null}'), with_call(REPLY, arguments="{}")),
+    ("list order", with_call(REPLY, arguments='{"a":[1,2]}'), with_call(REPLY, arguments='{"a":[2,1]}')),
+    ("broken arguments", REPLY, with_call(REPLY, arguments=ARGUMENTS[:-1])),
+    ("fraction", with_call(REPLY, arguments='{"a":1.5}'), with_call(REPLY, arguments='{"a":1}')),
+    (
+        "huge",
+        with_call(REPLY, arguments='{"a":9007199254740993}'),
+        with_call(REPLY, arguments='{"a":9007199254740992}'),
+    ),
+    (
+        "order of calls",
+        changed(REPLY, tool_calls=[CALL, {**CALL, "id": "call_2"}]),
+        changed(REPLY, tool_calls=[{**CALL, "id": "call_2"}, CALL]),
+    ),
+    (
+        "tool_call_id",
+        {"role": "tool", "content": "7", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "7", "tool_call_id": "call_2"},
+    ),
+    (
+        "image",
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:a"}}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:b"}}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), [d[1:] for d in DIFFERENT], ids=[d[0] for d in DIFFERENT])
+def test_another_message_is_another(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert canonical_hash(one, "tolerant") != canonical_hash(other, "tolerant")
+
+
+def test_strict_sees_every_field_but_not_their_order() -> None:
+    assert canonical_hash(dict(reversed(REPLY.items())), "strict") == canonical_hash(REPLY, "strict")
+    assert canonical_hash(without(REPLY, "reasoning_content"), "strict") != canonical_hash(REPLY, "strict")
+    assert canonical_hash(changed(TEXT, content="It rains. "), "strict") != canonical_hash(TEXT, "strict")
+
+
+def test_role_content_only_does_not_see_calls() -> None:
+    assert canonical_hash(without(REPLY, "tool_calls"), "role_content_only") == canonical_hash(
+        REPLY, "role_content_only"
+    )
+    assert canonical_hash(changed(TEXT, content="x"), "role_content_only") != canonical_hash(TEXT, "role_content_only")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b'"x"',
+        b"null",
+        b"7",
+        b"{}",
+        b'{"role": null}',
+        b'{"role": 7}',
+        b'{"role": "assistant", "tool_calls": "x"}',
+        b'{"role": "assistant", "tool_calls": {"a": 1}}',
+        b'{"role": "user", "content": 1e999}',
+        b'{"role": "user", "content": ' + b"[" * 101 + b"]" * 101 + b"}",
+        b'{"role": "user", "content": ' + b"[" * 20000 + b"]" * 20000 + b"}",
+        b'{"role": "user", "content": "\\ud800"}',
+    ],
+)
+@pytest.mark.parametrize("matcher", ["tolerant", "strict", "role_content_only"])
+def test_a_message_of_the_wrong_shape_is_refused_by_its_place(text: bytes, matcher: Matcher) -> None:
+    incoming = Incoming([raw(user("a")), msgspec.Raw(text)], matcher)
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]"):
+        incoming.check(None)
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4)
+    | st.sampled_from(["{}", "[1]", "{", "x"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+SHAPED = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]) | JSON},
+    optional={
+        "content": JSON,
+        "tool_calls": st.lists(
+            JSON
+            | st.fixed_dictionaries({}, optional={"id": JSON, "function": st.fixed_dictionaries({"arguments": JSON})}),
+            max_size=2,
+        )
+        | JSON,
+        "function_call": JSON,
+        "tool_call_id": JSON,
+        "id": JSON,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHAPED, st.sampled_from(["tolerant", "strict", "role_content_only"]))
+def test_any_message_is_hashed_or_refused(message: Any, matcher: Matcher) -> None:
+    incoming = Incoming([raw(message)], matcher)
+    try:
+        incoming.check(None)
+    except InvalidRequest:
+        return
+    assert canonical_hash(decode_message(raw(message), "m"), matcher) == incoming.canonical(0)
+    if matcher != "strict":
+        respelled = Incoming([msgspec.Raw(json.dumps(message, indent=1, ensure_ascii=False).encode())], matcher)
+        assert respelled.canonical(0) == incoming.canonical(0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6), max_size=6), st.lists(st.sampled_from("abc"), min_size=6, max_size=6))
+def test_a_spelling_does_not_depend_on_what_was_asked_before(counts: list[int], texts: list[str]) -> None:
+    messages = raws([user(text) for text in texts])
+    asked = Incoming(messages, "tolerant")
+    assert [asked.spelling(n) for n in counts] == [Incoming(messages, "tolerant").spelling(n) for n in counts]

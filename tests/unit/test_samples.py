@@ -1,0 +1,158 @@
+"""`samples` against a naive reading: whole prompts as lists, a segment where one does not begin with what was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import Book, assistant, float64, int32, user
+
+from app.domain.samples import Inconsistent, Sample, samples, status_of
+
+
+def naive(book: Book) -> list[dict[str, Any]]:
+    runs: list[list[int]] = []
+    for number in book.session.path:
+        made = book.made[number]
+        before = book.made[runs[-1][-1]] if runs else None
+        joins = (
+            before is not None
+            and made.joined
+            and made.prompt[: len(before.prompt + before.output)] == (before.prompt + before.output)
+        )
+        runs[-1].append(number) if joins else runs.append([number])
+    return [_naive(book, index, run) for index, run in enumerate(runs)]
+
+
+def _naive(book: Book, segment: int, run: list[int]) -> dict[str, Any]:
+    last = book.made[run[-1]]
+    tokens = last.prompt + last.output
+    mask, logprobs, version = [0] * len(tokens), [0.0] * len(tokens), [""] * len(tokens)
+    for made in (book.made[number] for number in run):
+        at = len(made.prompt)
+        mask[at : at + len(made.output)] = [1] * len(made.output)
+        logprobs[at : at + len(made.output)] = made.logprobs
+        for name, start, end in made.spans:
+            version[at + start : at + end] = [name] * (end - start)
+    return {
+        "segment": segment,
+        "tokens": tokens,
+        "loss_mask": mask,
+        "sampled_mask": mask,
+        "logprobs": logprobs,
+        "versions": version,
+        "prompt_length": mask.index(1) if 1 in mask else len(tokens),
+        "status": {"abort": "aborted", "length": "truncated"}.get(last.finish_reason or "", "completed"),
+        "turns": run,
+    }
+
+
+def plain(sample: Sample) -> dict[str, Any]:
+    def name(value: int) -> str:
+        if value < 0:
+            return ""
+        return sample.weight_version_names[value] if sample.weight_version_names else str(value)
+
+    assert len(sample.tokens) == len(sample.logprobs) == sample.prompt_length + sample.response_length
+    return {
+        "segment": sample.segment,
+        "tokens": list(sample.tokens),
+        "loss_mask": list(sample.loss_mask),
+        "sampled_mask": list(sample.sampled_mask),
+        "logprobs": list(sample.logprobs),
+        "versions": [name(value) for value in sample.weight_versions],
+        "prompt_length": sample.prompt_length,
+        "status": sample.status,
+        "turns": [span.turn for span in sample.turns],
+    }
+
+
+def test_one_segment_of_two_turns() -> None:
+    book = Book()
+    book.turn([user("a")], assistant("x"), prompt=[1, 2], output=[3, 4], versions=[("1", 0, 2)])
+    history = [*book.made[1].history, user("b")]
+    book.turn(
+        history, assistant("y"), prompt=[1, 2, 3, 4, 5], output=[6], versions=[("2", 0, 1)], finish_reason="length"
+    )
+    (sample,) = samples(book.session, book.content)
+    assert list(sample.tokens) == [1, 2, 3, 4, 5, 6]
+    assert list(sample.loss_mask) == [0, 0, 1, 1, 0, 1]
+    assert list(sample.weight_versions) == [-1, -1, 1, 1, -1, 2]
+    assert (sample.prompt_length, sample.response_length, sample.status) == (2, 4, "truncated")
+    assert [(s.start, s.output_start, s.end) for s in sample.turns] == [(0, 2, 4), (4, 5, 6)]
+
+
+def test_a_version_that_is_no_number_becomes_an_index() -> None:
+    book = Book()
+    book.turn(
+        [user("a")], assistant("x"), prompt=[1], output=[2, 3, 4], versions=[("b", 0, 1), ("7", 1, 2), ("b", 2, 3)]
+    )
+    (sample,) = samples(book.session, book.content)
+    assert list(sample.weight_versions) == [-1, 0, 1, 0]
+    assert list(sample.weight_version_names) == ["b", "7"]
+
+
+def test_drift_begins_a_segment_with_its_cause_and_parent() -> None:
+    book = Book()
+    book.turn([user("a")], assistant("x"), prompt=[1], output=[2])
+    book.turn([*book.made[1].history, user("b")], assistant("y"), prompt=[1, 9], output=[3])
+    first, second = samples(book.session, book.content)
+    assert (first.cause, second.cause, second.parent_turn, second.segment) == (None, "drift", 1, 1)
+
+
+@pytest.mark.parametrize("field", ["suffix_ids", "output_ids", "logprobs"])
+def test_content_that_does_not_add_up_is_refused(field: str) -> None:
+    book = Book()
+    book.turn([user("a")], assistant("x"), prompt=[1, 2], output=[2, 3])
+    short = float64([-1.0]) if field == "logprobs" else int32([1])
+    content = {1: msgspec.structs.replace(book.content[1], **{field: short})}
+    with pytest.raises(Inconsistent):
+        samples(book.session, content)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("stop", "completed"),
+        ("tool_calls", "completed"),
+        (None, "completed"),
+        ("length", "truncated"),
+        ("abort", "aborted"),
+    ],
+)
+def test_status(reason: str | None, status: str) -> None:
+    assert status_of(reason) == status
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
+    book = Book(window=3, on_divergence="segment")
+    ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=3)
+    for number in range(data.draw(st.integers(0, 5))):
+        live = book.session.path
+        before = book.made[live[-1]] if live else None
+        history = before.history if before else []
+        step = data.draw(st.sampled_from(["extend", "extend", "drift", "retry", "diverge"]))
+        messages = {
+            "retry": [*history[:-2], user(f"r{number}")],
+            "diverge": [assistant("nowhere"), user(f"d{number}")],
+        }.get(step, [*history, user(f"u{number}")])
+        plan = book.plan(messages)
+        parent = book.made[plan.parent] if plan.parent and plan.base_messages else None
+        base = parent.prompt + parent.output if parent else []
+        prompt = [*(base[:-1] if step == "drift" else base), *data.draw(ids)]
+        output = data.draw(st.just([]) | ids)
+        cut = data.draw(st.integers(0, len(output)))
+        name = st.sampled_from(["1", "20", "default"])
+        versions = [
+            span for span in [(data.draw(name), 0, cut), (data.draw(name), cut, len(output))] if span[1] < span[2]
+        ]
+        reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
+        book.turn(
+            messages, assistant(f"y{number}"), prompt=prompt, output=output, versions=versions, finish_reason=reason
+        )
+    assert [plain(sample) for sample in samples(book.session, book.content)] == naive(book)
