@@ -88,6 +88,10 @@ class Tx(Protocol):
 
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None: ...
 
+    def lock(self, statement: Executable, parameters: Parameters) -> None:
+        """Take the row locks of a SELECT … FOR UPDATE; a no-op where there is one writer."""
+        ...
+
     def positions(self, count: int) -> Iterator[int] | None:
         """Numbers for `count` new events, or None where the database gives them."""
         ...
@@ -111,6 +115,9 @@ class AlchemyTx:
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
             self._connection.execute(statement, rows)
+
+    def lock(self, statement: Executable, parameters: Parameters) -> None:
+        self._connection.execute(statement, parameters)
 
     def positions(self, count: int) -> Iterator[int] | None:
         return None
@@ -146,6 +153,9 @@ class SqliteTx:
         for row in rows:
             sql, values = self._bind(statement, row, tuple(row))
             self._cursor.execute(sql, values)
+
+    def lock(self, statement: Executable, parameters: Parameters) -> None:
+        return
 
     def positions(self, count: int) -> Iterator[int] | None:
         return itertools.islice(self._positions, count)

@@ -87,6 +87,9 @@ _insert_blob = insert(blobs)
 _head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
     sessions.c.session_id == bindparam("sid")
 )
+_lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid")).with_for_update()
+"""Whoever changes a session and its open turns locks the head first; two who differ would wait for each other."""
+
 _claim = (
     update(sessions)
     .where(
@@ -291,6 +294,7 @@ class Claim(_Operation, frozen=True):
 
 def _abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
     """End open turns that are not the caller's own; one that has ended meanwhile is passed over."""
+    tx.lock(_lock_head, {"sid": session_id})
     gone = [
         TurnAbandoned(row[0], row[1], reason)
         for row in holders
@@ -339,6 +343,7 @@ class Commit(_Operation, frozen=True):
 
 def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
     """The fence: does this process still hold this open turn? If so it holds it no longer."""
+    tx.lock(_lock_head, {"sid": session_id})
     return tx.one(_free, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
 
 

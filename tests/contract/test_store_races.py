@@ -17,7 +17,7 @@ from app.store.log import AbandonDead, Appended, Busy, Existing, Refused, Stale
 
 pytestmark = pytest.mark.anyio
 
-ROUNDS = 12
+ROUNDS = 40
 
 
 @pytest.fixture
