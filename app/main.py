@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import logging
+import math
+import signal
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +31,7 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.export import Exporter
 from app.service.follow import Followers
-from app.service.recovery import Recovery, register
+from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
@@ -36,6 +41,8 @@ from app.upstream.client import EngineClient
 from app.upstream.engines import Engines
 
 log = logging.getLogger("turnlog")
+
+_Handler = Callable[[int, FrameType | None], object]
 
 DRAIN_S = 10.0
 """How long a stopping server waits for turns whose client has gone already."""
@@ -51,7 +58,9 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         incarnation = await register(database)
         writer = Writer(database)
         writer.start()
-        recovery = Recovery(database, writer, incarnation, settings.lease_s, time.time)
+        # With SQLite the file's lock alone decides who is alive.
+        lease_s = math.inf if database.is_sqlite else settings.lease_s
+        recovery = Recovery(database, writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time)
         stack.push_async_callback(recovery.stop)
         stack.push_async_callback(writer.stop)
         client = EngineClient(
@@ -70,14 +79,14 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             followers=followers,
             clock=time.time,
             incarnation=incarnation,
-            lease_s=settings.lease_s,
+            lease_s=lease_s,
         )
         made_turns = Turns(
             cache=cache, claims=claims, writer=writer, engines=engines, settings=settings, clock=time.time
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)
-        made_sessions.on_close(lambda session_id: made_turns.cut_off(session_id, "session_closed"))
+        made_sessions.on_close(made_turns.close)
         recovery.start()
         yield Services(
             settings=settings,
@@ -88,6 +97,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             turns=made_turns,
             exporter=Exporter(database, release),
             inflight=Inflight(settings.inflight_bytes),
+            followers=followers,
         )
 
 
@@ -126,10 +136,28 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
+            _on_stop_signal(self.state.services.followers.stop)
             _calm_collector()
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _on_stop_signal(stop: Callable[[], None]) -> None:
+    """Call `stop` when the process is told to end, before uvicorn, which waits for all replies to be whole."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        uvicorns = signal.getsignal(number)
+        if not callable(uvicorns):
+            continue
+
+        def handle(received: int, frame: FrameType | None, uvicorns: _Handler = uvicorns) -> None:
+            loop.call_soon_threadsafe(stop)
+            uvicorns(received, frame)
+
+        signal.signal(number, handle)
 
 
 def _calm_collector() -> None:

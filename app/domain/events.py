@@ -121,11 +121,15 @@ class TurnRejected(Event, frozen=True):
 
 
 class TurnAbandoned(Event, frozen=True):
-    """The open turn's owner is gone (`owner_dead`, `shutdown`) or it was cut off (`session_closed`, `disconnect`)."""
+    """The open turn came to nothing.
+
+    Its owner is dead (`owner_dead`) or could not let go of it (`not_released`), or it was cut off because the
+    session was closed (`session_closed`) or the client left (`disconnect`).
+    """
 
     turn: int
     fence: int
-    reason: Literal["owner_dead", "shutdown", "session_closed", "disconnect"]
+    reason: Literal["owner_dead", "not_released", "session_closed", "disconnect"]
 
 
 class RolledBack(Event, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -187,7 +187,6 @@ class Plan(msgspec.Struct, frozen=True):
     parent: int
     base_messages: int
     discarded: tuple[int, ...] = ()
-    segment_cause: Literal["divergence"] | None = None
 
 
 def match(session: Session, incoming: Incoming) -> Plan:
@@ -215,7 +214,7 @@ def match(session: Session, incoming: Incoming) -> Plan:
     if error is None:
         return Plan(session.turn(discarded[0]).parent, kept[-1].message_count if kept else 0, discarded)
     if session.config.on_divergence == "segment":
-        return Plan(leaf.number, 0, segment_cause="divergence")
+        return Plan(leaf.number, 0)
     raise error
 
 

@@ -10,6 +10,11 @@ from app.domain.samples import Sample
 from app.domain.session import Session
 
 
+def in_one_line(raw: bytes) -> bytes:
+    """The same JSON without line breaks, which can only stand between its tokens."""
+    return raw.replace(b"\n", b" ").replace(b"\r", b" ")
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a row comes from: engines, dialects and the times (seconds since the epoch) of its turns."""
 
@@ -56,7 +61,7 @@ def row(
         "weight_version_names": sample.weight_version_names,
         "turns": sample.turns,
         "segment_cause": sample.cause,
-        "messages": msgspec.Raw(b"[" + b",".join(messages) + b"]"),
+        "messages": msgspec.Raw(b"[" + in_one_line(b",".join(messages)) + b"]"),
         "metadata": msgspec.Raw(metadata or b"{}"),
         "provenance": source,
         "cursor": cursor,

@@ -18,13 +18,14 @@ from app.http.replies import error_parts, send_reply
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
-from app.service.flights import RetryMark, TurnReply, hash_key
+from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.chat")
 
 CHAT = "/v1/chat/completions"
 _PREFIX = "/sessions/"
+INTERNAL = "an internal error; the server's log has it"
 
 
 class ChatRoutes:
@@ -48,7 +49,7 @@ class ChatRoutes:
             await send_reply(send, *error_parts(error))
         except Exception:
             log.exception("an unexpected fault in a turn")
-            await send_reply(send, *error_parts(AppError("an internal error; the server's log has it")))
+            await send_reply(send, *error_parts(AppError(INTERNAL)))
         return True
 
     async def _answer(self, app: Services, in_path: str | None, headers: Headers, receive: Receive, send: Send) -> None:
@@ -71,13 +72,14 @@ class _Exchange:
         self._send = send
 
     async def run(self, session_id: str, body: bytes, headers: Headers) -> None:
-        call = self._turns.chat(session_id, body, headers, retry_mark(headers))
+        reader = Reader()
+        call = self._turns.chat(session_id, body, headers, retry_mark(headers), reader)
         stream = wants_stream(body)
         if not stream and self._abort_after_s is None:
             reply = await call
         else:
             task = asyncio.ensure_future(call)
-            watch = asyncio.ensure_future(self._cut_on_disconnect(session_id, task))
+            watch = asyncio.ensure_future(self._leave_on_disconnect(reader, task))
             try:
                 if stream:
                     await self._stream(task)
@@ -102,6 +104,12 @@ class _Exchange:
                 raise
             await self._event(as_error_event(error.body()) + DONE)
             return
+        except Exception:
+            if not began:
+                raise
+            log.exception("an unexpected fault in a streamed turn")
+            await self._event(as_error_event(AppError(INTERNAL).body()) + DONE)
+            return
         if reply.turn is not None:
             if not began:
                 await _start_stream(self._send, [h for h in _marked(reply) if h[0] != "content-type"])
@@ -114,14 +122,14 @@ class _Exchange:
     async def _event(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def _cut_on_disconnect(self, session_id: str, task: asyncio.Task[TurnReply]) -> None:
+    async def _leave_on_disconnect(self, reader: Reader, task: asyncio.Task[TurnReply]) -> None:
         if self._abort_after_s is None:
             return
         while (await self._receive())["type"] != "http.disconnect":
             continue
         await asyncio.wait({task}, timeout=self._abort_after_s)
         if not task.done():
-            self._turns.cut_off(session_id, "disconnect")
+            reader.leave()
 
 
 async def _start_stream(send: Send, headers: Headers) -> None:
@@ -151,7 +159,7 @@ def retry_mark(headers: Headers) -> RetryMark:
         if name == "idempotency-key" and value:
             key = hash_key(value)
         elif name == "x-stainless-retry-count":
-            is_retry = value.isdigit() and int(value) > 0
+            is_retry = not value.strip("0123456789") and bool(value.strip("0"))
     return RetryMark(key, is_retry)
 
 

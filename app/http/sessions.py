@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from app.domain.events import SessionConfig
 from app.domain.session import Session
 from app.errors import InvalidRequest, Unsupported
-from app.http.state import Services, begun, services
+from app.http.state import Services, begun, services, whole_body
 from app.service import transcript
 from app.service.sessions import NewSession, summary
 from app.store import reads
@@ -25,6 +25,9 @@ from app.upstream import headers as http_headers
 router = APIRouter()
 
 SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+NO_NUL = r"^[^\x00]*$"
+"""PostgreSQL's text holds no NUL."""
+
 MAX_METADATA = 64 << 10
 """Bytes of a session's metadata: it is a label, not a place for data."""
 
@@ -38,7 +41,7 @@ class CreateSession(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     session_id: str | None = Field(default=None, pattern=SESSION_ID)
-    group_id: str | None = Field(default=None, max_length=512)
+    group_id: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
     attempt: int | None = Field(default=None, ge=0, le=2**31 - 1)
     metadata: dict[str, Any] | None = None
     rollback_window: int | None = Field(default=None, ge=0, le=1000)
@@ -46,7 +49,7 @@ class CreateSession(BaseModel):
     history: Literal["linear", "tree"] = "linear"
     on_divergence: Literal["reject", "segment"] = "reject"
     matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
-    adapter: str | None = Field(default=None, max_length=512)
+    adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
     on_abort: Literal["return", "continue", "fail"] = "return"
 
 
@@ -104,7 +107,7 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
 async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
-    raw = await request.body()
+    raw = await whole_body(request)
     new = new_session(_read(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
     await app.sessions.create(new)
     return {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
@@ -169,7 +172,7 @@ async def get_events(
 async def put_reward(request: Request, session_id: str) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
-    body = _read(await request.body(), Reward)
+    body = _read(await whole_body(request), Reward)
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}
 

@@ -8,8 +8,9 @@ import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
-from app.http.limits import Inflight
+from app.http.limits import Inflight, read_body
 from app.service.export import Exporter
+from app.service.follow import Followers
 from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings
@@ -27,6 +28,7 @@ class Services(msgspec.Struct, frozen=True):
     turns: Turns
     exporter: Exporter
     inflight: Inflight
+    followers: Followers
 
 
 def services(request: Request) -> Services:
@@ -36,6 +38,14 @@ def services(request: Request) -> Services:
 def of_scope(scope: Scope) -> Services:
     found: Services = scope["app"].state.services
     return found
+
+
+async def whole_body(request: Request) -> bytes:
+    """The request's body within the limits. Raises RequestTooLarge, Overloaded, InvalidRequest."""
+    app = services(request)
+    with app.inflight.room() as room:
+        body = await read_body(request.receive, request.headers.items(), app.settings.max_request_bytes, room)
+    return body or b""
 
 
 async def begun(stream: AsyncIterator[bytes]) -> tuple[AsyncIterator[bytes], bool]:

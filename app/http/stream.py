@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from app.export.turnlog import in_one_line
+
 KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -44,7 +46,7 @@ def as_stream(body: bytes) -> bytes:
     reply: dict[str, Any] = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
     reply["object"] = "chat.completion.chunk"
     reply["choices"] = [_choice(choice) for choice in _CHOICES.decode(reply["choices"])]
-    return b"data: " + msgspec.json.encode(reply) + b"\n\n" + DONE
+    return b"data: " + in_one_line(msgspec.json.encode(reply)) + b"\n\n" + DONE
 
 
 def _choice(choice: Fields) -> dict[str, Any]:

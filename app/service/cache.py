@@ -10,12 +10,13 @@ import asyncio
 import bisect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
 
 import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, apply
+from app.domain.session import Session, apply, fold
 from app.errors import AppError, SessionUnreadable
 from app.store import codec, reads
 from app.store.codec import CorruptContent
@@ -123,15 +124,15 @@ class SessionCache:
         return await self.refresh(session_id)
 
     async def refresh(self, session_id: str) -> Live | None:
-        """The session with what others have appended since."""
+        """The session with what others have appended since. Raises SessionUnreadable."""
         live = self._entries.get(session_id)
         if live is None:
             return await self._load(session_id)
         known = live.session
-        new = await self.database.read(
-            lambda connection: reads.load_events(connection, session_id, after=known.version)
+        rows = await self.database.read(
+            lambda connection: reads.event_rows(connection, session_id, after=known.version)
         )
-        if live.session is known and not live.advance(new):
+        if live.session is known and not live.advance(_decoded(session_id, rows)):
             self.drop(session_id)
             return await self._load(session_id)
         self._account(session_id, live)
@@ -141,6 +142,8 @@ class SessionCache:
         """Fold in what this process has just written."""
         live = self._entries.get(session_id)
         if live is None:
+            # A load that is under way may have read the log before these events: let it read again.
+            self._loading.pop(session_id, None)
             return
         if live.advance(events):
             self._account(session_id, live)
@@ -170,16 +173,18 @@ class SessionCache:
             return found
         session_id = live.session.session_id
         chain = [member.number for member in live.session.message_chain(turn)]
+        frames = await self.database.read(
+            lambda connection: reads.load_frames(connection, session_id, chain, facts=False)
+        )
         try:
-            wires = await self.database.read(lambda connection: reads.load_wires(connection, session_id, chain))
+            wires = await _off_loop(len(chain), lambda: reads.unpack_wires(frames, chain))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
         transcript = Transcript()
         for parent, number in zip([0, *chain], chain, strict=False):
             transcript.extend(parent, number, b",".join((*wires[number].messages, wires[number].message)))
         live.transcript = transcript
-        if self._entries.get(session_id) is live:
-            self._account(session_id, live)
+        self._account(session_id, live)
         return transcript.upto(turn) or b""
 
     async def close(self) -> None:
@@ -191,17 +196,25 @@ class SessionCache:
         """Concurrent misses of one session share one read, which outlives a cancelled request."""
         task = self._loading.get(session_id)
         if task is None:
-            task = asyncio.create_task(self._read(session_id))
-            self._loading[session_id] = task
-            task.add_done_callback(lambda _: self._loading.pop(session_id, None))
+            task = self._loading[session_id] = asyncio.create_task(self._read(session_id))
+            task.add_done_callback(lambda done: self._loaded(session_id, done))
         return await asyncio.shield(task)
 
+    def _loaded(self, session_id: str, task: asyncio.Task[Live | None]) -> None:
+        if self._loading.get(session_id) is task:
+            del self._loading[session_id]
+
     async def _read(self, session_id: str) -> Live | None:
-        try:
-            session = await self.database.read(lambda connection: reads.load_session(connection, session_id))
-        except UnknownEvent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
-        return None if session is None else self.put(session)
+        own = asyncio.current_task()
+        while True:
+            snapshot, rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
+            session = await _off_loop(len(rows), lambda: _folded(session_id, snapshot, rows))  # noqa: B023
+            newest = self._loading.get(session_id)
+            if newest is own:
+                return None if session is None else self.put(session)
+            if newest is not None:
+                return await newest
+            self._loading[session_id] = cast("asyncio.Task[Live | None]", own)
 
     def put(self, session: Session) -> Live:
         """Take a fold in, unless a newer one is there."""
@@ -216,6 +229,9 @@ class SessionCache:
         return live
 
     def _account(self, session_id: str, live: Live) -> None:
+        """Count an entry anew; one that was evicted meanwhile no longer counts."""
+        if self._entries.get(session_id) is not live:
+            return
         self._bytes += live.size - self._sizes[session_id]
         self._sizes[session_id] = live.size
         self._entries.move_to_end(session_id)
@@ -241,3 +257,27 @@ class SessionCache:
             await self._writer.submit(operation)
         except AppError as error:
             log.warning("no snapshot of session %s was saved: %s", session.session_id, error)
+
+
+OFF_LOOP = 64
+"""Rows whose decoding takes about a millisecond: more are decoded on a thread."""
+
+T = TypeVar("T")
+
+
+async def _off_loop(rows: int, work: Callable[[], T]) -> T:
+    return work() if rows <= OFF_LOOP else await asyncio.to_thread(work)
+
+
+def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
+    try:
+        return reads.decode_events(rows)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+
+def _folded(session_id: str, snapshot: Session | None, rows: Sequence[reads.EventRow]) -> Session | None:
+    try:
+        return fold(session_id, reads.decode_events(rows), snapshot)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error

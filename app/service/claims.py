@@ -104,7 +104,7 @@ class Claims:
         try:
             return match(session, incoming)
         except (RollbackTooDeep, HistoryMismatch):
-            fresh = await self._cache.current(session.session_id)
+            fresh = await self._cache.refresh(session.session_id)
             if fresh is not None and fresh.session.version != session.version:
                 return None
             if fresh is not None and self._cache.held_elsewhere(fresh.session, self.incarnation):
@@ -114,7 +114,7 @@ class Claims:
     async def _held(self, session_id: str, held: Busy, request: ChatRequest, mark: RetryMark) -> None:
         """The session's open turn is another process's, or one that this process failed to let go."""
         if held.incarnation == self.incarnation:
-            await self.release(session_id, held.fence, TurnAbandoned(held.turn, held.fence, "owner_dead"))
+            await self.release(session_id, held.fence, TurnAbandoned(held.turn, held.fence, "not_released"))
             return
         busy = SessionBusy(f"session {session_id} has a turn in flight")
         if mark.repeats(held.retry_key, held.body_hash, request.body_hash):

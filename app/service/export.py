@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import EXPORTED, Recorded, TurnCommitted, UnknownEvent
+from app.domain.events import EXPORTED, TurnCommitted, UnknownEvent
 from app.domain.samples import Inconsistent, Sample, TurnTokens, samples
 from app.domain.session import Session, fold
 from app.errors import InvalidRequest
@@ -75,18 +75,23 @@ class Export(msgspec.Struct, frozen=True):
     rows: AsyncIterator[bytes]
 
 
-class Erased(Exception):
-    """The session's content is gone since the moment that is exported."""
-
-
 class _Stored(msgspec.Struct, frozen=True):
-    """A session as read from the database, not yet unpacked."""
+    """A session's rows as they stand in the database."""
+
+    session_id: str
+    place: Position
+    status: str
+    events: list[reads.EventRow]
+    frames: reads.Frames
+    metadata: bytes | None
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """A session folded as of the export's moment; `times` are when each turn was committed."""
 
     session: Session
     events: dict[int, TurnCommitted]
     times: dict[int, float]
-    frames: dict[int, tuple[bytes | None, bytes | None]]
-    metadata: bytes | None
 
 
 class Exporter:
@@ -116,105 +121,90 @@ class Exporter:
         given = 0
         after, skip = _resume(window)
         while limit is None or given < limit:
-            page, places = await self._page(after, window.high, filters, explain)
-            if not places:
+            page = await self._page(after, window.high, filters, explain)
+            if not page:
                 return
-            lines = await asyncio.to_thread(self._lines, page, places, window, filters, skip, explain)
+            lines = await asyncio.to_thread(self._lines, page, window, filters, skip, explain)
             if limit is not None:
                 lines = lines[: limit - given]
             given += len(lines)
             if lines:
                 yield b"".join(lines)
-            after, skip = places[-1][1], None
+            after, skip = page[-1].place, None
 
-    async def _page(
-        self, after: Position, high: Position, filters: Filters, explain: bool
-    ) -> tuple[list[_Stored | Exception], list[tuple[str, Position]]]:
+    async def _page(self, after: Position, high: Position, filters: Filters, explain: bool) -> list[_Stored]:
         types = (*EXPORTED, "SessionCreated") if explain else EXPORTED
 
-        def read(
-            connection: reads.Connection,
-        ) -> tuple[list[_Stored | Exception], list[tuple[str, Position]]]:
+        def read(connection: reads.Connection) -> list[_Stored]:
             places = reads.changed_sessions(
                 connection, after=after, upto=high, limit=PAGE, session_id=filters.session_id, types=types
             )
-            return [_read_session(connection, session_id, high) for session_id, _ in places], places
+            return [_read_session(connection, session_id, place, high) for session_id, place in places]
 
         return await self._database.read(read)
 
     def _lines(
-        self,
-        page: list[_Stored | Exception],
-        places: list[tuple[str, Position]],
-        window: Cursor,
-        filters: Filters,
-        skip: int | None,
-        explain: bool,
+        self, page: list[_Stored], window: Cursor, filters: Filters, skip: int | None, explain: bool
     ) -> list[bytes]:
+        """The page's rows; what is left out is a line too where `explain` asks for it. Runs on a thread."""
         lines: list[bytes] = []
-        for stored, (session_id, place) in zip(page, places, strict=True):
+        for stored in page:
             try:
-                if isinstance(stored, Exception):
-                    raise stored
-                lines += self._session_lines(stored, place, window, filters, skip, explain)
+                for line, excluded in self._session_lines(stored, window, filters, skip):
+                    if explain or not excluded:
+                        lines.append(line)
             except (UnknownEvent, CorruptContent, Inconsistent) as error:
-                log.error("session %s cannot be exported: %s", session_id, error)
+                log.error("session %s cannot be exported: %s", stored.session_id, error)
                 if explain:
-                    lines.append(_excluded(session_id, None, f"unreadable: {error}"))
-            except Erased:
-                if explain:
-                    lines.append(_excluded(session_id, None, "erased"))
+                    lines.append(_excluded(stored, window, f"unreadable: {error}"))
             skip = None
         return lines
 
     def _session_lines(
-        self,
-        stored: _Stored,
-        place: Position,
-        window: Cursor,
-        filters: Filters,
-        skip: int | None,
-        explain: bool,
-    ) -> Iterator[bytes]:
-        session = stored.session
-        reason = _session_excluded(stored, filters)
-        if reason is not None:
-            if explain:
-                yield _excluded(session.session_id, None, reason)
+        self, stored: _Stored, window: Cursor, filters: Filters, skip: int | None
+    ) -> Iterator[tuple[bytes, bool]]:
+        """Lines, and of each whether it tells of something left out."""
+        if stored.status == "erased":
+            yield _excluded(stored, window, "erased"), True
             return
-        if explain:
-            live = set(session.path)
-            for turn in session.turns:
-                if turn.number not in live:
-                    yield _excluded(session.session_id, turn.segment, "rolled back", turn=turn.number)
-        content, wires = _unpack(stored)
+        known = _fold(stored)
+        session = known.session
+        reason = _session_excluded(known, filters)
+        if reason is not None:
+            yield _excluded(stored, window, reason), True
+            return
+        content, wires = _unpack(stored, known)
+        metadata = None if stored.metadata is None else codec.decompress(stored.metadata)
         every = samples(session, content)
         for sample in every:
+            last = sample is every[-1]
             if skip is not None and sample.segment <= skip:
                 continue
             if filters.status not in (None, sample.status):
-                if explain:
-                    yield _excluded(session.session_id, sample.segment, f"status is {sample.status}")
+                yield _excluded(stored, window, f"status is {sample.status}", segment=sample.segment), True
                 continue
-            last = sample is every[-1]
-            cursor = msgspec.structs.replace(window, at=place, segment=None if last else sample.segment)
-            yield turnlog.row(
+            cursor = msgspec.structs.replace(window, at=stored.place, segment=None if last else sample.segment)
+            row = turnlog.row(
                 session,
                 sample,
                 messages=_conversation(session, sample, wires),
-                metadata=stored.metadata,
-                source=self._source(stored, sample),
+                metadata=metadata,
+                source=self._source(known, sample),
                 cursor=cursor.encode(),
                 last_segment=last,
             )
+            yield row, False
+        for turn in session.turns:
+            if turn.number not in content:
+                yield _excluded(stored, window, "rolled back", segment=turn.segment, turn=turn.number), True
 
-    def _source(self, stored: _Stored, sample: Sample) -> turnlog.Source:
-        events = [stored.events[span.turn] for span in sample.turns]
+    def _source(self, known: _Known, sample: Sample) -> turnlog.Source:
+        events = [known.events[span.turn] for span in sample.turns]
         return turnlog.Source(
             engines=sorted({event.engine for event in events}),
             dialects=sorted({event.dialect for event in events}),
-            created_at=stored.session.created_at,
-            committed_at=stored.times[events[-1].turn],
+            created_at=known.session.created_at,
+            committed_at=known.times[events[-1].turn],
             turnlog_version=self._version,
         )
 
@@ -228,41 +218,37 @@ def _resume(window: Cursor) -> tuple[Position, int | None]:
     return Position(window.at.tx, window.at.position - 1), window.segment
 
 
-def _read_session(connection: reads.Connection, session_id: str, high: Position) -> _Stored | Exception:
-    try:
-        head = reads.head(connection, session_id)
-        if head is None or head.status == "erased":
-            return Erased()
-        events = reads.load_events(connection, session_id, upto=high)
-        session = fold(session_id, events)
-        assert session is not None
-        committed = {e.event.turn: e for e in events if isinstance(e.event, TurnCommitted)}
-        metadata = None
-        if session.metadata is not None:
-            metadata = reads.load_blobs(connection, session_id, [session.metadata.number]).get(session.metadata.number)
-        return _Stored(
-            session,
-            {turn: _event(recorded) for turn, recorded in committed.items()},
-            {turn: recorded.at for turn, recorded in committed.items()},
-            reads.load_frames(connection, session_id, session.path),
-            metadata,
-        )
-    except (UnknownEvent, CorruptContent) as error:
-        return error
+def _read_session(connection: reads.Connection, session_id: str, place: Position, high: Position) -> _Stored:
+    head = reads.head(connection, session_id)
+    if head is None or head.status == "erased":
+        return _Stored(session_id, place, "erased", [], {}, None)
+    return _Stored(
+        session_id,
+        place,
+        head.status,
+        reads.event_rows(connection, session_id, upto=high),
+        reads.load_frames(connection, session_id),
+        reads.metadata_frame(connection, session_id),
+    )
 
 
-def _event(recorded: Recorded) -> TurnCommitted:
-    assert isinstance(recorded.event, TurnCommitted)
-    return recorded.event
+def _fold(stored: _Stored) -> _Known:
+    """Raises UnknownEvent."""
+    events = reads.decode_events(stored.events)
+    session = fold(stored.session_id, events)
+    if session is None:
+        raise UnknownEvent("the log is empty")
+    committed = [(recorded.at, recorded.event) for recorded in events if isinstance(recorded.event, TurnCommitted)]
+    return _Known(session, {event.turn: event for _, event in committed}, {event.turn: at for at, event in committed})
 
 
-def _unpack(stored: _Stored) -> tuple[dict[int, TurnTokens], dict[int, Wire]]:
+def _unpack(stored: _Stored, known: _Known) -> tuple[dict[int, TurnTokens], dict[int, Wire]]:
     """The live turns' content, each checked against the log's hash. Raises CorruptContent."""
     content: dict[int, TurnTokens] = {}
     wires: dict[int, Wire] = {}
-    for number in stored.session.path:
+    for number in known.session.path:
         facts_frame, wire_frame = stored.frames.get(number, (None, None))
-        event = stored.events[number]
+        event = known.events[number]
         if facts_frame is None or wire_frame is None:
             raise CorruptContent(f"turn {number}: the content is not there")
         if codec.content_hash(facts_frame, wire_frame) != event.content_hash:
@@ -279,16 +265,16 @@ def _conversation(session: Session, sample: Sample, wires: dict[int, Wire]) -> l
     return [message for turn in chain for message in (*wires[turn.number].messages, wires[turn.number].message)]
 
 
-def _session_excluded(stored: _Stored, filters: Filters) -> str | None:
+def _session_excluded(known: _Known, filters: Filters) -> str | None:
     """Why a session gives no row at all."""
-    session = stored.session
+    session = known.session
     if not session.path:
         return "no committed turn"
     if filters.group_id not in (None, session.config.group_id):
         return "group_id differs"
     if filters.session_status not in (None, session.status):
         return f"session_status is {session.status}"
-    committed = stored.times[session.path[-1]]
+    committed = known.times[session.path[-1]]
     if filters.since is not None and committed < filters.since:
         return "committed before since"
     if filters.until is not None and committed > filters.until:
@@ -305,6 +291,9 @@ def _reward_excluded(session: Session, filters: Filters) -> str | None:
     return None
 
 
-def _excluded(session_id: str, segment: int | None, reason: str, turn: int | None = None) -> bytes:
-    row = {"session_id": session_id, "segment": segment, "turn": turn, "excluded": reason}
-    return msgspec.json.encode(row) + b"\n"
+def _excluded(
+    stored: _Stored, window: Cursor, reason: str, *, segment: int | None = None, turn: int | None = None
+) -> bytes:
+    cursor = msgspec.structs.replace(window, at=stored.place, segment=segment if turn is None else None)
+    row = {"session_id": stored.session_id, "segment": segment, "turn": turn, "excluded": reason}
+    return msgspec.json.encode({**row, "cursor": cursor.encode()}) + b"\n"

@@ -55,6 +55,7 @@ class Flight:
         self.mark = mark
         self.body_hash = body_hash
         self.cut: CutReason | None = None
+        self.readers = 0
         self.at_engine: asyncio.Task[object] | None = None
         self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 
@@ -71,6 +72,25 @@ class Flight:
         self.cut = self.cut or reason
         if self.at_engine is not None:
             self.at_engine.cancel()
+
+
+class Reader:
+    """A client that waits for a turn, its own or one that it joined."""
+
+    def __init__(self) -> None:
+        self._flight: Flight | None = None
+
+    def wait_for(self, flight: Flight) -> None:
+        self._flight = flight
+        flight.readers += 1
+
+    def leave(self) -> None:
+        """The client has gone. Where nobody else waits for the turn, it is cut off."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.readers -= 1
+            if flight.readers == 0:
+                flight.cut_off("disconnect")
 
 
 class Cut(Exception):

@@ -14,7 +14,14 @@ class Followers:
     """Who is reading which log live."""
 
     def __init__(self) -> None:
+        self.stopping = False
         self._following: dict[str, set[asyncio.Event]] = {}
+
+    def stop(self) -> None:
+        """End all following: a server that stops waits for its open replies."""
+        self.stopping = True
+        for session_id in self._following:
+            self.notify(session_id)
 
     @contextlib.contextmanager
     def follow(self, session_id: str) -> Iterator[asyncio.Event]:

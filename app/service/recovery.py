@@ -27,15 +27,22 @@ async def register(database: Database) -> int:
 
 
 class Recovery:
-    """`lease_s` of silence end a process's claims; with SQLite its lock alone decides."""
+    """`lease_s` of silence end a process's claims; this one says every `beat_s` seconds that it is alive."""
 
     def __init__(
-        self, database: Database, writer: Writer, incarnation: int, lease_s: float, clock: Callable[[], float]
+        self,
+        database: Database,
+        writer: Writer,
+        incarnation: int,
+        lease_s: float,
+        beat_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._writer = writer
         self._incarnation = incarnation
         self._lease_s = lease_s
+        self._beat_s = beat_s
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -66,7 +73,7 @@ class Recovery:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_s / BEATS_PER_LEASE)
+            await asyncio.sleep(self._beat_s)
             try:
                 await self._database.write(lambda tx: incarnations.heartbeat(tx, self._incarnation), durable=False)
             except AppError as error:

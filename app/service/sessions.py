@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from app.domain import decide
-from app.domain.events import BlobRef, Recorded, SessionConfig, SessionCreated, UnknownEvent
+from app.domain.events import BlobRef, Recorded, SessionConfig, SessionCreated, SessionErased, UnknownEvent
 from app.domain.session import Session, fold
 from app.errors import (
     AppError,
@@ -154,7 +154,7 @@ class Sessions:
                     yield await asyncio.to_thread(_ndjson, page)
                 if len(page) == PAGE:
                     continue
-                if not follow:
+                if not follow or self._followers.stopping or (page and isinstance(page[-1].event, SessionErased)):
                     return
                 await wait_for_change(changed)
 

@@ -29,7 +29,7 @@ from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClos
 from app.service import transcript
 from app.service.cache import SessionCache
 from app.service.claims import Claims, Opening, repeated_turn
-from app.service.flights import Cut, CutReason, Flight, RetryMark, TurnReply
+from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
 from app.service.judge import Judged, judged
 from app.service.sessions import Clock, refusal
 from app.settings import Settings
@@ -70,12 +70,13 @@ class Turns:
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def cut_off(self, session_id: str, reason: CutReason) -> None:
+    def close(self, session_id: str) -> None:
+        """The session was closed: end the work on its turn in flight."""
         flight = self._flights.get(session_id)
         if flight is not None:
-            flight.cut_off(reason)
+            flight.cut_off("session_closed")
 
-    async def chat(self, session_id: str, body: bytes, client: Headers, mark: RetryMark) -> TurnReply:
+    async def chat(self, session_id: str, body: bytes, client: Headers, mark: RetryMark, reader: Reader) -> TurnReply:
         """One turn. Raises AppError in the order 404, 400, 409, 400 (history), then what the engine did."""
         request: ChatRequest | None = None
         while True:
@@ -90,15 +91,17 @@ class Turns:
             if flight is not None:
                 if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
                     raise SessionBusy(f"session {session_id} has a turn in flight")
+                reader.wait_for(flight)
                 joined = await flight.join()
                 if joined is not None:
                     return msgspec.structs.replace(joined, replayed=True)
                 continue
             repeated = repeated_turn(live, mark, request)
             if repeated is not None:
-                return await self._replay(live.session, repeated)
+                return await self._replay(session_id, repeated)
             self._engines.order(session_id)
             flight = self._flights[session_id] = Flight(mark, request.body_hash)
+            reader.wait_for(flight)
             reply: TurnReply | None = None
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
@@ -239,8 +242,10 @@ class Turns:
         self._cache.remember(session_id, parent, opening.event.turn, messages)
         self._cache.snapshot_if_due(opening.fence - 1, session_id)
 
-    async def _replay(self, session: Session, number: int) -> TurnReply:
-        """A committed turn's reply, to the byte."""
+    async def _replay(self, session_id: str, number: int) -> TurnReply:
+        """A committed turn's reply, to the byte, unless the session was closed meanwhile."""
+        live = await self._cache.current(session_id)
+        session = decide.require_open(live.session if live else None, session_id)
         status, headers, body = await transcript.stored_reply(self._cache.database, session, number)
         return TurnReply(status, headers, body, turn=number, replayed=True)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from sqlalchemy import BigInteger, Connection, Double
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ClauseElement, Executable, Insert
 from sqlalchemy.sql.functions import FunctionElement
@@ -218,6 +219,8 @@ _UNAVAILABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 def store_error(error: BaseException) -> AppError | None:
     """What a driver's error means to a client; None for one that is our own mistake."""
+    if isinstance(error, PoolTimeout):
+        return StoreUnavailable("all connections to the database are busy")
     if isinstance(error, DBAPIError):
         if isinstance(error, InterfaceError) or error.connection_invalidated:
             return StoreUnavailable("the connection to the database was lost")

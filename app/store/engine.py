@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError
@@ -102,18 +103,20 @@ class Database:
         self._opened = True
 
     async def close(self) -> None:
-        if self._sqlite is not None and self._opened:
-            await self._sqlite.close()
-        await self.engine.dispose()
-        if self._lock is not None:
-            self._lock.release()
+        try:
+            if self._sqlite is not None and self._opened:
+                await self._sqlite.close()
+        finally:
+            await self.engine.dispose()
+            if self._lock is not None:
+                self._lock.release()
 
     async def read(self, function: Callable[[Connection], T]) -> T:
         """Run `function` on a connection. Raises StoreUnavailable where the database cannot answer."""
         try:
             async with self.engine.connect() as connection:
                 return await connection.run_sync(function)
-        except (DBAPIError, OSError) as error:
+        except (DBAPIError, PoolTimeout, OSError) as error:
             raise store_error(error) or error from error
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False) -> T:
@@ -134,13 +137,17 @@ class Database:
             if is_conflict(error):
                 raise WriteConflict(str(error.orig)) from error
             raise store_error(error) or error from error
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, PoolTimeout, OSError) as error:
             raise store_error(error) or error from error
 
     async def empty_log_file(self) -> None:
         """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable."""
-        if self._sqlite is not None:
+        if self._sqlite is None:
+            return
+        try:
             await self._sqlite.empty_log_file()
+        except sqlite3.Error as error:
+            raise store_error(error) or error from error
 
     async def _check_revision(self) -> None:
         head = revision_head()

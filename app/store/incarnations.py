@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, insert, null, select, update
 
 from app.store.dialect import Tx, now
 from app.store.schema import incarnations
@@ -21,16 +21,17 @@ _here = select(incarnations.c.id, incarnations.c.pid).where(
     incarnations.c.ended_at.is_(None), incarnations.c.host == bindparam("at_host")
 )
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
-_beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now())
+_beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
 
 
 def host_name() -> str:
-    """This boot of this machine: process ids mean nothing beyond it."""
+    """This boot of this machine and this space of process ids: they mean nothing beyond it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = "?"
-    return f"{socket.gethostname()}/{boot}"[:255]
+        boot = space = "?"
+    return f"{socket.gethostname()}/{boot}/{space}"[:255]
 
 
 def register(tx: Tx, *, alone: bool) -> int:
@@ -54,6 +55,7 @@ def register(tx: Tx, *, alone: bool) -> int:
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:
+    """Say that this process is alive, also where another took it for dead: only its fences decide what it may write."""
     tx.run(_beat, {"which": incarnation})
 
 

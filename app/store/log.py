@@ -32,9 +32,16 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Operation(Protocol[Result]):
-    """`size` is about how many bytes it writes; `durable` says that an acknowledgement rests on it."""
+    """What it is about to write: `size` is about how many bytes.
+
+    `durable` says that an acknowledgement rests on it, `brief` that it takes some tens of microseconds.
+    """
 
     durable: ClassVar[bool]
+    brief: ClassVar[bool]
+
+    @property
+    def session_id(self) -> str: ...
 
     @property
     def size(self) -> int: ...
@@ -205,6 +212,7 @@ class _Operation(msgspec.Struct, frozen=True):
     """An operation that writes little and is acknowledged; those that differ say so."""
 
     durable: ClassVar[bool] = True
+    brief: ClassVar[bool] = False
 
     @property
     def size(self) -> int:
@@ -259,6 +267,7 @@ class Claim(_Operation, frozen=True):
     """
 
     durable: ClassVar[bool] = False
+    brief: ClassVar[bool] = True
     session_id: str
     expected: int
     at: float
@@ -351,6 +360,7 @@ class Release(_Operation, frozen=True):
     """End the open turn without a commit."""
 
     durable: ClassVar[bool] = False
+    brief: ClassVar[bool] = True
     session_id: str
     fence: int
     incarnation: int
@@ -442,6 +452,11 @@ class AbandonDead(_Operation, frozen=True):
     @property
     def size(self) -> int:
         return 256 * self.most
+
+    @property
+    def session_id(self) -> str:
+        """Of no session in particular: it comes first in a batch."""
+        return ""
 
     def apply(self, tx: Tx) -> tuple[str | None, int]:
         found = tx.all(_dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})

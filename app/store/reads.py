@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, exists, null, select, tuple_
@@ -76,15 +77,25 @@ def list_heads(
     return [Head(*row) for row in connection.execute(query)]
 
 
-def load_events(
+class EventRow(NamedTuple):
+    """A stored event, not yet decoded."""
+
+    seq: int
+    at: float
+    type: str
+    version: int
+    data: bytes
+
+
+def event_rows(
     connection: Connection,
     session_id: str,
     *,
     after: int = 0,
     upto: Position | None = None,
     limit: int | None = None,
-) -> list[Recorded]:
-    """A session's events after seq `after`, in order. Raises UnknownEvent."""
+) -> list[EventRow]:
+    """A session's events after seq `after`, in order."""
     query = (
         select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
         .where(events.c.session_id == session_id, events.c.seq > after)
@@ -94,16 +105,29 @@ def load_events(
         query = query.where(_at_or_before(upto))
     if limit is not None:
         query = query.limit(limit)
-    return [
-        Recorded(seq, at, upcast.decode(name, version, data))
-        for seq, at, name, version, data in connection.execute(query)
-    ]
+    return [EventRow(*row) for row in connection.execute(query)]
 
 
-def load_session(connection: Connection, session_id: str, known: Session | None = None) -> Session | None:
-    """The state of a session now, from `known` or its snapshot on. Raises UnknownEvent."""
-    start = known if known is not None else load_snapshot(connection, session_id)
-    return fold(session_id, load_events(connection, session_id, after=start.version if start else 0), start)
+def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
+    """Raises UnknownEvent."""
+    return [Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data)) for row in rows]
+
+
+def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:
+    """Few events, read and decoded. Raises UnknownEvent."""
+    return decode_events(event_rows(connection, session_id, after=after, limit=limit))
+
+
+def session_rows(connection: Connection, session_id: str) -> tuple[Session | None, list[EventRow]]:
+    """What a session's state is folded from: its snapshot, if any, and the events after it."""
+    snapshot = load_snapshot(connection, session_id)
+    return snapshot, event_rows(connection, session_id, after=snapshot.version if snapshot else 0)
+
+
+def load_session(connection: Connection, session_id: str) -> Session | None:
+    """The state of a session now. Raises UnknownEvent."""
+    snapshot, rows = session_rows(connection, session_id)
+    return fold(session_id, decode_events(rows), snapshot)
 
 
 def load_snapshot(connection: Connection, session_id: str) -> Session | None:
@@ -126,15 +150,23 @@ SPAN = 500
 
 
 def load_frames(
-    connection: Connection, session_id: str, numbers: Sequence[int], *, facts: bool = True, wire: bool = True
+    connection: Connection,
+    session_id: str,
+    numbers: Sequence[int] | None = None,
+    *,
+    facts: bool = True,
+    wire: bool = True,
 ) -> Frames:
-    found: Frames = {}
-    for start in range(0, len(numbers), SPAN):
-        query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else null()).where(
-            turns.c.session_id == session_id, turns.c.turn.in_(numbers[start : start + SPAN])
-        )
-        found.update((row[0], (row[1], row[2])) for row in connection.execute(query))
-    return found
+    """The stored content of some turns; None: of all, discarded ones too."""
+    query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else null()).where(
+        turns.c.session_id == session_id
+    )
+    parts = (
+        [query]
+        if numbers is None
+        else [query.where(turns.c.turn.in_(numbers[at : at + SPAN])) for at in range(0, len(numbers), SPAN)]
+    )
+    return {row[0]: (row[1], row[2]) for part in parts for row in connection.execute(part)}
 
 
 def load_facts(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Facts]:
@@ -145,7 +177,11 @@ def load_facts(connection: Connection, session_id: str, numbers: Sequence[int]) 
 
 def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Wire]:
     """What went over the wire in some turns. Raises CorruptContent, also where the content is not there."""
-    frames = load_frames(connection, session_id, numbers, facts=False)
+    return unpack_wires(load_frames(connection, session_id, numbers, facts=False), numbers)
+
+
+def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:
+    """Raises CorruptContent, also where the content is not there."""
     return {number: codec.unpack(frames.get(number, (None, None))[1], Wire) for number in numbers}
 
 
@@ -155,6 +191,13 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
         blobs.c.session_id == session_id, blobs.c.number.in_(sorted(set(numbers)))
     )
     return {number: codec.decompress(data) for number, data in connection.execute(query)}
+
+
+def metadata_frame(connection: Connection, session_id: str) -> bytes | None:
+    """The stored frame of the metadata that the session was created with, if any."""
+    query = select(blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.kind == "metadata")
+    row = connection.execute(query).first()
+    return None if row is None else row[0]
 
 
 def epoch(connection: Connection) -> str:

@@ -8,6 +8,7 @@ it over and back. The log file is checkpointed between batches, not inside a com
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
 import sqlite3
@@ -23,6 +24,8 @@ from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.schema import events
 
 T = TypeVar("T")
+
+log = logging.getLogger("turnlog.sqlite")
 
 BUSY_TIMEOUT_S = 10.0
 """How long a write waits for a foreign holder of the lock before it is a 503."""
@@ -49,7 +52,7 @@ class SqliteWriter:
         self._on_thread = 0
         self._durable: bool | None = None
         self._checkpointed_at = 0
-        self._checkpointing: asyncio.Task[bool] | None = None
+        self._checkpointing: asyncio.Task[None] | None = None
         self.connection: sqlite3.Connection
         self._tx: SqliteTx
 
@@ -76,8 +79,14 @@ class SqliteWriter:
         result = await self._hop(lambda: self._transact(function, durable, BUSY_TIMEOUT_S))
         if self.connection.total_changes - self._checkpointed_at > CHECKPOINT_CHANGES:
             self._checkpointed_at = self.connection.total_changes
-            self._checkpointing = asyncio.ensure_future(self._hop(lambda: self._checkpoint("PASSIVE")))
+            self._checkpointing = asyncio.ensure_future(self._checkpoint_beside())
         return result
+
+    async def _checkpoint_beside(self) -> None:
+        try:
+            await self._hop(lambda: self._checkpoint("PASSIVE"))
+        except sqlite3.Error as error:
+            log.warning("the log file was not moved into the database, and grows: %s", error)
 
     async def empty_log_file(self) -> None:
         """Move everything out of the log file and cut it to nothing.

@@ -35,7 +35,7 @@ CONFLICT_TRIES = 5
 """How often a batch is tried that another process's transaction stood in the way of."""
 
 BRIEF = 8
-"""Operations that together take less than a millisecond, where no fsync is needed."""
+"""Brief operations that together take less than a millisecond, where no fsync is needed."""
 
 MAX_QUEUE = 10_000
 MAX_QUEUE_BYTES = 256 << 20
@@ -89,6 +89,8 @@ class Writer:
             raise StoreUnavailable("the server is stopping")
         if self._is_full():
             await self._wait_for_room()
+            if self._stopping:
+                raise StoreUnavailable("the server is stopping")
         entry = _Entry(operation, asyncio.get_running_loop().create_future())
         self._queue.append(entry)
         self._bytes += operation.size
@@ -129,7 +131,7 @@ class Writer:
             batch.append(entry)
         self._bytes -= size
         # PostgreSQL locks rows in this order; two processes that agree on it cannot wait for each other.
-        batch.sort(key=lambda entry: getattr(entry.operation, "session_id", ""))
+        batch.sort(key=lambda entry: entry.operation.session_id)
         return batch
 
     async def _write(self, batch: list[_Entry]) -> None:
@@ -141,7 +143,8 @@ class Writer:
                 _fail(entry, error)
         except Exception as error:  # noqa: BLE001 - the outermost edge of the writer: it must outlive any fault
             if len(batch) == 1:
-                _fail(batch[0], error)
+                conflict = isinstance(error, WriteConflict)
+                _fail(batch[0], StoreUnavailable("other writers kept this one from its turn") if conflict else error)
                 return
             for entry in batch:
                 await self._write([entry])
@@ -155,14 +158,15 @@ class Writer:
             return [operation.apply(tx) for operation in operations]
 
         durable = any(operation.durable for operation in operations)
-        for _ in range(CONFLICT_TRIES):
+        brief = len(operations) <= BRIEF and all(operation.brief for operation in operations)
+        for tried in range(1, CONFLICT_TRIES + 1):
             try:
-                outcomes = await self._database.write(run, durable=durable, brief=len(operations) <= BRIEF)
+                outcomes = await self._database.write(run, durable=durable, brief=brief)
                 break
             except WriteConflict as error:
                 log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)
-        else:
-            raise StoreUnavailable("the store's other writers kept this one from its turn")
+                if tried == CONFLICT_TRIES:
+                    raise
         self.counters.operations += len(operations)
         self.counters.transactions += 1
         self.counters.durable_transactions += durable
