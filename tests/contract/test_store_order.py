@@ -87,7 +87,7 @@ async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None
     await store.take_turn("c")
     assert await store.changed(upto=then) == before
     assert [name for name, _ in await store.changed(after=then)] == ["a", "c"]
-    as_of = await store.database.read(lambda c: reads.load_events(c, "a", upto=then))
+    as_of = await store.database.read(lambda c: reads.decode_events(reads.event_rows(c, "a", upto=then)))
     assert [recorded.seq for recorded in as_of] == [1, 2, 3]
 
 

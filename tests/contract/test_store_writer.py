@@ -25,6 +25,8 @@ class Broken:
     """Writes a session and then raises: our own mistake, not a client's."""
 
     durable: ClassVar[bool] = True
+    brief: ClassVar[bool] = False
+    session_id = ""
     size = 100
 
     def __init__(self, session_id: str) -> None:
@@ -39,6 +41,8 @@ class Holding:
     """Keeps SQLite's writing thread until it is let go; only what is durable runs there."""
 
     durable: ClassVar[bool] = True
+    brief: ClassVar[bool] = False
+    session_id = ""
     size = 0
 
     def __init__(self) -> None:

@@ -83,3 +83,15 @@ def test_a_client_that_leaves_before_its_body_is_whole_opens_no_turn(stand: Stan
     assert stand.http.get("/health").json()["in_flight"] == 0
     assert talk.types() == ["SessionCreated"]
     talk.say("Hello")
+
+
+def test_a_turn_that_a_retry_has_joined_outlives_the_first_client(impatient: Stand) -> None:
+    talk = impatient.talk()
+    body = {"model": "simulator", "messages": [user("Slow")], "sim": {"latency_s": 1.2}}
+    url = impatient.server.base_url + talk.chat_path
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url, json=body, timeout=0.15)
+    joined = httpx.post(url, json=body, timeout=10, headers={"x-stainless-retry-count": "1"})
+    assert (joined.status_code, joined.headers["x-turnlog-replayed"]) == (200, "true")
+    assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert talk.generations() == 1

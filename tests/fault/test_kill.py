@@ -168,3 +168,21 @@ def test_a_stop_lets_a_turn_land_whose_client_is_gone(stand: Stand) -> None:
     stand.server.stop()
     stand.server.start()
     assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+
+
+def test_a_stop_ends_those_who_follow_a_log(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+
+    def follow() -> int:
+        lines = 0
+        with stand.http.stream("GET", f"{talk.path}/events", params={"follow": "true"}) as response:
+            for _ in response.iter_lines():
+                lines += 1
+        return lines
+
+    following = stand.meanwhile(follow)
+    until(lambda: following.running())
+    stand.server.stop()
+    assert following.result(timeout=5) == 3
+    stand.server.start()

@@ -60,7 +60,7 @@ def test_a_turn_tells_what_is_new_in_it() -> None:
 def test_only_a_continued_history_continues_tokens() -> None:
     book = one_turn()
     assert token_parent(book.session, Plan(1, 2)) == book.session.turn(1)
-    assert token_parent(book.session, Plan(1, 0, segment_cause="divergence")) is None
+    assert token_parent(book.session, Plan(1, 0)) is None
     assert token_parent(book.session, Plan(0, 0)) is None
 
 

@@ -103,6 +103,6 @@ def test_upcasting_goes_step_by_step() -> None:
 
 
 def test_upcasting_leaves_the_stored_fields_alone() -> None:
-    stored = {"turn": 1, "fence": 2, "reason": "shutdown"}
+    stored = {"turn": 1, "fence": 2, "reason": "disconnect"}
     assert upcast("TurnAbandoned", 1, stored) == stored
-    assert msgspec.convert(stored, TurnAbandoned) == TurnAbandoned(1, 2, "shutdown")
+    assert msgspec.convert(stored, TurnAbandoned) == TurnAbandoned(1, 2, "disconnect")

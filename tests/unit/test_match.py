@@ -76,7 +76,7 @@ def test_what_is_refused_begins_a_segment_where_the_session_asks_for_it(
     window: int, messages: list[dict[str, Any]], error: type[AppError]
 ) -> None:
     del error
-    assert three_turns(window, "segment").plan(messages) == Plan(3, 0, segment_cause="divergence")
+    assert three_turns(window, "segment").plan(messages) == Plan(3, 0)
 
 
 def test_a_refusal_tells_no_content() -> None:
@@ -93,7 +93,7 @@ def test_a_segment_is_continued_by_its_own_history_alone() -> None:
     book.turn([D], W)
     assert book.session.path == (1, 2, 3, 4)
     assert book.plan([D, W, A]) == Plan(4, 2)
-    assert book.plan([A, X, B, Y, C, Z, A]) == Plan(4, 0, segment_cause="divergence")
+    assert book.plan([A, X, B, Y, C, Z, A]) == Plan(4, 0)
 
 
 def test_a_retry_of_a_segments_first_turn_rolls_back_to_the_segment_before() -> None:
@@ -139,7 +139,7 @@ class Oracle:
         elif len(lost) > self.window:
             refusal = "deep"
         if refusal is not None:
-            return Plan(leaf, 0, segment_cause="divergence") if self.on_divergence == "segment" else refusal
+            return Plan(leaf, 0) if self.on_divergence == "segment" else refusal
         if kept:
             return Plan(kept[-1][0], len(kept[-1][1]), lost)
         before = self.segments[-2][-1][0] if len(self.segments) > 1 else 0

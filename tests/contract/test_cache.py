@@ -1,0 +1,87 @@
+"""The cache of sessions over a real store: what it hands out is never behind what this process has written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from helpers.store import Store
+
+from app.service.cache import SessionCache
+from app.store.engine import Database
+
+pytestmark = pytest.mark.anyio
+
+
+class Slow:
+    """A database whose reads, once made, are held back until they are let go."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.is_sqlite = database.is_sqlite
+        self.made = asyncio.Event()
+        self.go = asyncio.Event()
+
+    async def read(self, function: Callable[..., Any]) -> Any:
+        result = await self._database.read(function)
+        self.made.set()
+        await self.go.wait()
+        return result
+
+
+@pytest.fixture
+async def slow(store: Store) -> AsyncIterator[tuple[Slow, SessionCache]]:
+    database = Slow(store.database)
+    cache = SessionCache(database, store.writer, 1 << 20)  # type: ignore[arg-type]
+    yield database, cache
+    database.go.set()
+    await cache.close()
+
+
+async def test_a_load_that_races_with_a_commit_reads_again(store: Store, slow: tuple[Slow, SessionCache]) -> None:
+    database, cache = slow
+    await store.create("s")
+    load = asyncio.create_task(cache.get("s"))
+    await database.made.wait()
+    appended = await store.take_turn("s")
+    cache.advance("s", appended.events)
+    database.go.set()
+    live = await load
+    assert live is not None
+    assert live.session == await store.session("s")
+    assert (await cache.get("s")) is live
+
+
+async def test_loads_on_both_sides_of_a_commit_end_in_one_entry(store: Store, slow: tuple[Slow, SessionCache]) -> None:
+    database, cache = slow
+    await store.create("s")
+    before = asyncio.create_task(cache.get("s"))
+    await database.made.wait()
+    appended = await store.take_turn("s")
+    cache.advance("s", appended.events)
+    after = asyncio.create_task(cache.get("s"))
+    database.go.set()
+    found = await asyncio.wait_for(asyncio.gather(before, after), 5)
+    assert found[0] is found[1]
+    assert found[0] is not None
+    assert found[0].session == await store.session("s")
+
+
+async def test_an_entry_evicted_while_it_is_refreshed_costs_nothing(
+    store: Store, slow: tuple[Slow, SessionCache]
+) -> None:
+    database, cache = slow
+    database.go.set()
+    await store.create("s")
+    assert await cache.get("s") is not None
+    database.go.clear()
+    database.made.clear()
+    refresh = asyncio.create_task(cache.refresh("s"))
+    await database.made.wait()
+    cache.drop("s")
+    database.go.set()
+    live = await refresh
+    assert live is not None
+    assert live.session == await store.session("s")
