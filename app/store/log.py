@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
-from sqlalchemy import and_, bindparam, delete, insert, or_, select, update
 
 from app.domain import upcast
 from app.domain.events import (
@@ -25,8 +24,8 @@ from app.domain.events import (
     TurnOpened,
     name_of,
 )
-from app.store.dialect import Row, Tx, now
-from app.store.schema import blobs, events, incarnations, open_turns, sessions, snapshots, turns
+from app.store import statements as sql
+from app.store.dialect import Row, Tx
 
 Result = TypeVar("Result", covariant=True)
 
@@ -85,95 +84,6 @@ class StoredBlob(msgspec.Struct, frozen=True):
     data: bytes
 
 
-_insert_event = insert(events)
-_insert_session = insert(sessions)
-_insert_open_turn = insert(open_turns)
-_insert_turn = insert(turns)
-_insert_blob = insert(blobs)
-
-_head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
-    sessions.c.session_id == bindparam("sid")
-)
-_lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid")).with_for_update()
-"""Whoever changes a session and its open turns locks the head first; two who differ would wait for each other."""
-
-_claim = (
-    update(sessions)
-    .where(
-        sessions.c.session_id == bindparam("sid"),
-        sessions.c.version == bindparam("expected"),
-        sessions.c.open_turns == 0,
-        sessions.c.status == "open",
-    )
-    .values(version=sessions.c.version + 1, open_turns=1)
-)
-_free = (
-    delete(open_turns)
-    .where(
-        open_turns.c.session_id == bindparam("sid"),
-        open_turns.c.fence == bindparam("fenced"),
-        open_turns.c.incarnation == bindparam("holder"),
-    )
-    .returning(open_turns.c.fence)
-)
-_advance = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"))
-    .values(
-        version=sessions.c.version + bindparam("count"),
-        open_turns=sessions.c.open_turns - bindparam("freed"),
-        turns=sessions.c.turns + bindparam("committed"),
-        updated_at=bindparam("at"),
-    )
-    .returning(sessions.c.version)
-)
-_reward = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status != "erased")
-    .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
-    .returning(sessions.c.version)
-)
-_set_reward = update(sessions).where(sessions.c.session_id == bindparam("sid")).values(reward=bindparam("value"))
-_set_status = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == bindparam("was"))
-    .values(status=bindparam("state"))
-)
-_dead = or_(
-    incarnations.c.ended_at.is_not(None),
-    incarnations.c.heartbeat_at < now() - bindparam("lease_s"),
-    incarnations.c.id.is_(None),
-)
-_open = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
-_open_turns = (
-    select(
-        open_turns.c.turn,
-        open_turns.c.fence,
-        open_turns.c.incarnation,
-        open_turns.c.body_hash,
-        open_turns.c.retry_key,
-        _dead.label("dead"),
-    )
-    .select_from(_open)
-    .where(open_turns.c.session_id == bindparam("sid"))
-)
-_dead_open_turns = (
-    select(open_turns.c.session_id)
-    .select_from(_open)
-    .where(_dead, open_turns.c.session_id > bindparam("after"))
-    .order_by(open_turns.c.session_id)
-    .limit(bindparam("most"))
-)
-_drop_open_turns = delete(open_turns).where(
-    and_(open_turns.c.session_id == bindparam("sid"), open_turns.c.fence == bindparam("fenced"))
-)
-_drop_content = tuple(
-    delete(table).where(table.c.session_id == bindparam("sid")) for table in (turns, blobs, snapshots)
-)
-_drop_snapshot = delete(snapshots).where(snapshots.c.session_id == bindparam("sid"))
-_insert_snapshot = insert(snapshots)
-
-
 def _append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
     """Write events at `first` and after; the caller has moved the head's version past them."""
     positions = tx.positions(len(new))
@@ -191,20 +101,22 @@ def _append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]
         if positions is not None:
             row["position"] = next(positions)
         rows.append(row)
-    tx.insert(_insert_event, rows)
+    tx.insert(sql.insert_event, rows)
     return Appended(tuple(Recorded(seq, at, event) for seq, event in enumerate(new, first)))
 
 
 def _advance_head(
     tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0, committed: int = 0
 ) -> Appended:
-    row = tx.one(_advance, {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at})
+    row = tx.one(
+        sql.advance_head, {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at}
+    )
     assert row is not None, f"open turn of session {session_id} without a head"
     return _append(tx, session_id, row[0] - len(new) + 1, at, new)
 
 
 def _refused(tx: Tx, session_id: str) -> Refused:
-    head = tx.one(_head, {"sid": session_id})
+    head = tx.one(sql.head, {"sid": session_id})
     return Refused(None if head is None else head[1])
 
 
@@ -234,7 +146,7 @@ class Create(_Operation, frozen=True):
         return 512 + (len(self.blob.data) if self.blob else 0)
 
     def apply(self, tx: Tx) -> Appended | Existing:
-        head = tx.one(_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
         if head is not None:
             return Existing(head[1], head[3])
         row = {
@@ -248,9 +160,9 @@ class Create(_Operation, frozen=True):
             "updated_at": self.at,
             "body_hash": self.body_hash,
         }
-        tx.insert(_insert_session, [row])
+        tx.insert(sql.insert_session, [row])
         if self.blob is not None:
-            tx.insert(_insert_blob, [_blob_row(self.session_id, self.blob)])
+            tx.insert(sql.insert_blob, [_blob_row(self.session_id, self.blob)])
         return _append(tx, self.session_id, 1, self.at, [self.event])
 
 
@@ -275,7 +187,7 @@ class Claim(_Operation, frozen=True):
     lease_s: float
 
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
-        if not tx.run(_claim, {"sid": self.session_id, "expected": self.expected}):
+        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected}):
             return self._why_not(tx)
         fence = self.expected + 1
         row = {
@@ -288,14 +200,14 @@ class Claim(_Operation, frozen=True):
             "retry_key": self.event.retry_key,
             "opened_at": self.at,
         }
-        tx.insert(_insert_open_turn, [row])
+        tx.insert(sql.insert_open_turn, [row])
         return _append(tx, self.session_id, fence, self.at, [self.event])
 
     def _why_not(self, tx: Tx) -> Stale | Busy | Refused:
-        head = tx.one(_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return Refused(None if head is None else head[1])
-        holders = tx.all(_open_turns, {"sid": self.session_id, "lease_s": self.lease_s})
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
         live = [row for row in holders if not row[5]]
         _abandon(tx, self.session_id, self.at, [row for row in holders if row[5]], "owner_dead")
         return Busy(*live[0][:5]) if live else Stale()
@@ -303,11 +215,11 @@ class Claim(_Operation, frozen=True):
 
 def _abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
     """End open turns that are not the caller's own; one that has ended meanwhile is passed over."""
-    tx.lock(_lock_head, {"sid": session_id})
+    tx.lock(sql.lock_head, {"sid": session_id})
     gone = [
         TurnAbandoned(row[0], row[1], reason)
         for row in holders
-        if tx.run(_drop_open_turns, {"sid": session_id, "fenced": row[1]})
+        if tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
     ]
     if not gone:
         return Appended(())
@@ -345,15 +257,15 @@ class Commit(_Operation, frozen=True):
             "facts": self.facts,
             "wire": self.wire,
         }
-        tx.insert(_insert_turn, [row])
-        tx.insert(_insert_blob, [_blob_row(self.session_id, blob) for blob in self.blobs])
+        tx.insert(sql.insert_turn, [row])
+        tx.insert(sql.insert_blob, [_blob_row(self.session_id, blob) for blob in self.blobs])
         return _advance_head(tx, self.session_id, self.at, self.events, freed=1, committed=1)
 
 
 def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
     """The fence: does this process still hold this open turn? If so it holds it no longer."""
-    tx.lock(_lock_head, {"sid": session_id})
-    return tx.one(_free, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
+    tx.lock(sql.lock_head, {"sid": session_id})
+    return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
 
 
 class Release(_Operation, frozen=True):
@@ -381,11 +293,11 @@ class AssignReward(_Operation, frozen=True):
     event: RewardAssigned
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(_reward, {"sid": self.session_id, "at": self.at})
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return _refused(tx, self.session_id)
         if self.event.turn is None:
-            tx.run(_set_reward, {"sid": self.session_id, "value": self.event.reward})
+            tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
         return _append(tx, self.session_id, row[0], self.at, [self.event])
 
 
@@ -396,9 +308,9 @@ class Close(_Operation, frozen=True):
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not tx.run(_set_status, {"sid": self.session_id, "was": "open", "state": "closed"}):
+        if not tx.run(sql.set_status, {"sid": self.session_id, "was": "open", "state": "closed"}):
             return _refused(tx, self.session_id)
-        holders = tx.all(_open_turns, {"sid": self.session_id, "lease_s": 0.0})
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         gone = _abandon(tx, self.session_id, self.at, holders, "session_closed")
         closed = _advance_head(tx, self.session_id, self.at, [SessionClosed()])
         return Appended(gone.events + closed.events)
@@ -411,9 +323,9 @@ class Erase(_Operation, frozen=True):
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not tx.run(_set_status, {"sid": self.session_id, "was": "closed", "state": "erased"}):
+        if not tx.run(sql.set_status, {"sid": self.session_id, "was": "closed", "state": "erased"}):
             return _refused(tx, self.session_id)
-        for statement in _drop_content:
+        for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
         return _advance_head(tx, self.session_id, self.at, [SessionErased()])
 
@@ -432,12 +344,12 @@ class SaveSnapshot(_Operation, frozen=True):
         return len(self.data)
 
     def apply(self, tx: Tx) -> None:
-        head = tx.one(_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] == "erased":
             return
-        tx.run(_drop_snapshot, {"sid": self.session_id})
+        tx.run(sql.drop_snapshot, {"sid": self.session_id})
         row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
-        tx.insert(_insert_snapshot, [row])
+        tx.insert(sql.insert_snapshot, [row])
 
 
 class AbandonDead(_Operation, frozen=True):
@@ -459,9 +371,9 @@ class AbandonDead(_Operation, frozen=True):
         return ""
 
     def apply(self, tx: Tx) -> tuple[str | None, int]:
-        found = tx.all(_dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
+        found = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
         for (session_id,) in found:
-            holders = tx.all(_open_turns, {"sid": session_id, "lease_s": self.lease_s})
+            holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
             _abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
         return (found[-1][0] if len(found) == self.most else None), len(found)
 
