@@ -112,6 +112,8 @@ def load_settings() -> Settings:
     """Read the environment. Raises StartupError with one line that names variable, value and choices."""
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
+        if name in LATER and not os.environ[name].strip():
+            continue
         if name in LATER:
             raise StartupError(f"{name} is set, but this version does not have that feature yet: unset it")
         log.warning("%s is not a setting of this version and is ignored", name)

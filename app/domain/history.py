@@ -205,7 +205,7 @@ def match(session: Session, incoming: Incoming) -> Plan:
     ):
         return Plan(leaf.number, leaf.message_count)
     history = session.message_chain(leaf.number)
-    equal = _equal_messages(history, incoming)
+    equal = _equal_messages(history, incoming, session.config.rollback_window)
     if equal >= leaf.message_count:
         return Plan(leaf.number, leaf.message_count)
     kept = [turn for turn in history if turn.message_count <= equal]
@@ -218,14 +218,16 @@ def match(session: Session, incoming: Incoming) -> Plan:
     raise error
 
 
-def _equal_messages(history: Sequence[Turn], incoming: Incoming) -> int:
-    """How many of the request's first messages are the stored ones."""
-    index = 0
-    for turn in history:
-        for stored in turn.message_hashes:
-            if index >= len(incoming) or incoming.canonical(index) != stored:
-                return index
-            index += 1
+def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) -> int:
+    """How many of the request's first messages are the stored ones.
+
+    A retry begins byte for byte with the request of one of the newest turns, so those need not be looked at.
+    """
+    stored = [message_hash for turn in history for message_hash in turn.message_hashes]
+    newest = reversed(history[-window - 1 :])
+    index = next((turn.message_count - 1 for turn in newest if incoming.repeats(turn)), 0)
+    while index < min(len(stored), len(incoming)) and incoming.canonical(index) == stored[index]:
+        index += 1
     return index
 
 
