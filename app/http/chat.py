@@ -13,7 +13,7 @@ import re
 from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest
-from app.http.limits import read_body
+from app.http.limits import Room, read_body
 from app.http.replies import error_parts, send_reply
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services, of_scope
@@ -58,13 +58,14 @@ class ChatRoutes:
             if body is None:
                 return
             session_id = await session_in_header(app, headers) if in_path is None else in_path
-            await _Exchange(app, receive, send).run(session_id, body, headers)
+            await _Exchange(app, receive, send, room).run(session_id, body, headers)
 
 
 class _Exchange:
     """One request and its reply."""
 
-    def __init__(self, app: Services, receive: Receive, send: Send) -> None:
+    def __init__(self, app: Services, receive: Receive, send: Send, room: Room) -> None:
+        self._room = room
         self._turns = app.turns
         self._keepalive_s = app.settings.stream_keepalive_s or None
         self._abort_after_s = app.settings.abort_after_s
@@ -72,7 +73,7 @@ class _Exchange:
         self._send = send
 
     async def run(self, session_id: str, body: bytes, headers: Headers) -> None:
-        reader = Reader()
+        reader = Reader(self._room.grow)
         call = self._turns.chat(session_id, body, headers, retry_mark(headers), reader)
         stream = wants_stream(body)
         if not stream and self._abort_after_s is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -75,9 +76,10 @@ class Flight:
 
 
 class Reader:
-    """A client that waits for a turn, its own or one that it joined."""
+    """A client that waits for a turn, its own or one that it joined; `grow` makes room for what it will be sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, grow: Callable[[int], None]) -> None:
+        self.grow = grow
         self._flight: Flight | None = None
 
     def wait_for(self, flight: Flight) -> None:

@@ -106,14 +106,20 @@ class Turns:
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
                 if opening is not None:
-                    reply = await self._generate(flight, opening, request, incoming, client)
+                    reply = await self._generate(flight, opening, request, incoming, client, reader)
                     return reply
             finally:
                 del self._flights[session_id]
                 flight.land(reply if reply is not None and reply.turn is not None else None)
 
     async def _generate(
-        self, flight: Flight, opening: Opening, request: ChatRequest, incoming: Incoming, client: Headers
+        self,
+        flight: Flight,
+        opening: Opening,
+        request: ChatRequest,
+        incoming: Incoming,
+        client: Headers,
+        reader: Reader,
     ) -> TurnReply:
         requested_at = self._clock()
         try:
@@ -121,7 +127,7 @@ class Turns:
             stored = await self._stored_messages(opening)
             new = [bytes(raw) for raw in request.messages[opening.plan.base_messages :]]
             body = transcript.request_body(params, tools, [*stored, *new], self._rid(opening))
-            engine, reply = await self._ask(flight, opening, body, client)
+            engine, reply = await self._ask(flight, opening, body, client, reader)
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
                 return TurnReply(reply.status, http_headers.to_client(reply.headers), reply.body)
@@ -143,14 +149,16 @@ class Turns:
             return []
         return [await self._cache.messages(opening.live, opening.plan.parent)]
 
-    async def _ask(self, flight: Flight, opening: Opening, body: bytes, client: Headers) -> tuple[str, EngineReply]:
+    async def _ask(
+        self, flight: Flight, opening: Opening, body: bytes, client: Headers, reader: Reader
+    ) -> tuple[str, EngineReply]:
         session_id = opening.session.session_id
         headers = http_headers.to_engine(client, session_id, self._settings.upstream_api_key)
         if flight.cut is not None:
             raise Cut
         flight.at_engine = task = asyncio.current_task()
         try:
-            return await self._engines.chat(session_id, body, headers)
+            return await self._engines.chat(session_id, body, headers, reader.grow)
         except asyncio.CancelledError:
             if flight.cut is None or task is None:
                 raise

@@ -21,6 +21,14 @@ PIECE = 256 << 10
 """A larger body is sent in pieces of so many bytes, so that other requests run between them."""
 
 
+Grow = Callable[[int], None]
+"""Takes a number of bytes that are about to be in memory; raises where there is no room for them."""
+
+
+def _unbounded(size: int) -> None:
+    """For small replies, which nobody counts."""
+
+
 class EngineReply(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
@@ -65,22 +73,24 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def post(self, url: str, body: bytes, headers: Headers) -> EngineReply:
-        """Raises NotSent, Lost, TimedOut, TooLarge."""
+    async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = _unbounded) -> EngineReply:
+        """`grow` is told of the reply's bytes before they are read. Raises NotSent, Lost, TimedOut, TooLarge."""
         if len(body) > PIECE:
             headers = [*headers, ("content-length", str(len(body)))]
-        return await self._request("POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body))
+        return await self._request("POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow)
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
         """Raises NotSent, Lost, TimedOut, TooLarge."""
-        return await self._request("GET", url, headers, lambda: None)
+        return await self._request("GET", url, headers, lambda: None, _unbounded)
 
-    async def _request(self, method: str, url: str, headers: Headers, data: Callable[[], Any]) -> EngineReply:
+    async def _request(
+        self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
+    ) -> EngineReply:
         try:
             async with self._session.request(
                 method, url, data=data(), headers=headers, allow_redirects=False
             ) as response:
-                body = await self._read(response)
+                body = await self._read(response, grow)
                 return EngineReply(response.status, list(response.headers.items()), body)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotSent(type(error).__name__) from error
@@ -89,11 +99,12 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(type(error).__name__) from error
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> bytes:
         length = response.content_length
         if length is not None:
             if length > self._max_bytes:
                 raise TooLarge(f"{length} bytes")
+            grow(length)
             return await response.read()
         pieces: list[bytes] = []
         size = 0
@@ -101,6 +112,7 @@ class EngineClient:
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
+            grow(len(piece))
             pieces.append(piece)
         return b"".join(pieces)
 

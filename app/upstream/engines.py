@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from app.errors import NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.upstream.client import EngineClient, EngineError, EngineReply, Lost, NotSent, TimedOut, TooLarge
+from app.upstream.client import EngineClient, EngineError, EngineReply, Grow, Lost, NotSent, TimedOut, TooLarge
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.engines")
@@ -35,15 +35,15 @@ class Engines:
             return list(self.base_urls)
         return sorted(self.base_urls, key=lambda url: hashlib.sha256(f"{url} {session_id}".encode()).digest())
 
-    async def chat(self, session_id: str, body: bytes, headers: Headers) -> tuple[str, EngineReply]:
-        """The engine's base URL and its answer, whatever its status.
+    async def chat(self, session_id: str, body: bytes, headers: Headers, grow: Grow) -> tuple[str, EngineReply]:
+        """The engine's base URL and its answer, whatever its status; `grow` makes room for its bytes.
 
         An engine that cannot be connected to is passed over. Raises NoUpstream, UpstreamUnreachable,
         UpstreamTimeout, UpstreamInvalid (too large, compressed or a redirect).
         """
         for base_url in self.order(session_id):
             try:
-                reply = await self._client.post(base_url + CHAT, body, headers)
+                reply = await self._client.post(base_url + CHAT, body, headers, grow)
             except NotSent:
                 continue
             except Lost as error:

@@ -42,7 +42,6 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         "TURNLOG_STREAM_KEEPALIVE_S": "0.2",
         "TURNLOG_MAX_REQUEST_BYTES": "20000",
         "TURNLOG_MAX_UPSTREAM_BYTES": "60000",
-        "TURNLOG_INFLIGHT_BYTES": "24000",
         "TURNLOG_UPSTREAM_TIMEOUT_S": "1.5",
     }
     with standing(tmp_path_factory.mktemp("tight"), environment=environment) as made:

@@ -144,15 +144,26 @@ def test_a_compressed_request_is_refused(stand: Stand) -> None:
     assert error_of(response)[0] in (400, 415)
 
 
-def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(tight: Stand) -> None:
-    first, second = tight.talk(), tight.talk()
-    call = tight.meanwhile(first.chat, [user("x" * 15_000)], sim={"latency_s": 0.8})
-    tight.until_generating(first)
-    response = second.chat([user("x" * 15_000)])
-    assert error_of(response) == (503, "overloaded")
-    assert int(response.headers["retry-after"]) >= 1
-    assert call.result().status_code == 200
-    assert second.chat([user("x" * 15_000)]).status_code == 200
+def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    words = "word " * 30_000
+    with serving(tmp_path, sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:
+        first, second = crowded.talk(), crowded.talk()
+        call = crowded.meanwhile(first.chat, [user(words)], sim={"latency_s": 0.8})
+        crowded.until_generating(first)
+        response = second.chat([user(words + words)])
+        assert error_of(response) == (503, "overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        assert call.result().status_code == 200
+        assert second.chat([user(words)]).status_code == 200
+
+
+def test_replies_count_among_the_bytes_in_flight(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path, sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:
+        talk = crowded.talk()
+        assert error_of(talk.chat([user("x")], sim={"body_bytes": 500_000})) == (503, "overloaded")
+        assert talk.types() == ["SessionCreated", "TurnOpened", "TurnRejected"]
+        for _ in range(3):
+            talk.say("x", sim={"body_bytes": 300_000})
 
 
 def test_a_refused_connection_is_tried_on_another_engine(sglang: SimulatorProcess, tmp_path: Path) -> None:
