@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest
 from app.http.limits import Room, read_body
-from app.http.replies import error_parts, send_reply
+from app.http.replies import error_parts, send_reply, start_reply
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
@@ -135,13 +135,7 @@ class _Exchange:
 
 async def _start_stream(send: Send, headers: Headers) -> None:
     head = [*headers, ("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
-    await send(
-        {
-            "type": "http.response.start",
-            "status": 200,
-            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head],
-        }
-    )
+    await start_reply(send, 200, head)
 
 
 def _marked(reply: TurnReply) -> Headers:

@@ -12,10 +12,14 @@ PIECE = 1 << 20
 """A large body goes out in pieces, so that the loop serves others between them."""
 
 
-async def send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
+async def start_reply(send: Send, status: int, headers: Headers) -> None:
+    """Status and headers, as ASGI wants them."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    raw.append((b"content-length", str(len(body)).encode()))
     await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    await start_reply(send, status, [*headers, ("content-length", str(len(body)))])
     for start in range(0, max(len(body), 1), PIECE):
         piece = body if len(body) <= PIECE else body[start : start + PIECE]
         more = start + PIECE < len(body)

@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, apply, fold
+from app.domain.session import Session, apply
 from app.errors import AppError, SessionUnreadable
 from app.store import codec, reads
 from app.store.codec import CorruptContent
@@ -278,6 +278,6 @@ def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
 
 def _folded(session_id: str, snapshot: Session | None, rows: Sequence[reads.EventRow]) -> Session | None:
     try:
-        return fold(session_id, reads.decode_events(rows), snapshot)
+        return reads.fold_rows(session_id, snapshot, rows)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

@@ -12,7 +12,6 @@ from app.domain.history import canonical_hash, decode_message
 from app.service.claims import Opening
 from app.store import codec
 from app.store.codec import TOKEN_BYTES
-from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply
 from workers.parse import Parsed
 
@@ -49,7 +48,7 @@ def judged(
         messages=list(new),
         message=parsed.message,
         reply=skeleton,
-        headers=http_headers.to_client(reply.headers),
+        headers=reply.headers,
         status=reply.status,
         prompt_ids_at=at,
         separator=separator,

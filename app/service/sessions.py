@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 
 from app.domain import decide
-from app.domain.events import BlobRef, Recorded, SessionConfig, SessionCreated, SessionErased, UnknownEvent
+from app.domain.events import (
+    BlobRef,
+    Recorded,
+    SessionConfig,
+    SessionCreated,
+    SessionErased,
+    UnknownEvent,
+    name_of,
+    to_fields,
+)
 from app.domain.session import Session, fold
 from app.errors import (
     AppError,
@@ -181,8 +190,8 @@ PAGE = 500
 def _ndjson(page: list[Recorded]) -> bytes:
     lines = []
     for recorded in page:
-        fields = {"seq": recorded.seq, "type": type(recorded.event).__name__, "at": recorded.at}
-        lines.append(msgspec.json.encode({**fields, **msgspec.to_builtins(recorded.event)}))
+        fields = {"seq": recorded.seq, "type": name_of(recorded.event), "at": recorded.at}
+        lines.append(msgspec.json.encode({**fields, **to_fields(recorded.event)}))
     return b"\n".join(lines) + b"\n"
 
 

@@ -126,23 +126,21 @@ class Turns:
             blobs, params, tools = _blobs(opening.session, request, self._settings.upstream_dialect)
             stored = await self._stored_messages(opening)
             new = [bytes(raw) for raw in request.messages[opening.plan.base_messages :]]
-            body = transcript.request_body(params, tools, [*stored, *new], self._rid(opening))
+            rid = opening.rid if takes_rid(self._settings.upstream_dialect) else None
+            body = transcript.request_body(params, tools, [*stored, *new], rid)
             engine, reply = await self._ask(flight, opening, body, client, reader)
+            reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
-                return TurnReply(reply.status, http_headers.to_client(reply.headers), reply.body)
-            judged = await self._judge(opening, incoming, new, engine, reply, requested_at)
+                return TurnReply(reply.status, reply.headers, reply.body)
+            judged = await self._judge(opening, incoming, new, engine, reply, requested_at, rid)
         except Cut:
             raise await self._cut(flight, opening) from None
         except AppError as error:
             await self._claims.reject(opening, error.code, None, str(error))
             raise
         await self._commit(opening, incoming, judged, blobs, new)
-        headers = http_headers.to_client(reply.headers)
-        return TurnReply(200, headers, reply.body, turn=opening.event.turn)
-
-    def _rid(self, opening: Opening) -> str | None:
-        return opening.rid if takes_rid(self._settings.upstream_dialect) else None
+        return TurnReply(200, reply.headers, reply.body, turn=opening.event.turn)
 
     async def _stored_messages(self, opening: Opening) -> list[bytes]:
         if opening.plan.base_messages == 0:
@@ -170,9 +168,8 @@ class Turns:
     async def _cut(self, flight: Flight, opening: Opening) -> AppError:
         """The turn was ended from outside: tell the engine, let go of the claim, and say why."""
         session_id = opening.session.session_id
-        rid = self._rid(opening)
-        if rid is not None:
-            task = asyncio.create_task(self._engines.abort(session_id, rid))
+        if takes_rid(self._settings.upstream_dialect):
+            task = asyncio.create_task(self._engines.abort(session_id, opening.rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
         if flight.cut == "session_closed":
@@ -190,15 +187,15 @@ class Turns:
         engine: str,
         reply: EngineReply,
         requested_at: float,
+        rid: str | None,
     ) -> Judged:
         """Validate and compress; large bodies off the loop. Raises UpstreamInvalid."""
-
         parent = decide.token_parent(opening.session, opening.plan)
         known = None if parent is None else Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
         def work() -> Judged:
             parsed = parse_reply(reply.body, self._settings.upstream_dialect, known)
-            return judged(opening, incoming.matcher, new, engine, reply, parsed, requested_at, self._rid(opening))
+            return judged(opening, incoming.matcher, new, engine, reply, parsed, requested_at, rid)
 
         try:
             if len(reply.body) <= self._settings.inline_max_bytes:

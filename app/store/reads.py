@@ -124,9 +124,8 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
     return snapshot, event_rows(connection, session_id, after=snapshot.version if snapshot else 0)
 
 
-def load_session(connection: Connection, session_id: str) -> Session | None:
-    """The state of a session now. Raises UnknownEvent."""
-    snapshot, rows = session_rows(connection, session_id)
+def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:
+    """The state that `session_rows` hold. Raises UnknownEvent."""
     return fold(session_id, decode_events(rows), snapshot)
 
 

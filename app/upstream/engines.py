@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -38,12 +38,29 @@ class Engines:
     async def chat(self, session_id: str, body: bytes, headers: Headers, grow: Grow) -> tuple[str, EngineReply]:
         """The engine's base URL and its answer, whatever its status; `grow` makes room for its bytes.
 
-        An engine that cannot be connected to is passed over. Raises NoUpstream, UpstreamUnreachable,
-        UpstreamTimeout, UpstreamInvalid (too large, compressed or a redirect).
+        Raises as `_first_reached`, and UpstreamInvalid for a compressed reply or a redirect.
+        """
+        base_url, reply = await self._first_reached(
+            session_id, lambda url: self._client.post(url + CHAT, body, headers, grow)
+        )
+        _require_plain(base_url, reply)
+        return base_url, reply
+
+    async def models(self, session_id: str, headers: Headers) -> EngineReply:
+        """GET /v1/models. Raises as `_first_reached`."""
+        _, reply = await self._first_reached(session_id, lambda url: self._client.get(url + MODELS, headers))
+        return reply
+
+    async def _first_reached(
+        self, session_id: str, ask: Callable[[str], Awaitable[EngineReply]]
+    ) -> tuple[str, EngineReply]:
+        """The first engine that can be connected to, and its answer.
+
+        Raises NoUpstream, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (too large).
         """
         for base_url in self.order(session_id):
             try:
-                reply = await self._client.post(base_url + CHAT, body, headers, grow)
+                return base_url, await ask(base_url)
             except NotSent:
                 continue
             except Lost as error:
@@ -52,8 +69,6 @@ class Engines:
                 raise UpstreamTimeout(f"{base_url} did not answer in time") from error
             except TooLarge as error:
                 raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
-            _require_plain(base_url, reply)
-            return base_url, reply
         raise UpstreamUnreachable(f"none of {len(self.base_urls)} engines can be connected to")
 
     async def abort(self, session_id: str, rid: str) -> None:
@@ -70,19 +85,6 @@ class Engines:
                 await self._client.post(base_url + "/abort_request", body, [("content-type", "application/json")])
         except (EngineError, TimeoutError) as error:
             log.info("%s could not be asked to abort a generation: %s", base_url, error)
-
-    async def models(self, session_id: str, headers: Headers) -> EngineReply:
-        """GET /v1/models. Raises NoUpstream, UpstreamUnreachable, UpstreamTimeout."""
-        for base_url in self.order(session_id):
-            try:
-                return await self._client.get(base_url + MODELS, headers)
-            except NotSent:
-                continue
-            except (Lost, TooLarge) as error:
-                raise UpstreamUnreachable(f"{base_url}: {error}") from error
-            except TimedOut as error:
-                raise UpstreamTimeout(f"{base_url} did not answer in time") from error
-        raise UpstreamUnreachable(f"none of {len(self.base_urls)} engines can be connected to")
 
     async def any_healthy(self) -> bool:
         """Does an engine answer /health at all? A paused one answers badly, but is not gone."""

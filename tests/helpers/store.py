@@ -138,7 +138,8 @@ class Store:
 
     async def loaded(self, session_id: str) -> Session | None:
         """What the service would load: snapshot and the rest of the log."""
-        return await self.database.read(lambda connection: reads.load_session(connection, session_id))
+        rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
+        return reads.fold_rows(session_id, *rows)
 
     async def head(self, session_id: str) -> reads.Head | None:
         return await self.database.read(lambda connection: reads.head(connection, session_id))
