@@ -15,10 +15,12 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     │   └── SessionEnded        409 session_closed        created before, and closed or erased since
     ├── SessionBusy             409 session_busy          another turn of the session is in flight
     ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
+    ├── PayloadTombstoned       410 payload_tombstoned    a replay payload behind the rollback window
     ├── RequestTooLarge         413 request_too_large
     ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
     ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
     ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
+    ├── WorkerCrash             502 worker_crash          two processes in turn died over the reply
     ├── UpstreamUnreachable     502 upstream_unreachable
     ├── UpstreamTimeout         504 upstream_timeout
     ├── NoUpstream              503 no_upstream
@@ -101,6 +103,10 @@ class ClaimLost(AppError):
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
 
 
+class PayloadTombstoned(AppError):
+    status, code, type, retry = 410, "payload_tombstoned", "invalid_request_error", False
+
+
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
 
@@ -117,6 +123,12 @@ class UpstreamInvalid(AppError):
     """A rule of the reply's shape was broken; generating again may well give a sound one."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
+
+
+class WorkerCrash(AppError):
+    """Judging the reply ended two processes one after the other: nothing of it can be believed."""
+
+    status, code, type = 502, "worker_crash", "upstream_error"
 
 
 class UpstreamUnreachable(AppError):

@@ -31,6 +31,7 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.export import Exporter
 from app.service.follow import Followers
+from app.service.judge import Judge
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.sessions import Sessions
 from app.service.turns import Turns
@@ -39,6 +40,7 @@ from app.store.engine import Database
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
 from app.upstream.engines import Engines
+from workers.pool import Pool
 
 log = logging.getLogger("turnlog")
 
@@ -81,13 +83,22 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             incarnation=incarnation,
             lease_s=lease_s,
         )
+        pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
+        stack.push_async_callback(pool.stop, DRAIN_S)
         made_turns = Turns(
-            cache=cache, claims=claims, writer=writer, engines=engines, settings=settings, clock=time.time
+            cache=cache,
+            claims=claims,
+            writer=writer,
+            engines=engines,
+            judge=Judge(pool, settings),
+            settings=settings,
+            clock=time.time,
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)
         made_sessions.on_close(made_turns.close)
         recovery.start()
+        pool.start()
         yield Services(
             settings=settings,
             database=database,
@@ -96,6 +107,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             sessions=made_sessions,
             turns=made_turns,
             exporter=Exporter(database, release),
+            pool=pool,
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )

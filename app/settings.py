@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -26,17 +26,25 @@ LATER = frozenset(
     PREFIX + name
     for name in (
         "ADMIN_TOKEN",
-        "CLOSED_TTL_S",
         "ENGINE_SESSIONS",
-        "IDLE_CLOSE_S",
-        "MAX_DB_BYTES",
         "ON_ABORT",
-        "REPLAY",
         "TOKENIZER",
         "TRUSTED_NETWORKS",
     )
 )
 """Settings of planned features that must not be thought to be in force: setting one stops start-up."""
+
+
+def _workers() -> int:
+    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _off(value: object) -> object:
+    """`off`, or nothing, for a limit that is not in force."""
+    return None if value in ("", "off") else value
+
+
+Limit = Annotated[float | None, BeforeValidator(_off)]
 
 
 class Settings(BaseSettings):
@@ -51,15 +59,26 @@ class Settings(BaseSettings):
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
     rollback_window: int = Field(default=1, ge=0, le=1000)
-    client_reply: Literal["auto", "verbatim"] = "auto"
+    replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
+    replay_incremental: bool = False
+    moe_layers: int | None = Field(default=None, ge=1, le=10_000)
+    moe_topk: int | None = Field(default=None, ge=1, le=10_000)
+    client_reply: Literal["auto", "verbatim", "lean"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
     max_request_bytes: int = Field(default=64 * MIB, ge=1024)
     max_upstream_bytes: int = Field(default=256 * MIB, ge=1024)
     inflight_bytes: int = Field(default=2048 * MIB, ge=1024)
-    inline_max_bytes: int = Field(default=256 * 1024, ge=0)
+    inline_max_bytes: int = Field(default=64 * 1024, ge=0)
+    workers: int = Field(default_factory=_workers, ge=1, le=256)
+    worker_deadline_s: float = Field(default=30, gt=0, le=3600)
+    worker_memory_bytes: int = Field(default=4096 * MIB, ge=256 * MIB)
     cache_bytes: int = Field(default=256 * MIB, ge=0)
     lease_s: float = Field(default=8, ge=1, le=3600)
+    idle_close_s: Limit = Field(default=None, gt=0)
+    closed_replay_ttl_s: Limit = Field(default=86400, ge=0)
+    closed_ttl_s: Limit = Field(default=None, ge=0)
+    max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
 
     @field_validator("upstreams", mode="before")
     @classmethod
@@ -67,6 +86,17 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(part.strip().rstrip("/").removesuffix("/v1") for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("replay", mode="before")
+    @classmethod
+    def _kinds(cls, value: object) -> object:
+        return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _both_or_none(self) -> Settings:
+        if (self.moe_layers is None) != (self.moe_topk is None):
+            raise ValueError("TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
+        return self
 
     @field_validator("upstreams")
     @classmethod
@@ -102,6 +132,11 @@ class Settings(BaseSettings):
         return value
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """A row of `routed_experts`: layers, experts a token."""
+        return None if self.moe_layers is None or self.moe_topk is None else (self.moe_layers, self.moe_topk)
+
+    @property
     def abort_after_s(self) -> float | None:
         """Seconds a turn outlives its client; None: for as long as it takes (`finish`)."""
         mode, _, seconds = self.on_disconnect.partition(":")
@@ -124,13 +159,15 @@ def load_settings() -> Settings:
 
 
 def _one_line(problem: Mapping[str, Any]) -> str:
-    name = PREFIX + str(problem["loc"][0]).upper() if problem["loc"] else PREFIX
+    wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
+    if not problem["loc"]:
+        return wanted
+    name = PREFIX + str(problem["loc"][0]).upper()
     value = problem["input"]
     if name.endswith("API_KEY"):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS")):
         value = _without_password(str(value))
-    wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
     return f"{name}={value!r}: accepted is {wanted}"
 
 

@@ -33,10 +33,11 @@ from app.domain.events import (
 from app.domain.session import Session, fold
 from app.errors import AppError, StartupError
 from app.settings import load_settings
-from app.store import codec, reads
-from app.store.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
+from app.store import reads
 from app.store.engine import Database, revision_head
 from app.store.schema import blobs, events, open_turns, sessions, snapshots, turns
+from workers import codec
+from workers.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
 from workers.parse import token_text
 
 PAGE = 500

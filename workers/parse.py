@@ -1,7 +1,8 @@
 """What an engine returned, judged: bytes in, `Parsed` or `Rejected` out.
 
 The one place that knows when a 200 is malformed, for SGLang's and vLLM's shapes. It builds Python objects
-only for what is checked or stored, and the checked bytes are the stored bytes.
+only for what is checked or stored, and the checked bytes are the stored bytes. Replay payloads are found
+here and judged in `payloads`.
 
     Parsed.suffix_ids, .output_ids   little-endian int32, one per token
     Parsed.logprobs                  little-endian float64, one per output token, natural log
@@ -28,6 +29,9 @@ Dialect = Literal["sglang", "vllm"]
 MAX_TOKEN_ID = 2**31 - 1
 MISSING_LOGPROB = -9999.0
 """vLLM's stand-in for a logprob it does not have."""
+
+REPLAY = ("routed_experts", "indexer_topk")
+"""The replay payloads: in SGLang's `meta_info`, or on vLLM's choice."""
 
 UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
@@ -60,7 +64,8 @@ class Parsed(msgspec.Struct, frozen=True):
     """A sound reply. `message` is the raw JSON of the assistant message, `prompt_text` that of the prompt's ids.
 
     The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
-    prompt and output together, as the next turn will know them.
+    prompt and output together, as the next turn will know them. `payloads` are the raw values of the replay
+    payloads, by kind, not looked at.
     """
 
     dialect: Dialect
@@ -73,6 +78,7 @@ class Parsed(msgspec.Struct, frozen=True):
     sequence: Known
     finish_reason: str | None
     weight_versions: list[Span]
+    payloads: dict[str, msgspec.Raw] = {}
 
 
 def token_text(ids: Iterable[int]) -> bytes:
@@ -137,7 +143,7 @@ def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"], known: Known
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
     parsed, bulk = read(root, choice, known)
-    _readable(body, bulk)
+    _readable(body, [*bulk, *map(bytes, parsed.payloads.values())])
     return parsed
 
 
@@ -168,6 +174,7 @@ def _sglang(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, l
         sequence=prompt.followed_by(output_ids),
         finish_reason=_finish_reason(choice, meta),
         weight_versions=_weight_versions(root, meta, len(triples)),
+        payloads=_payloads(meta),
     )
     return parsed, [prompt.text, *_flat(meta["output_token_logprobs"], len(triples))]
 
@@ -192,8 +199,14 @@ def _vllm(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, lis
         sequence=prompt.followed_by(output_ids),
         finish_reason=_finish_reason(choice, {}),
         weight_versions=_weight_versions(root, {}, len(output_ids)),
+        payloads=_payloads(choice),
     )
     return parsed, [prompt.text]
+
+
+def _payloads(fields: Fields) -> dict[str, msgspec.Raw]:
+    found = {name: fields[name] for name in REPLAY if name in fields}
+    return {name: raw for name, raw in found.items() if bytes(memoryview(raw)[:5]) != b"null"}
 
 
 def _message(choice: Fields, output_tokens: int) -> bytes:

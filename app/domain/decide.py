@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
+from app.domain import retention
 from app.domain.events import (
     BlobRef,
     Event,
+    PayloadRef,
+    Recorded,
     RewardAssigned,
     RolledBack,
     TurnCommitted,
@@ -17,7 +21,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.history import Incoming, Plan
-from app.domain.session import Session, Turn
+from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, SessionClosed, SessionNotFound
 
 
@@ -61,12 +65,13 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class TurnBlobs(msgspec.Struct, frozen=True):
-    """Where a turn's content is: its own rows' hash, and the numbers of the per-session blobs it uses."""
+    """Where a turn's content is: its own rows' hash, the numbers of the per-session blobs it uses, its payloads."""
 
     content_hash: str
     params: int
     tools: int | None
     new: tuple[BlobRef, ...]
+    payloads: tuple[PayloadRef, ...] = ()
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
@@ -97,7 +102,11 @@ def commit_turn(
     *,
     blobs: TurnBlobs,
 ) -> list[Event]:
-    """The events that make the turn part of the session, a rollback before it where it replaces turns."""
+    """The events that make the turn part of the session.
+
+    A rollback stands before it where it replaces turns, a tombstone behind it where payloads leave the window.
+    `session` is the state in which the turn was claimed.
+    """
     new = range(plan.base_messages, len(incoming))
     segment, cause = _segment(session, plan, reply.base)
     committed = TurnCommitted(
@@ -126,10 +135,19 @@ def commit_turn(
         params=blobs.params,
         tools=blobs.tools,
         new_blobs=blobs.new,
+        payloads=blobs.payloads,
     )
-    if plan.discarded:
-        return [RolledBack(plan.parent, plan.discarded), committed]
-    return [committed]
+    events: list[Event] = [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if session.payloads or blobs.payloads:
+        after = fold(session.session_id, _placed(session, events), session)
+        gone = None if after is None else retention.tombstones(after)
+        events += [] if gone is None else [gone]
+    return events
+
+
+def _placed(session: Session, events: list[Event]) -> Iterator[Recorded]:
+    """The events as if they were next; where they will stand does not change what they do to payloads."""
+    return (Recorded(seq, 0.0, event) for seq, event in enumerate(events, session.version + 1))
 
 
 def assign_reward(

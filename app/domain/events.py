@@ -49,6 +49,45 @@ class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
 
 
+ReplayKind = Literal["routed_experts", "indexer_topk"]
+"""What an engine can return so that a trainer replays its choices: a row of ids per token but the last."""
+
+Dtype = Literal["uint8", "uint16", "int16", "int32"]
+"""How ids are stored: the smallest of these, in this order, that holds a chunk's ids. Little-endian."""
+
+
+class ChunkRef(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [start, start + rows) of a replay payload, stored once.
+
+    Its key in the session is the fence of the turn that brought it and a number within that turn. `size`
+    and `hash` (SHA-256, 128 bits) are of the rows as raw ids of `dtype`.
+    """
+
+    fence: int
+    number: int
+    start: int
+    rows: int
+    dtype: Dtype
+    size: int
+    hash: str
+
+
+class PayloadRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A turn's replay payload: rows [start, stop), each of the inner shape `shape`.
+
+    Its chunks are the first `shared` ones of the parent's payload of that kind, then `chunks`. The engine sent
+    the rows from `sent` on; the earlier ones are known from the parent.
+    """
+
+    kind: ReplayKind
+    start: int
+    stop: int
+    sent: int
+    shape: tuple[int, ...]
+    chunks: tuple[ChunkRef, ...]
+    shared: int = 0
+
+
 class SessionCreated(Event, frozen=True):
     """`body_hash` tells a repeated create from a conflicting one."""
 
@@ -79,6 +118,8 @@ class TurnCommitted(Event, frozen=True):
     Tokens: the prompt is the parent's `base_tokens` tokens (0: the engine's prompt does not continue
     them) and `suffix_tokens` new ones; `output_tokens` follow. `tokens_hash` is the SHA-256 of all of them as
     text (decimal, a comma after each), which has `tokens_text_bytes` bytes.
+
+    `payloads` (since version 2) are the replay payloads that came with the reply.
     """
 
     turn: int
@@ -108,16 +149,22 @@ class TurnCommitted(Event, frozen=True):
     segment_cause: Literal["drift", "divergence"] | None = None
     protocol: Literal["chat"] = "chat"
     choice_index: int = 0
+    payloads: tuple[PayloadRef, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):
-    """The open turn ended without a commit: the engine's answer (`status`) or our own rule refused it."""
+    """The open turn ended without a commit: the engine's answer (`status`) or our own rule refused it.
+
+    `kept_bytes` (since version 2) of the refused reply's `reply_bytes` are kept for diagnosis.
+    """
 
     turn: int
     fence: int
     reason: str
     status: int | None = None
     detail: str | None = None
+    reply_bytes: int | None = None
+    kept_bytes: int | None = None
 
 
 class TurnAbandoned(Event, frozen=True):
@@ -139,6 +186,19 @@ class RolledBack(Event, frozen=True):
     discarded: tuple[int, ...]
 
 
+class BlobsTombstoned(Event, frozen=True):
+    """The replay payloads of these turns can no longer be read.
+
+    What they were stands in their `TurnCommitted`. `freed` are the keys (fence, number) of the chunks that no
+    payload refers to any more, and whose bytes are gone. They fell out of the rollback window in the commit
+    before this event (`window`), or the session has been closed for long enough (`closed`).
+    """
+
+    turns: tuple[int, ...]
+    freed: tuple[tuple[int, int], ...]
+    reason: Literal["window", "closed"] = "window"
+
+
 class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one of the same `turn` (None: of the session)."""
 
@@ -148,7 +208,9 @@ class RewardAssigned(Event, frozen=True):
 
 
 class SessionClosed(Event, frozen=True):
-    reason: Literal["deleted"] = "deleted"
+    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2)."""
+
+    reason: Literal["deleted", "idle"] = "deleted"
 
 
 class SessionErased(Event, frozen=True):
@@ -164,13 +226,14 @@ TYPES: dict[str, type[Event]] = {
         TurnRejected,
         TurnAbandoned,
         RolledBack,
+        BlobsTombstoned,
         RewardAssigned,
         SessionClosed,
         SessionErased,
     )
 }
 
-VERSIONS: dict[str, int] = dict.fromkeys(TYPES, 1)
+VERSIONS: dict[str, int] = {**dict.fromkeys(TYPES, 1), "TurnCommitted": 2, "TurnRejected": 2, "SessionClosed": 2}
 
 EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")
 """Events after which a session's export rows may differ from before."""

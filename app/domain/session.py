@@ -6,6 +6,7 @@ a few hundred bytes a turn, never by the prompt, and can be thrown away at any t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -13,8 +14,12 @@ import msgspec
 
 from app.domain.events import (
     BlobRef,
+    BlobsTombstoned,
+    ChunkRef,
     Event,
+    PayloadRef,
     Recorded,
+    ReplayKind,
     RewardAssigned,
     RolledBack,
     SessionClosed,
@@ -52,6 +57,21 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     seq: int
 
 
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    """A replay payload that can be read: rows [start, stop) in chunks one after the other; see `PayloadRef`."""
+
+    kind: ReplayKind
+    start: int
+    stop: int
+    sent: int
+    shape: tuple[int, ...]
+    chunks: tuple[ChunkRef, ...]
+
+    @property
+    def row_ids(self) -> int:
+        return math.prod(self.shape)
+
+
 class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
     """A claim: the turn that is in flight."""
 
@@ -72,7 +92,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
     `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
-    is the leaf. `blobs` are the per-session blobs that a turn may refer to again.
+    is the leaf. `blobs` are the per-session blobs that a turn may refer to again. `payloads` are the replay
+    payloads, by turn, that have not been tombstoned.
     """
 
     session_id: str
@@ -90,6 +111,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     reward: Reward | None = None
     turn_rewards: dict[int, Reward] = {}
     closed_at: float | None = None
+    payloads: dict[int, tuple[Payload, ...]] = {}
 
     @property
     def leaf(self) -> Turn | None:
@@ -97,6 +119,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     def turn(self, number: int) -> Turn:
         return self.turns[number - 1]
+
+    def payload(self, number: int, kind: ReplayKind) -> Payload | None:
+        """Turn `number`'s payload of a kind; None where there was none or it has been tombstoned."""
+        return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
 
     def message_chain(self, number: int) -> list[Turn]:
         """The turns whose messages make up the history after turn `number`, oldest first."""
@@ -160,6 +186,9 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return {"open_turn": None}
         case RolledBack():
             return {"path": session.path[: len(session.path) - len(event.discarded)]}
+        case BlobsTombstoned():
+            gone = event.turns
+            return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in gone}}
         case RewardAssigned():
             reward = Reward(event.reward, event.components)
             if event.turn is None:
@@ -168,7 +197,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionClosed():
             return {"status": "closed", "open_turn": None, "closed_at": recorded.at}
         case SessionErased():
-            return {"status": "erased", "open_turn": None}
+            return {"status": "erased", "open_turn": None, "payloads": {}}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
 
@@ -204,4 +233,16 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
     if event.new_blobs:
         changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]
         changes["blob_count"] = session.blob_count + len(event.new_blobs)
+    if event.payloads:
+        live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)
+        changes["payloads"] = {**session.payloads, event.turn: live}
     return changes
+
+
+def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
+    """The payload with the chunks that it shares with its parent's. Raises UnknownEvent where those are not there."""
+    before = session.payload(parent, ref.kind)
+    shared = () if before is None else before.chunks[: ref.shared]
+    if len(shared) != ref.shared:
+        raise UnknownEvent(f"session {session.session_id}: {ref.kind} shares chunks that turn {parent} does not have")
+    return Payload(ref.kind, ref.start, ref.stop, ref.sent, ref.shape, (*shared, *ref.chunks))

@@ -11,8 +11,17 @@ from app.domain.events import TYPES, VERSIONS, Event, UnknownEvent
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
-STEPS: Mapping[tuple[str, int], Step] = {}
-"""No event has changed its shape yet."""
+
+def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
+    """The next version has more fields, whose defaults say what was so before."""
+    return fields
+
+
+STEPS: Mapping[tuple[str, int], Step] = {
+    ("TurnCommitted", 1): _only_added,
+    ("TurnRejected", 1): _only_added,
+    ("SessionClosed", 1): _only_added,
+}
 
 
 def upcast(

@@ -25,6 +25,7 @@ log = logging.getLogger("turnlog.chat")
 
 CHAT = "/v1/chat/completions"
 _PREFIX = "/sessions/"
+RENDER_INLINE = 64 << 10
 INTERNAL = "an internal error; the server's log has it"
 
 
@@ -88,7 +89,7 @@ class _Exchange:
                 reply = await asyncio.shield(task)
             finally:
                 watch.cancel()
-        await send_reply(self._send, reply.status, _marked(reply), reply.body)
+        await send_reply(self._send, reply.status, _marked(reply), *reply.parts)
 
     async def _stream(self, task: asyncio.Task[TurnReply]) -> None:
         """Errors keep their status, unless a comment has gone out already."""
@@ -114,11 +115,11 @@ class _Exchange:
         if reply.turn is not None:
             if not began:
                 await _start_stream(self._send, [h for h in _marked(reply) if h[0] != "content-type"])
-            await self._event(as_stream(reply.body))
+            await self._event(await _rendered(reply))
         elif began:
-            await self._event(as_error_event(reply.body) + DONE)
+            await self._event(as_error_event(b"".join(reply.parts)) + DONE)
         else:
-            await send_reply(self._send, reply.status, reply.headers, reply.body)
+            await send_reply(self._send, reply.status, reply.headers, *reply.parts)
 
     async def _event(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -136,6 +137,13 @@ class _Exchange:
 async def _start_stream(send: Send, headers: Headers) -> None:
     head = [*headers, ("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
     await start_reply(send, 200, head)
+
+
+async def _rendered(reply: TurnReply) -> bytes:
+    """The committed reply as a stream's events; a large one is rendered beside the loop."""
+    if sum(map(len, reply.parts)) <= RENDER_INLINE:
+        return as_stream(b"".join(reply.parts))
+    return await asyncio.to_thread(lambda: as_stream(b"".join(reply.parts)))
 
 
 def _marked(reply: TurnReply) -> Headers:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Sequence
+
 import msgspec
 from starlette.types import Send
 
 from app.errors import AppError
 from app.upstream.headers import Headers
 
-PIECE = 1 << 20
+PIECE = 256 << 10
 """A large body goes out in pieces, so that the loop serves others between them."""
+
+Body = bytes | bytearray | memoryview
 
 
 async def start_reply(send: Send, status: int, headers: Headers) -> None:
@@ -18,12 +23,27 @@ async def start_reply(send: Send, status: int, headers: Headers) -> None:
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def send_reply(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    await start_reply(send, status, [*headers, ("content-length", str(len(body)))])
-    for start in range(0, max(len(body), 1), PIECE):
-        piece = body if len(body) <= PIECE else body[start : start + PIECE]
-        more = start + PIECE < len(body)
-        await send({"type": "http.response.body", "body": piece, "more_body": more})
+async def send_reply(send: Send, status: int, headers: Headers, *parts: Body) -> None:
+    """A whole reply, whose body is these parts one after the other."""
+    size = sum(map(len, parts))
+    await start_reply(send, status, [*headers, ("content-length", str(size))])
+    sent = 0
+    for piece in _pieces(parts):
+        sent += len(piece)
+        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
+        if sent < size:
+            await asyncio.sleep(0)
+
+
+def _pieces(parts: Sequence[Body]) -> Iterator[bytes]:
+    """At least one piece, also of nothing."""
+    if len(parts) == 1 and len(parts[0]) <= PIECE:
+        yield bytes(parts[0])
+        return
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE):
+            yield bytes(view[start : start + PIECE])
 
 
 def error_parts(error: AppError) -> tuple[int, Headers, bytes]:

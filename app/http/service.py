@@ -25,14 +25,23 @@ LATER = frozenset({"max_seq_len", "advantage", "replay"})
 async def health(request: Request) -> dict[str, Any]:
     """Answers as long as the process does; waits for nothing."""
     app = services(request)
-    return {"status": "ok", "in_flight": app.turns.in_flight, "writer": msgspec.to_builtins(app.writer.counters)}
+    return {
+        "status": "ok",
+        "in_flight": app.turns.in_flight,
+        "writer": msgspec.to_builtins(app.writer.counters),
+        "pool": msgspec.to_builtins(app.pool.counters()),
+    }
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer, does an engine?"""
+    """Can a turn be taken: does the database answer, is there a worker, does an engine answer?"""
     app = services(request)
-    checks = {"database": True, "engine": bool(app.engines.base_urls) and await app.engines.any_healthy()}
+    checks = {
+        "database": True,
+        "pool": app.pool.counters().alive > 0,
+        "engine": bool(app.engines.base_urls) and await app.engines.any_healthy(),
+    }
     try:
         await app.database.read(reads.epoch)
     except AppError:

@@ -17,6 +17,7 @@ from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.upstream.engines import Engines
+from workers.pool import Pool
 
 
 class Services(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class Services(msgspec.Struct, frozen=True):
     sessions: Sessions
     turns: Turns
     exporter: Exporter
+    pool: Pool
     inflight: Inflight
     followers: Followers
 

@@ -18,6 +18,7 @@ _NOT_IN_A_CHUNK = (
     "response_token_ids",
     "token_ids",
     "routed_experts",
+    "indexer_topk",
 )
 
 

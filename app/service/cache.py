@@ -18,11 +18,12 @@ import msgspec
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.session import Session, apply
 from app.errors import AppError, SessionUnreadable
-from app.store import codec, reads
-from app.store.codec import CorruptContent
+from app.store import reads
 from app.store.engine import Database
-from app.store.log import SaveSnapshot
+from app.store.log_sessions import SaveSnapshot
 from app.store.writer import Writer
+from workers import codec
+from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.cache")
 

@@ -17,10 +17,15 @@ from app.service.cache import Live, SessionCache
 from app.service.flights import RetryMark
 from app.service.follow import Followers
 from app.service.sessions import Clock, refusal
-from app.store.log import Appended, Busy, Claim, Refused, Release
+from app.store.log import Appended, Refused
+from app.store.log_turns import Busy, Claim, Reject, Release
 from app.store.writer import Writer
+from workers import codec
 
 log = logging.getLogger("turnlog.claims")
+
+KEPT_BYTES = 256 << 10
+"""Of a refused reply, for diagnosis."""
 
 CLAIM_TRIES = 8
 """How often a claim is tried again because another process moved the session; more is a storm."""
@@ -121,19 +126,36 @@ class Claims:
             busy.retry, busy.retry_after_s = True, 1
         raise busy
 
-    async def reject(self, opening: Opening, reason: str, status: int | None, detail: str | None = None) -> None:
-        await self.release(
-            opening.session.session_id,
-            opening.fence,
-            TurnRejected(opening.event.turn, opening.fence, reason, status, detail),
+    async def reject(
+        self,
+        opening: Opening,
+        reason: str,
+        status: int | None = None,
+        detail: str | None = None,
+        reply: bytes | bytearray | None = None,
+    ) -> None:
+        """Let go of a claim because of what the engine answered; the beginning of `reply` is kept for diagnosis."""
+        session_id, turn, fence = opening.session.session_id, opening.event.turn, opening.fence
+        if reply is None:
+            await self.release(session_id, fence, TurnRejected(turn, fence, reason, status, detail))
+            return
+        kept = bytes(memoryview(reply)[:KEPT_BYTES])
+        event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
+        await self._let_go(
+            Reject(session_id, fence, self.incarnation, self._clock(), event, len(reply), codec.compress(kept))
         )
 
     async def release(self, session_id: str, fence: int, event: Event) -> None:
-        """Let go of a claim. A store that cannot take it is not an error of the turn: the next claim finds it."""
+        """Let go of a claim."""
+        await self._let_go(Release(session_id, fence, self.incarnation, self._clock(), event))
+
+    async def _let_go(self, operation: Release | Reject) -> None:
+        """A store that cannot take it is not an error of the turn: the next claim finds it."""
+        session_id = operation.session_id
         try:
-            outcome = await self._writer.submit(Release(session_id, fence, self.incarnation, self._clock(), event))
+            outcome = await self._writer.submit(operation)
         except AppError as error:
-            log.warning("session %s: the claim %d could not be released: %s", session_id, fence, error)
+            log.warning("session %s: the claim %d could not be released: %s", session_id, operation.fence, error)
             return
         if isinstance(outcome, Appended):
             self.appended(session_id, outcome)

@@ -21,10 +21,11 @@ from app.domain.samples import Inconsistent, Sample, TurnTokens, samples
 from app.domain.session import Session, fold
 from app.errors import InvalidRequest
 from app.export import turnlog
-from app.store import codec, reads
-from app.store.codec import CorruptContent, Facts, Wire
+from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Position
+from workers import codec
+from workers.codec import CorruptContent, Facts, Wire
 
 log = logging.getLogger("turnlog.export")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -40,11 +40,14 @@ def hash_key(key: str) -> str:
 
 
 class TurnReply(msgspec.Struct, frozen=True):
-    """What goes back to the client. `turn` is None for an engine's own error, which committed nothing."""
+    """What goes back to the client: its body in parts, so that a large one need not be copied to be cut.
+
+    `turn` is None for an engine's own error, which committed nothing.
+    """
 
     status: int
     headers: Headers
-    body: bytes
+    parts: Sequence[bytes | bytearray | memoryview]
     turn: int | None = None
     replayed: bool = False
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from app.errors import AppError
 from app.store import incarnations
 from app.store.engine import Database
-from app.store.log import AbandonDead
+from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
 
 log = logging.getLogger("turnlog.recovery")

@@ -32,10 +32,12 @@ from app.errors import (
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
-from app.store import codec, reads
+from app.store import reads
 from app.store.engine import Database
-from app.store.log import Appended, AssignReward, Close, Create, Erase, Existing, Refused, StoredBlob
+from app.store.log import Appended, Refused, StoredBlob
+from app.store.log_sessions import AssignReward, Close, Create, Erase, Existing
 from app.store.writer import Writer
+from workers import codec
 
 Clock = Callable[[], float]
 

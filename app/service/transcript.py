@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,16 +10,22 @@ import msgspec
 from app.domain.events import TurnCommitted, UnknownEvent
 from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
-from app.store import codec, reads
-from app.store.codec import TOKEN_BYTES, CorruptContent, Wire
+from app.service import replay
+from app.store import reads
 from app.store.engine import Database
 from app.upstream.engines import CHAT
+from workers import codec
+from workers.codec import TOKEN_BYTES, CorruptContent, Wire
+from workers.parse import REPLAY
 
 
-def request_body(params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str | None) -> bytes:
-    """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in."""
-    parts = [params[:-1]]
-    if rid is not None:
+def request_body(params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes) -> bytes:
+    """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in.
+
+    `own` are further members of the object, each after a comma.
+    """
+    parts = [params[:-1], own]
+    if rid:
         parts.append(b',"rid":"' + rid.encode() + b'"')
     if tools is not None:
         parts.append(b',"tools":' + tools)
@@ -41,11 +47,17 @@ async def _ids(database: Database, session: Session, numbers: Sequence[int]) -> 
     return b"".join(part for fact in facts.values() for part in (fact.suffix_ids, fact.output_ids))
 
 
-async def stored_reply(database: Database, session: Session, number: int) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Status, headers and body of a committed turn's reply, to the byte. Raises SessionUnreadable."""
+async def stored_reply(
+    database: Database, session: Session, number: int, kinds: Collection[str]
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Status, headers and body of a committed turn's reply, to the byte.
+
+    Replay payloads that are not of these kinds, or are tombstoned, are null. Raises SessionUnreadable.
+    """
     wire = await _wire(database, session, number)
     ids = await token_ids(database, session, number)
-    return wire.status, wire.headers, _reply(session.turn(number), wire, ids)
+    payloads = await replay.values(database, session, number, wire, kinds)
+    return wire.status, wire.headers, _reply(session.turn(number), wire, ids, payloads)
 
 
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
@@ -58,6 +70,7 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
         wire = await _wire(database, session, number)
         ids = (ids if turn.base_tokens else b"") + await _ids(database, session, [number])
         request, history = await _request(database, session, turn, event, wire, history)
+        payloads = await replay.values(database, session, number, wire, REPLAY)
         yield msgspec.json.encode(
             {
                 "timestamp": at,
@@ -66,7 +79,7 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
                 "path": CHAT,
                 "status_code": wire.status,
                 "request": msgspec.Raw(request),
-                "response": msgspec.Raw(_reply(turn, wire, ids)),
+                "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
                 "turn": number,
             }
         )
@@ -80,13 +93,13 @@ async def _request(
     blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
     messages = [*(history if turn.base_messages else []), *wire.messages]
     tools = None if event.tools is None else blobs[event.tools]
-    body = request_body(blobs[event.params], tools, messages, wire.rid or None)
+    body = request_body(blobs[event.params], tools, messages, wire.rid, wire.own)
     return body, [*messages, wire.message]
 
 
-def _reply(turn: Turn, wire: Wire, ids: bytes) -> bytes:
+def _reply(turn: Turn, wire: Wire, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
     prompt = memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES]
-    return codec.paste_prompt_ids(wire, prompt.cast("i"))
+    return codec.paste(wire, prompt.cast("i"), payloads)
 
 
 async def _wire(database: Database, session: Session, number: int) -> Wire:

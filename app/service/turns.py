@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -25,23 +25,28 @@ from app.domain.events import BlobRef, TurnAbandoned
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, join_object, parse_chat
 from app.domain.session import Session
-from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed, UpstreamInvalid
+from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed
 from app.service import transcript
 from app.service.cache import SessionCache
 from app.service.claims import Claims, Opening, repeated_turn
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
-from app.service.judge import Judged, judged
+from app.service.judge import Ask, Judge, Judged
 from app.service.sessions import Clock, refusal
 from app.settings import Settings
-from app.store import codec
-from app.store.log import Commit, Refused, StoredBlob
+from app.store.log import Refused, StoredBlob, StoredChunk
+from app.store.log_turns import Commit, Stage
 from app.store.writer import Writer
 from app.upstream import headers as http_headers
 from app.upstream.client import EngineReply
-from app.upstream.dialects import DialectChoice, complete, takes_rid
+from app.upstream.dialects import asked_for, clients_first_row, complete, from_row, takes_rid
 from app.upstream.engines import Engines
 from app.upstream.headers import Headers
-from workers.parse import Known, Rejected, parse_reply
+from workers import codec
+from workers.job import Place
+from workers.parse import REPLAY
+
+STAGE_BYTES = 512 << 10
+"""Chunks of more than this are written before the commit: about two milliseconds of one transaction."""
 
 
 class Turns:
@@ -54,9 +59,11 @@ class Turns:
         claims: Claims,
         writer: Writer,
         engines: Engines,
+        judge: Judge,
         settings: Settings,
         clock: Clock,
     ) -> None:
+        self._judge = judge
         self._cache = cache
         self._claims = claims
         self._writer = writer
@@ -98,7 +105,7 @@ class Turns:
                 continue
             repeated = repeated_turn(live, mark, request)
             if repeated is not None:
-                return await self._replay(session_id, repeated)
+                return await self._replay(session_id, repeated, self._shown(asked_for(request.params)))
             self._engines.order(session_id)
             flight = self._flights[session_id] = Flight(mark, request.body_hash)
             reader.wait_for(flight)
@@ -122,25 +129,48 @@ class Turns:
         reader: Reader,
     ) -> TurnReply:
         requested_at = self._clock()
+        refused: bytes | bytearray | None = None
         try:
-            blobs, params, tools = _blobs(opening.session, request, self._settings.upstream_dialect)
+            blobs, params, tools = _blobs(opening.session, request, self._settings)
             stored = await self._stored_messages(opening)
             new = [bytes(raw) for raw in request.messages[opening.plan.base_messages :]]
-            rid = opening.rid if takes_rid(self._settings.upstream_dialect) else None
-            body = transcript.request_body(params, tools, [*stored, *new], rid)
-            engine, reply = await self._ask(flight, opening, body, client, reader)
+
+            def body(ask: Ask) -> bytes:
+                return transcript.request_body(params, tools, [*stored, *new], ask.rid, ask.own)
+
+            ask, engine, reply = await self._ask(
+                flight, opening, self._first_ask(opening, request), body, client, reader
+            )
             reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
-                return TurnReply(reply.status, reply.headers, reply.body)
-            judged = await self._judge(opening, incoming, new, engine, reply, requested_at, rid)
+                return TurnReply(reply.status, reply.headers, [reply.body])
+            refused = reply.body
+            judged = await self._judge.judge(opening, incoming.matcher, new, engine, reply, requested_at, ask)
         except Cut:
             raise await self._cut(flight, opening) from None
         except AppError as error:
-            await self._claims.reject(opening, error.code, None, str(error))
+            await self._claims.reject(opening, error.code, None, str(error), refused)
             raise
         await self._commit(opening, incoming, judged, blobs, new)
-        return TurnReply(200, reply.headers, reply.body, turn=opening.event.turn)
+        parts = _without(reply.body, [place for place in judged.places if place.kind not in self._shown(ask.clients)])
+        return TurnReply(200, reply.headers, parts, turn=opening.event.turn)
+
+    def _first_ask(self, opening: Opening, request: ChatRequest) -> Ask:
+        """What is known at the parent need not be sent again, where the operator says that engines keep it."""
+        settings, plan = self._settings, opening.plan
+        rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
+        clients = asked_for(request.params)
+        if "routed_experts" not in settings.replay:
+            return Ask(rid, b"", clients_first_row(request.params), clients)
+        before = opening.session.payload(plan.parent, "routed_experts")
+        if not settings.replay_incremental or before is None or not plan.base_messages:
+            return Ask(rid, b"", 0, clients)
+        return Ask(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
+
+    def _shown(self, clients: Collection[str]) -> Collection[str]:
+        """The kinds of payload that the client's reply keeps, of those that it asked for."""
+        return {"auto": clients, "verbatim": REPLAY, "lean": ()}[self._settings.client_reply]
 
     async def _stored_messages(self, opening: Opening) -> list[bytes]:
         if opening.plan.base_messages == 0:
@@ -148,15 +178,27 @@ class Turns:
         return [await self._cache.messages(opening.live, opening.plan.parent)]
 
     async def _ask(
-        self, flight: Flight, opening: Opening, body: bytes, client: Headers, reader: Reader
-    ) -> tuple[str, EngineReply]:
+        self,
+        flight: Flight,
+        opening: Opening,
+        ask: Ask,
+        body: Callable[[Ask], bytes],
+        client: Headers,
+        reader: Reader,
+    ) -> tuple[Ask, str, EngineReply]:
+        """What was asked in the end, which engine answered, and how. Raises Cut and what `Engines.chat` raises."""
         session_id = opening.session.session_id
         headers = http_headers.to_engine(client, session_id, self._settings.upstream_api_key)
         if flight.cut is not None:
             raise Cut
         flight.at_engine = task = asyncio.current_task()
         try:
-            return await self._engines.chat(session_id, body, headers, reader.grow)
+            engine, reply = await self._engines.chat(session_id, body(ask), headers, reader.grow)
+            if reply.status == 400 and ask.own:
+                # A prompt that drifted may be shorter than the row asked for, which engines refuse.
+                ask = msgspec.structs.replace(ask, own=b"", first_row=0)
+                engine, reply = await self._engines.chat(session_id, body(ask), headers, reader.grow)
+            return ask, engine, reply
         except asyncio.CancelledError:
             if flight.cut is None or task is None:
                 raise
@@ -179,31 +221,6 @@ class Turns:
         )
         return ClientGone("the client went away and TURNLOG_ON_DISCONNECT ended its turn")
 
-    async def _judge(
-        self,
-        opening: Opening,
-        incoming: Incoming,
-        new: Sequence[bytes],
-        engine: str,
-        reply: EngineReply,
-        requested_at: float,
-        rid: str | None,
-    ) -> Judged:
-        """Validate and compress; large bodies off the loop. Raises UpstreamInvalid."""
-        parent = decide.token_parent(opening.session, opening.plan)
-        known = None if parent is None else Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-
-        def work() -> Judged:
-            parsed = parse_reply(reply.body, self._settings.upstream_dialect, known)
-            return judged(opening, incoming.matcher, new, engine, reply, parsed, requested_at, rid)
-
-        try:
-            if len(reply.body) <= self._settings.inline_max_bytes:
-                return work()
-            return await asyncio.to_thread(work)
-        except Rejected as error:
-            raise UpstreamInvalid(f"{engine} returned a malformed reply: {error}") from error
-
     async def _commit(
         self, opening: Opening, incoming: Incoming, judged: Judged, blobs: _Blobs, new: Sequence[bytes]
     ) -> None:
@@ -217,20 +234,21 @@ class Turns:
             incoming,
             judged.reply,
             blobs=decide.TurnBlobs(
-                codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs
+                codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs, judged.payloads
             ),
         )
-        operation = Commit(
-            session_id,
-            opening.fence,
-            self._claims.incarnation,
-            self._clock(),
-            events,
-            judged.facts,
-            judged.wire,
-            blobs.rows,
-        )
         try:
+            operation = Commit(
+                session_id,
+                opening.fence,
+                self._claims.incarnation,
+                self._clock(),
+                events,
+                judged.facts,
+                judged.wire,
+                blobs.rows,
+                await self._staged(opening, judged.chunks),
+            )
             outcome = await self._writer.submit(operation)
         except AppError as error:
             self._cache.drop(session_id)
@@ -247,12 +265,22 @@ class Turns:
         self._cache.remember(session_id, parent, opening.event.turn, messages)
         self._cache.snapshot_if_due(opening.fence - 1, session_id)
 
-    async def _replay(self, session_id: str, number: int) -> TurnReply:
+    async def _staged(self, opening: Opening, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Write large chunks ahead of the commit, a few at a time; returns those that are left for it."""
+        if sum(len(chunk.data) for chunk in chunks) <= STAGE_BYTES:
+            return chunks
+        session_id, fence = opening.session.session_id, opening.fence
+        for chunk in chunks:
+            if not await self._writer.submit(Stage(session_id, fence, self._claims.incarnation, [chunk])):
+                break
+        return ()
+
+    async def _replay(self, session_id: str, number: int, kinds: Collection[str]) -> TurnReply:
         """A committed turn's reply, to the byte, unless the session was closed meanwhile."""
         live = await self._cache.current(session_id)
         session = decide.require_open(live.session if live else None, session_id)
-        status, headers, body = await transcript.stored_reply(self._cache.database, session, number)
-        return TurnReply(status, headers, body, turn=number, replayed=True)
+        status, headers, body = await transcript.stored_reply(self._cache.database, session, number, kinds)
+        return TurnReply(status, headers, [body], turn=number, replayed=True)
 
     async def drain(self, grace_s: float) -> None:
         """Wait for the turns in flight, at most `grace_s`; what is left then is abandoned with the process."""
@@ -261,6 +289,18 @@ class Turns:
             await asyncio.wait(landing, timeout=grace_s)
         for task in self._aborting:
             task.cancel()
+
+
+def _without(body: bytes | bytearray, places: Sequence[Place]) -> list[bytes | bytearray | memoryview]:
+    """The body with null for the values in these places; everything else is untouched."""
+    if not places:
+        return [body]
+    parts: list[bytes | bytearray | memoryview] = []
+    view, done = memoryview(body), 0
+    for place in sorted(places, key=lambda place: place.start):
+        parts += [view[done : place.start], b"null"]
+        done = place.end
+    return [*parts, view[done:]]
 
 
 class _Blobs(msgspec.Struct, frozen=True):
@@ -272,9 +312,9 @@ class _Blobs(msgspec.Struct, frozen=True):
     rows: tuple[StoredBlob, ...]
 
 
-def _blobs(session: Session, request: ChatRequest, dialect: DialectChoice) -> tuple[_Blobs, bytes, bytes | None]:
+def _blobs(session: Session, request: ChatRequest, settings: Settings) -> tuple[_Blobs, bytes, bytes | None]:
     """Store the parameters and tools once a session, however many turns send them again."""
-    params = join_object(complete(request.params, dialect))
+    params = join_object(complete(request.params, settings.upstream_dialect, settings.replay))
     tools = None if request.tools is None else bytes(request.tools)
     refs: list[BlobRef] = []
     rows: list[StoredBlob] = []

@@ -119,16 +119,17 @@ class Database:
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise store_error(error) or error from error
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False) -> T:
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
-        after either. `brief` says that it takes less than a millisecond. Raises StoreFull, StoreUnavailable;
+        after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
+        content it writes. Raises StoreFull, StoreUnavailable;
         nothing is written then; WriteConflict where trying again is safe.
         """
         try:
             if self._sqlite is not None:
-                return await self._sqlite.write(function, durable=durable, brief=brief)
+                return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
             async with self.engine.begin() as connection:
                 if not durable:
                     await connection.exec_driver_sql("SET LOCAL synchronous_commit = off")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -12,12 +12,12 @@ from sqlalchemy import Connection as Connection
 from app.domain import upcast
 from app.domain.events import EXPORTED, Recorded
 from app.domain.session import Session, fold
-from app.store import codec
-from app.store.codec import CorruptContent, Facts, Wire
 from app.store.dialect import oldest_tx
-from app.store.schema import blobs, events, sessions, snapshots, store_meta, turns
+from app.store.schema import blobs, chunks, events, refused_replies, sessions, snapshots, store_meta, turns
+from workers import codec
+from workers.codec import CorruptContent, Facts, Wire
 
-SNAPSHOT_FORMAT = "session-1"
+SNAPSHOT_FORMAT = "session-2"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
 
 
@@ -190,6 +190,28 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
         blobs.c.session_id == session_id, blobs.c.number.in_(sorted(set(numbers)))
     )
     return {number: codec.decompress(data) for number, data in connection.execute(query)}
+
+
+ChunkKey = tuple[int, int]
+"""A chunk within its session: the fence of the turn that brought it, and its number."""
+
+
+def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, bytes | None]:
+    """Stored frames of chunks; None for a tombstone, nothing for one that is not there."""
+    fences = sorted({fence for fence, _ in keys})
+    query = select(chunks.c.fence, chunks.c.number, chunks.c.data).where(chunks.c.session_id == session_id)
+    parts = (query.where(chunks.c.fence.in_(fences[at : at + SPAN])) for at in range(0, len(fences), SPAN))
+    rows = (row for part in parts for row in connection.execute(part))
+    return {(row[0], row[1]): row[2] for row in rows if (row[0], row[1]) in keys}
+
+
+def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
+    """The size of a refused reply, and the stored frame of its beginning."""
+    query = select(refused_replies.c.size, refused_replies.c.data).where(
+        refused_replies.c.session_id == session_id, refused_replies.c.fence == fence
+    )
+    row = connection.execute(query).first()
+    return None if row is None else (row[0], row[1])
 
 
 def metadata_frame(connection: Connection, session_id: str) -> bytes | None:

@@ -1,8 +1,9 @@
 """The tables, alike on SQLite and PostgreSQL.
 
 Every table's key begins with the session, so that PostgreSQL can partition or distribute by it. `events`
-is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns` and `blobs` hold the content
-that events refer to; `snapshots` is a cache that may be emptied at any time.
+is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
+content that events refer to; `refused_replies` are for diagnosis; `snapshots` is a cache that may be emptied
+at any time.
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -75,8 +76,10 @@ sessions = Table(
     Column("created_at", Double, nullable=False),
     Column("updated_at", Double, nullable=False),
     Column("body_hash", String(32), nullable=False),
+    Column("closed_at", Double),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
+    Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     sqlite_with_rowid=False,
 )
 """The head of each log; `version` is its last seq, `turns` counts committed ones."""
@@ -141,6 +144,37 @@ blobs = Table(
     PrimaryKeyConstraint("session_id", "number"),
 )
 """What a session stores once: metadata, parameters, tools. `location` names an object store's copy."""
+
+chunks = Table(
+    "chunks",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("hash", String(32), nullable=False),
+    Column("tombstoned_by", BigInteger),
+    Column("location", Text),
+    Column("data", LargeBinary),
+    PrimaryKeyConstraint("session_id", "fence", "number"),
+)
+"""Rows of replay payloads, keyed by the turn that brought them: its fence, and a number within it.
+
+A tombstone has no `data` and names the event that made it. Large chunks are written before the commit that
+refers to them; what a turn that came to nothing left behind goes with its claim.
+"""
+
+refused_replies = Table(
+    "refused_replies",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("fence", BigInteger, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("session_id", "fence"),
+)
+"""The beginning of replies that were refused, as compressed frames; `size` is that of the whole reply."""
 
 snapshots = Table(
     "snapshots",

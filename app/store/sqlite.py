@@ -32,8 +32,11 @@ BUSY_TIMEOUT_S = 10.0
 
 BUSY_POLL_S = 0.005
 
-CHECKPOINT_CHANGES = 8000
-"""Changed rows after which the log file is moved into the database: at most about 32 MiB of it."""
+CHECKPOINT_BYTES = 32 << 20
+"""Bytes in the log file, roughly, after which it is moved into the database."""
+
+ROW_BYTES = 4096
+"""What a changed row costs the log file beside its content: about a page."""
 
 RESERVED_LOG_BYTES = 16 << 20
 
@@ -52,6 +55,7 @@ class SqliteWriter:
         self._on_thread = 0
         self._durable: bool | None = None
         self._checkpointed_at = 0
+        self._content_bytes = 0
         self._checkpointing: asyncio.Task[None] | None = None
         self.connection: sqlite3.Connection
         self._tx: SqliteTx
@@ -68,8 +72,11 @@ class SqliteWriter:
         self._jobs.put(None)
         self._thread.join()
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool) -> T:
-        """Run `function` in one transaction. Raises sqlite3.Error; nothing is written then."""
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int) -> T:
+        """Run `function`, which writes about `size` bytes, in one transaction.
+
+        Raises sqlite3.Error; nothing is written then.
+        """
         if brief and not durable and not self._on_thread:
             try:
                 return self._transact(function, durable, wait_s=0)
@@ -77,8 +84,10 @@ class SqliteWriter:
                 if not is_busy(error):
                     raise
         result = await self._hop(lambda: self._transact(function, durable, BUSY_TIMEOUT_S))
-        if self.connection.total_changes - self._checkpointed_at > CHECKPOINT_CHANGES:
-            self._checkpointed_at = self.connection.total_changes
+        self._content_bytes += size
+        rows = self.connection.total_changes - self._checkpointed_at
+        if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
+            self._checkpointed_at, self._content_bytes = self.connection.total_changes, 0
             self._checkpointing = asyncio.ensure_future(self._checkpoint_beside())
         return result
 

@@ -5,13 +5,25 @@ from __future__ import annotations
 from sqlalchemy import bindparam, delete, insert, or_, select, update
 
 from app.store.dialect import now
-from app.store.schema import blobs, events, incarnations, open_turns, sessions, snapshots, turns
+from app.store.schema import (
+    blobs,
+    chunks,
+    events,
+    incarnations,
+    open_turns,
+    refused_replies,
+    sessions,
+    snapshots,
+    turns,
+)
 
 insert_event = insert(events)
 insert_session = insert(sessions)
 insert_open_turn = insert(open_turns)
 insert_turn = insert(turns)
 insert_blob = insert(blobs)
+insert_chunk = insert(chunks)
+insert_refused_reply = insert(refused_replies)
 
 head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
     sessions.c.session_id == bindparam("sid")
@@ -56,10 +68,16 @@ touch = (
     .returning(sessions.c.version)
 )
 set_reward = update(sessions).where(sessions.c.session_id == bindparam("sid")).values(reward=bindparam("value"))
-set_status = (
+close_head = (
     update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == bindparam("was"))
-    .values(status=bindparam("state"))
+    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "open")
+    .values(status="closed", closed_at=bindparam("at"))
+)
+close_idle_head = close_head.where(sessions.c.open_turns == 0, sessions.c.updated_at <= bindparam("idle_since"))
+erase_head = (
+    update(sessions)
+    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "closed")
+    .values(status="erased")
 )
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),
@@ -89,6 +107,35 @@ dead_open_turns = (
 drop_open_turn = delete(open_turns).where(
     open_turns.c.session_id == bindparam("sid"), open_turns.c.fence == bindparam("fenced")
 )
-drop_content = tuple(delete(table).where(table.c.session_id == bindparam("sid")) for table in (turns, blobs, snapshots))
+holds_open_turn = select(open_turns.c.fence).where(
+    open_turns.c.session_id == bindparam("sid"),
+    open_turns.c.fence == bindparam("fenced"),
+    open_turns.c.incarnation == bindparam("holder"),
+)
+drop_staged = delete(chunks).where(chunks.c.session_id == bindparam("sid"), chunks.c.fence == bindparam("fenced"))
+tombstone_chunk = (
+    update(chunks)
+    .where(
+        chunks.c.session_id == bindparam("sid"),
+        chunks.c.fence == bindparam("fenced"),
+        chunks.c.number == bindparam("place"),
+    )
+    .values(data=None, tombstoned_by=bindparam("by"))
+)
+live_chunk = select(chunks.c.fence).where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None)).limit(1)
+oldest_refused = (
+    select(refused_replies.c.fence)
+    .where(refused_replies.c.session_id == bindparam("sid"))
+    .order_by(refused_replies.c.fence.desc())
+    .offset(bindparam("kept"))
+    .limit(1)
+)
+drop_refused = delete(refused_replies).where(
+    refused_replies.c.session_id == bindparam("sid"), refused_replies.c.fence <= bindparam("upto")
+)
+drop_content = tuple(
+    delete(table).where(table.c.session_id == bindparam("sid"))
+    for table in (turns, blobs, chunks, refused_replies, snapshots)
+)
 drop_snapshot = delete(snapshots).where(snapshots.c.session_id == bindparam("sid"))
 insert_snapshot = insert(snapshots)

@@ -28,7 +28,7 @@ log = logging.getLogger("turnlog.writer")
 MAX_BATCH = 512
 """Operations in one transaction."""
 
-MAX_BATCH_BYTES = 16 << 20
+MAX_BATCH_BYTES = 4 << 20
 """Bytes in one transaction: a larger one would hold the others' fsync up."""
 
 CONFLICT_TRIES = 5
@@ -158,10 +158,11 @@ class Writer:
             return [operation.apply(tx) for operation in operations]
 
         durable = any(operation.durable for operation in operations)
+        size = sum(operation.size for operation in operations)
         brief = len(operations) <= BRIEF and all(operation.brief for operation in operations)
         for tried in range(1, CONFLICT_TRIES + 1):
             try:
-                outcomes = await self._database.write(run, durable=durable, brief=brief)
+                outcomes = await self._database.write(run, durable=durable, brief=brief, size=size)
                 break
             except WriteConflict as error:
                 log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)

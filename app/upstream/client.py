@@ -32,7 +32,7 @@ def _unbounded(size: int) -> None:
 class EngineReply(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
-    body: bytes
+    body: bytes | bytearray
 
 
 class EngineError(Exception):
@@ -99,22 +99,29 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(type(error).__name__) from error
 
-    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> bytes | bytearray:
         length = response.content_length
         if length is not None:
             if length > self._max_bytes:
                 raise TooLarge(f"{length} bytes")
             grow(length)
-            return await response.read()
-        pieces: list[bytes] = []
-        size = 0
+            return await response.read() if length <= PIECE else await _read_into(response, bytearray(length))
+        body = bytearray()
         async for piece in response.content.iter_any():
-            size += len(piece)
-            if size > self._max_bytes:
+            if len(body) + len(piece) > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
             grow(len(piece))
-            pieces.append(piece)
-        return b"".join(pieces)
+            body += piece
+        return body
+
+
+async def _read_into(response: aiohttp.ClientResponse, body: bytearray) -> bytearray:
+    """A large reply of known length, in memory once: joining its pieces would hold it twice."""
+    at = 0
+    async for piece in response.content.iter_any():
+        body[at : at + len(piece)] = piece
+        at += len(piece)
+    return body
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:

@@ -4,11 +4,15 @@ SGLang returns them in `meta_info` with `return_meta_info` and `logprobs`, the p
 `return_prompt_token_ids`. vLLM returns both with `return_token_ids`, and needs `top_logprobs` to be a
 number: an explicit null empties its logprobs. Asked for all of it, each engine answers its own; so
 `auto` asks for all and the reply's shape tells which engine it was.
+
+Replay payloads: SGLang returns `routed_experts` for `return_routed_experts` and, in newer builds,
+`indexer_topk` for `return_indexer_topk`; vLLM returns `routed_experts` where it was started to. Each can
+leave out the first rows, under a name of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
@@ -29,13 +33,51 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
 }
 
 
-def complete(params: Mapping[str, msgspec.Raw], dialect: DialectChoice) -> dict[str, bytes]:
-    """The client's parameters as raw JSON, with what Turnlog needs in place of the client's own wish."""
+_RETURN = {"routed_experts": "return_routed_experts", "indexer_topk": "return_indexer_topk"}
+_FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
+    "sglang": ("routed_experts_start_len",),
+    "vllm": ("routed_experts_prompt_start",),
+    "auto": ("routed_experts_start_len", "routed_experts_prompt_start"),
+}
+
+
+def complete(
+    params: Mapping[str, msgspec.Raw], dialect: DialectChoice, replay: Collection[str] = ()
+) -> dict[str, bytes]:
+    """The client's parameters as raw JSON, with what Turnlog needs in place of the client's own wish.
+
+    `replay` are the kinds of payload that Turnlog itself wants; which rows of them is then its own to say.
+    """
     fields = {name: bytes(raw) for name, raw in params.items()}
     fields.update(_NEEDED[dialect])
     if dialect != "sglang" and fields.get("top_logprobs", b"null") == b"null":
         fields["top_logprobs"] = b"0"
+    for kind in replay:
+        if kind != "indexer_topk" or dialect != "vllm":
+            fields[_RETURN[kind]] = b"true"
+    if "routed_experts" in replay:
+        for name in _FIRST_ROW["auto"]:
+            fields.pop(name, None)
     return fields
+
+
+def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:
+    """The kinds of replay payload that the client itself asked for."""
+    return frozenset(kind for kind, name in _RETURN.items() if bytes(params.get(name, b"")) == b"true")
+
+
+def clients_first_row(params: Mapping[str, msgspec.Raw]) -> int:
+    """From which row on the client asked for `routed_experts`; 0 for what is no row, which the engine will refuse."""
+    for name in _FIRST_ROW["auto"]:
+        text = bytes(params.get(name, b""))
+        if text.isdigit() and len(text) < 10:
+            return int(text)
+    return 0
+
+
+def from_row(row: int, dialect: DialectChoice) -> bytes:
+    """What asks an engine for `routed_experts` from a row on: raw members of the request's object."""
+    return b"".join(f',"{name}":{row}'.encode() for name in _FIRST_ROW[dialect])
 
 
 def takes_rid(dialect: DialectChoice) -> bool:

@@ -17,10 +17,10 @@ import msgspec
 
 from app.domain.events import BlobRef, Event, SessionConfig, SessionCreated, TurnCommitted, TurnOpened, VersionSpan
 from app.service.recovery import register
-from app.store import codec
-from app.store.codec import Facts, Wire
 from app.store.engine import Database
-from app.store.log import Claim, Commit, Create, Operation, StoredBlob
+from app.store.log import Operation, StoredBlob
+from app.store.log_sessions import Create
+from app.store.log_turns import Claim, Commit
 from ops.bench.client import Connection
 from ops.bench.latency import timed
 from ops.bench.load import Conversation, opening_messages
@@ -28,6 +28,8 @@ from ops.bench.measure import keep, table
 from ops.bench.stand import cores, folder_for_bench, pinned
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
+from workers import codec
+from workers.codec import Facts, Wire
 from workers.parse import token_text
 
 SESSIONS_PER_TRANSACTION = 50

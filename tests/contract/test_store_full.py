@@ -12,10 +12,11 @@ from helpers.store import Store, create
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError, StoreFull, StoreUnavailable
-from app.store import codec, reads, sqlite
+from app.store import reads, sqlite
 from app.store.engine import Database
 from app.store.log import Appended, StoredBlob
 from app.store.writer import Writer
+from workers import codec
 
 pytestmark = pytest.mark.anyio
 

@@ -18,9 +18,12 @@ from helpers.store import (
 )
 
 from app.domain.events import SessionClosed, SessionErased, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
-from app.store import codec, reads
-from app.store.codec import CorruptContent
-from app.store.log import AbandonDead, Appended, Busy, Close, Existing, Refused, Stale, StoredBlob
+from app.store import reads
+from app.store.log import Appended, Refused, StoredBlob
+from app.store.log_sessions import Close, Existing
+from app.store.log_turns import AbandonDead, Busy, Stale
+from workers import codec
+from workers.codec import CorruptContent
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,9 @@ from sqlalchemy.util import await_only
 from app.store import reads
 from app.store.dialect import Tx
 from app.store.engine import Database
-from app.store.log import AbandonDead, Appended, Busy, Existing, Refused, Stale
+from app.store.log import Appended, Refused
+from app.store.log_sessions import Existing
+from app.store.log_turns import AbandonDead, Busy, Stale
 
 pytestmark = pytest.mark.anyio
 

@@ -6,7 +6,8 @@ import pytest
 from helpers.store import Store
 
 from app.domain.session import Session
-from app.store import codec, reads
+from app.store import reads
+from workers import codec
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,8 @@ from sqlalchemy.engine import make_url
 from app.errors import Overloaded, StoreUnavailable
 from app.store import writer as writer_module
 from app.store.dialect import Tx
-from app.store.log import Appended, Existing, Refused
+from app.store.log import Appended, Refused
+from app.store.log_sessions import Existing
 
 pytestmark = pytest.mark.anyio
 

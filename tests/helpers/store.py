@@ -10,26 +10,18 @@ from sqlalchemy import delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.session import Session, fold
-from app.store import codec, incarnations, reads
-from app.store.codec import Facts, Wire
+from app.store import incarnations, reads
 from app.store.dialect import Tx, now
 from app.store.engine import Database
-from app.store.log import (
-    Appended,
-    AssignReward,
-    Claim,
-    Close,
-    Commit,
-    Create,
-    Erase,
-    Release,
-    SaveSnapshot,
-    StoredBlob,
-)
+from app.store.log import Appended, StoredBlob
+from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
+from app.store.log_turns import Claim, Commit, Release
 from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
 from app.store.writer import Writer
 from helpers.log import BODY, committed, created, float64, int32, opened
+from workers import codec
+from workers.codec import Facts, Wire
 
 LEASE_S = 8.0
 START = reads.Position(0, 0)

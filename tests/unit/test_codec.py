@@ -11,23 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import int32
 
-from app.store.codec import (
+from workers.codec import (
     MAX_RAW,
     CorruptContent,
     Facts,
     Wire,
     compress,
     content_hash,
-    cut_prompt_ids,
     decompress,
     pack,
-    paste_prompt_ids,
+    paste,
+    prompt_ids_separator,
     render_ids,
     unpack,
 )
 
 FACTS = Facts(b"abcd" * 50, b"efgh", b"12345678")
 WIRE = Wire([b'{"role":"user"}'], b"{}", b'{"a":1}', [("content-type", "application/json")], 200, 3, ", ", "rid")
+
+
+def without_ids(reply: bytes, text: bytes, count: int) -> Wire:
+    """The reply stored as a job does it, its prompt's ids cut out where they can be written again."""
+    separator = prompt_ids_separator(text, count)
+    if separator is None:
+        return Wire([], b"", reply, [])
+    at = reply.index(text)
+    return Wire([], b"", reply[:at] + reply[at + len(text) :], [], prompt_ids_at=at, separator=separator)
 
 
 def test_content_survives() -> None:
@@ -109,10 +118,10 @@ def test_the_hash_covers_both_frames() -> None:
 def test_what_is_cut_can_be_written_again(text: bytes, cut: bool) -> None:
     body = b'{"a":' + text + b',"prompt":' + text + b',"z":1}'
     ids = json.loads(text)
-    skeleton, at, separator = cut_prompt_ids(body, text, len(ids))
-    assert (at is not None) == cut
-    assert (len(skeleton) < len(body)) == cut
-    assert paste_prompt_ids(Wire([], b"", skeleton, [], 200, at, separator), memoryview(int32(ids)).cast("i")) == body
+    wire = without_ids(body, text, len(ids))
+    assert (wire.prompt_ids_at is not None) == cut
+    assert (len(wire.reply) < len(body)) == cut
+    assert paste(wire, memoryview(int32(ids)).cast("i"), {}) == body
 
 
 SPACE = st.sampled_from(["", "", "", " ", "  ", "\n", "\t"])
@@ -132,9 +141,8 @@ def spelled(draw: st.DrawFn) -> tuple[list[int], bytes]:
 def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, after: bytes, twice: bool) -> None:
     numbers, text = ids
     body = before + text + after + (text if twice else b"")
-    skeleton, at, separator = cut_prompt_ids(body, text, len(numbers))
-    wire = unpack(pack(Wire([], b"", skeleton, [], 200, at, separator)), Wire)
-    assert paste_prompt_ids(wire, memoryview(int32(numbers)).cast("i")) == body
+    wire = unpack(pack(without_ids(body, text, len(numbers))), Wire)
+    assert paste(wire, memoryview(int32(numbers)).cast("i"), {}) == body
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.sampled_from([",", ", "]))

@@ -17,7 +17,8 @@ from replies import DEEP, SHAPES, body_of
 
 from app.domain.history import canonical_hash, decode_message
 from app.http.stream import as_stream
-from app.store.codec import Wire, cut_prompt_ids, paste_prompt_ids
+from workers.codec import Wire, paste, unpack
+from workers.job import Job, work
 from workers.parse import MAX_TOKEN_ID, Parsed, Rejected, parse_reply
 
 PLAIN = [
@@ -139,9 +140,8 @@ def serve(body: bytes, parsed: Parsed) -> None:
     """What happens to an accepted reply afterwards must not fail: it is judged, stored, streamed, given again."""
     canonical_hash(decode_message(parsed.message, "m"), "tolerant")
     as_stream(body)
-    skeleton, at, separator = cut_prompt_ids(body, parsed.prompt_text, len(parsed.suffix_ids) // 4)
-    wire = Wire([], parsed.message, skeleton, [], prompt_ids_at=at, separator=separator)
-    assert paste_prompt_ids(wire, memoryview(parsed.suffix_ids).cast("i")) == body
+    done = work(Job(parsed.dialect, None, [], [], [], 200, "", b""), memoryview(body))
+    assert paste(unpack(done.wire, Wire), memoryview(parsed.suffix_ids).cast("i"), {}) == body
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

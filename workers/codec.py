@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zstandard
@@ -35,12 +36,31 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: bytes
 
 
+class Cut(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A replay payload's value, taken out of the stored reply at `at`, and how it was spelled.
+
+    `base64`: of the rows as little-endian int32. `npy`: base64 of `head`, a .npy file's, and the rows as
+    `dtype` (numpy's notation). `lists`: nested lists of inner shape `dims`, `separator` between items. `text`:
+    in a way that the rows do not tell, so its `length` bytes are left where they were.
+    """
+
+    kind: str
+    at: int
+    form: Literal["base64", "npy", "lists", "text"]
+    length: int = 0
+    dims: tuple[int, ...] = ()
+    head: bytes = b""
+    dtype: str = "<i4"
+    separator: str = ","
+
+
 class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's messages and its reply.
 
     `messages` are the request's new messages, `message` the reply's, each raw JSON. `reply` is the engine's
-    body; where `prompt_ids_at` is set, the JSON text of the prompt's ids was cut out there and is written
-    again from the stored tokens with `separator` between them.
+    body less what is stored elsewhere and written again to the byte: where `prompt_ids_at` is set, the text
+    of the prompt's ids, with `separator` between them; and the values in `cuts`. All places count in what is
+    left. `rid` and `own` (raw JSON) are what Turnlog added to this one request.
     """
 
     messages: list[bytes]
@@ -51,6 +71,8 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_ids_at: int | None = None
     separator: str = ","
     rid: str = ""
+    own: bytes = b""
+    cuts: list[Cut] = []
 
 
 Content = TypeVar("Content", Facts, Wire)
@@ -71,14 +93,17 @@ def compress(raw: bytes) -> bytes:
     return _compressor().compress(raw)
 
 
-def decompress(frame: bytes | None) -> bytes:
-    """Raises CorruptContent for a damaged, missing or oversized frame."""
+def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
+    """Raises CorruptContent for a damaged or missing frame, or one that unpacks to more than `most` bytes.
+
+    The declared size is what is checked: the library's own bound is ignored where a frame declares one.
+    """
     if frame is None:
         raise CorruptContent("the content is not there")
     try:
         size = zstandard.frame_content_size(frame)
-        if not 0 <= size <= MAX_RAW:
-            raise CorruptContent(f"a frame declares {size} bytes")
+        if not 0 <= size <= most:
+            raise CorruptContent(f"a frame declares {size} bytes, at most {most} are expected")
         return zstandard.ZstdDecompressor().decompress(frame)
     except zstandard.ZstdError as error:
         raise CorruptContent(str(error)) from error
@@ -109,26 +134,37 @@ def render_ids(ids: memoryview, separator: str) -> bytes:
     return b"[" + separator.join(map(str, ids)).encode() + b"]"
 
 
-def cut_prompt_ids(reply: bytes, text: bytes, count: int) -> tuple[bytes, int | None, str]:
-    """Take the text of the prompt's `count` ids out of a reply: stored as tokens, they need no second copy.
+def prompt_ids_separator(text: bytes, count: int) -> str | None:
+    """What separates the ids in the text of a prompt's `count` ids.
 
-    Returns (what is left, where they stood or None if they stay, separator). They stay where they could
-    not be written again to the byte: a list of plain integers has one spelling for each separator.
+    None where they could not be written again to the byte: a list of plain integers has one spelling for
+    each separator.
     """
     rest = text.translate(None, b"0123456789,[]")
     if count > 1 and rest == b"":
-        separator = ","
-    elif count > 1 and len(rest) == count - 1 == text.count(b", ") and rest.isspace():
-        separator = ", "
-    else:
-        return reply, None, ","
-    at = reply.index(text)
-    return reply[:at] + reply[at + len(text) :], at, separator
+        return ","
+    if count > 1 and len(rest) == count - 1 == text.count(b", ") and rest.isspace():
+        return ", "
+    return None
 
 
-def paste_prompt_ids(wire: Wire, ids: memoryview) -> bytes:
-    """The reply to the byte; `ids` is the turn's whole prompt as an int32 view."""
-    if wire.prompt_ids_at is None:
-        return wire.reply
-    at = wire.prompt_ids_at
-    return wire.reply[:at] + render_ids(ids, wire.separator) + wire.reply[at:]
+def paste(wire: Wire, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
+    """The reply to the byte; `ids` is the turn's whole prompt as an int32 view, `payloads` the values by kind.
+
+    A payload that is not among them is written as null; of one that was left in its place only the kind counts.
+    """
+    values = [(cut.at, cut.length, _value(wire, cut, payloads)) for cut in wire.cuts]
+    if wire.prompt_ids_at is not None:
+        values.append((wire.prompt_ids_at, 0, render_ids(ids, wire.separator)))
+    parts: list[bytes] = []
+    done = 0
+    for at, length, value in sorted(values, key=lambda found: found[0]):
+        parts += [wire.reply[done:at], value]
+        done = at + length
+    return b"".join((*parts, wire.reply[done:]))
+
+
+def _value(wire: Wire, cut: Cut, payloads: Mapping[str, bytes]) -> bytes:
+    if cut.form == "text" and cut.kind in payloads:
+        return wire.reply[cut.at : cut.at + cut.length]
+    return payloads.get(cut.kind, b"null")

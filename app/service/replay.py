@@ -1,0 +1,106 @@
+"""Replay payloads read back: lazily, in chunks, each checked against the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+from app.domain.events import BlobsTombstoned, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
+from app.domain.session import Payload, Session
+from app.errors import InvalidRequest, PayloadTombstoned, SessionUnreadable
+from app.store import reads
+from app.store.engine import Database
+from app.store.reads import ChunkKey
+from workers import payloads
+from workers.codec import CorruptContent, Wire
+from workers.payloads import Chunk, Ids
+
+Frames = Mapping[ChunkKey, bytes | None]
+
+
+def keys_of(found: Payload) -> list[ChunkKey]:
+    return [(chunk.fence, chunk.number) for chunk in found.chunks]
+
+
+def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
+    """Rows [first, stop) as [rows, ids a row], in the smallest type. Raises CorruptContent."""
+    parts: list[Ids] = []
+    for chunk in found.chunks:
+        if chunk.start < stop and chunk.start + chunk.rows > first:
+            ref = Chunk(chunk.start, chunk.rows, chunk.dtype, chunk.size, chunk.hash)
+            rows = payloads.load(ref, frames.get((chunk.fence, chunk.number)))
+            parts.append(rows[max(first - chunk.start, 0) : stop - chunk.start])
+    return payloads.join(parts)
+
+
+async def values(
+    database: Database, session: Session, number: int, wire: Wire, kinds: Collection[str]
+) -> dict[str, bytes]:
+    """The payloads of turn `number`'s reply as the engine spelled them, by kind; without tombstones.
+
+    Raises SessionUnreadable.
+    """
+    found: dict[str, bytes] = {}
+    for cut in wire.cuts:
+        payload = next((one for one in session.payloads.get(number, ()) if one.kind == cut.kind), None)
+        if cut.kind not in kinds or payload is None:
+            continue
+        if cut.form == "text":
+            found[cut.kind] = b""
+            continue
+        keys = keys_of(payload)
+        frames = await database.read(lambda connection: reads.load_chunks(connection, session.session_id, keys))  # noqa: B023
+
+        def render() -> bytes:
+            return payloads.render(cut, rows_of(payload, frames, payload.sent, payload.stop))  # noqa: B023
+
+        try:
+            found[cut.kind] = await asyncio.to_thread(render)
+        except CorruptContent as error:
+            raise unreadable(session.session_id, number, cut.kind, error) from error
+    return found
+
+
+async def payload_of(database: Database, session: Session, number: int, kind: ReplayKind) -> tuple[Payload, Ids]:
+    """Turn `number`'s payload: what it is, and all its rows, also those that the engine left out as known.
+
+    Raises InvalidRequest (no such turn or payload), PayloadTombstoned, SessionUnreadable.
+    """
+    if not 1 <= number <= len(session.turns):
+        raise InvalidRequest(f"turn {number} does not exist; the session has {len(session.turns)}")
+    payload = session.payload(number, kind)
+    if payload is None:
+        raise await _why_not(database, session.session_id, number, kind)
+    keys = keys_of(payload)
+    frames = await database.read(lambda connection: reads.load_chunks(connection, session.session_id, keys))
+    try:
+        rows = await asyncio.to_thread(rows_of, payload, frames, payload.start, payload.stop)
+    except CorruptContent as error:
+        raise unreadable(session.session_id, number, kind, error) from error
+    return payload, rows
+
+
+def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -> SessionUnreadable:
+    return SessionUnreadable(f"session {session_id}, turn {number}: {kind}: {error}")
+
+
+async def _why_not(
+    database: Database, session_id: str, number: int, kind: ReplayKind
+) -> InvalidRequest | PayloadTombstoned:
+    """What the log says of a payload that cannot be read."""
+    try:
+        log = await database.read(lambda connection: reads.load_events(connection, session_id))
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    brought: Sequence[PayloadRef] = ()
+    for recorded in log:
+        match recorded.event:
+            case TurnCommitted(turn=turn, payloads=refs) if turn == number:
+                brought = [ref for ref in refs if ref.kind == kind]
+            case BlobsTombstoned(turns=turns, reason=reason) if brought and number in turns:
+                ref = brought[0]
+                return PayloadTombstoned(
+                    f"{kind} of turn {number}, rows {ref.start} to {ref.stop} of shape {list(ref.shape)}, was "
+                    f"tombstoned by event {recorded.seq} ({reason})"
+                )
+    return InvalidRequest(f"turn {number} of session {session_id} has no {kind}")

@@ -1,0 +1,165 @@
+"""Writing to a session as a whole: create, reward, close, free, erase, and its snapshot."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from app.domain.events import BlobsTombstoned, Event, RewardAssigned, SessionClosed, SessionErased
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import (
+    Appended,
+    BaseOperation,
+    Refused,
+    StoredBlob,
+    abandon,
+    advance_head,
+    append,
+    blob_row,
+    refused,
+    tombstone,
+)
+
+
+class Create(BaseOperation, frozen=True):
+    """A new session, or Existing where the id is taken."""
+
+    session_id: str
+    at: float
+    event: Event
+    body_hash: str
+    group_id: str | None
+    blob: StoredBlob | None
+
+    @property
+    def size(self) -> int:
+        return 512 + (len(self.blob.data) if self.blob else 0)
+
+    def apply(self, tx: Tx) -> Appended | Existing:
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is not None:
+            return Existing(head[1], head[3])
+        row = {
+            "session_id": self.session_id,
+            "version": 1,
+            "status": "open",
+            "open_turns": 0,
+            "turns": 0,
+            "group_id": self.group_id,
+            "created_at": self.at,
+            "updated_at": self.at,
+            "body_hash": self.body_hash,
+        }
+        tx.insert(sql.insert_session, [row])
+        if self.blob is not None:
+            tx.insert(sql.insert_blob, [blob_row(self.session_id, self.blob)])
+        return append(tx, self.session_id, 1, self.at, [self.event])
+
+
+class Existing(msgspec.Struct, frozen=True):
+    status: str
+    body_hash: str
+
+
+class AssignReward(BaseOperation, frozen=True):
+    """In an open or a closed session."""
+
+    session_id: str
+    at: float
+    event: RewardAssigned
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return refused(tx, self.session_id)
+        if self.event.turn is None:
+            tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
+        return append(tx, self.session_id, row[0], self.at, [self.event])
+
+
+class Close(BaseOperation, frozen=True):
+    """Close an open session; its open turn ends abandoned and can no longer commit."""
+
+    session_id: str
+    at: float
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not tx.run(sql.close_head, {"sid": self.session_id, "at": self.at}):
+            return refused(tx, self.session_id)
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
+        gone = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        closed = advance_head(tx, self.session_id, self.at, [SessionClosed()])
+        return Appended(gone.events + closed.events)
+
+
+class CloseIdle(BaseOperation, frozen=True):
+    """Close an open session that has no turn in flight and has not changed since `idle_since`."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    at: float
+    idle_since: float
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        row = {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since}
+        if not tx.run(sql.close_idle_head, row):
+            return refused(tx, self.session_id)
+        return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
+
+
+class FreeReplay(BaseOperation, frozen=True):
+    """Tombstone what a closed session has left of replay payloads; None if nothing was left."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    at: float
+    event: BlobsTombstoned
+
+    def apply(self, tx: Tx) -> Appended | Refused | None:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] != "closed":
+            return Refused(None if head is None else head[1])
+        if tx.one(sql.live_chunk, {"sid": self.session_id}) is None:
+            return None
+        appended = advance_head(tx, self.session_id, self.at, [self.event])
+        tombstone(tx, self.session_id, appended)
+        return appended
+
+
+class Erase(BaseOperation, frozen=True):
+    """Delete the content of a closed session; the log's skeleton stays."""
+
+    session_id: str
+    at: float
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not tx.run(sql.erase_head, {"sid": self.session_id}):
+            return refused(tx, self.session_id)
+        for statement in sql.drop_content:
+            tx.run(statement, {"sid": self.session_id})
+        return advance_head(tx, self.session_id, self.at, [SessionErased()])
+
+
+class SaveSnapshot(BaseOperation, frozen=True):
+    """Replace the session's snapshot; one that is older than the stored one does no harm."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    seq: int
+    format: str
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def apply(self, tx: Tx) -> None:
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] == "erased":
+            return
+        tx.run(sql.drop_snapshot, {"sid": self.session_id})
+        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
+        tx.insert(sql.insert_snapshot, [row])

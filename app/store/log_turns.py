@@ -1,0 +1,235 @@
+"""Writing to a session's one open turn: claim, stage, commit, release, and abandoning those of the dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+
+from app.domain.events import Event, TurnCommitted, TurnOpened
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import (
+    Appended,
+    BaseOperation,
+    Refused,
+    StoredBlob,
+    StoredChunk,
+    abandon,
+    advance_head,
+    append,
+    blob_row,
+    chunk_row,
+    refused,
+    size_of,
+    tombstone,
+)
+
+
+class Stale(msgspec.Struct, frozen=True):
+    """Nothing was claimed: the session has moved on from the expected version."""
+
+
+class Busy(msgspec.Struct, frozen=True):
+    """Nothing was claimed: a live process holds the session's open turn."""
+
+    turn: int
+    fence: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+
+
+class Claim(BaseOperation, frozen=True):
+    """Take the session's one open turn, at exactly the version that the caller knows.
+
+    A claim whose holder is dead is abandoned in the log on the way; the outcome is then Stale, because
+    the version has moved.
+    """
+
+    durable: ClassVar[bool] = False
+    brief: ClassVar[bool] = True
+    session_id: str
+    expected: int
+    at: float
+    event: TurnOpened
+    lease_s: float
+
+    def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
+        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected}):
+            return self._why_not(tx)
+        fence = self.expected + 1
+        row = {
+            "session_id": self.session_id,
+            "fence": fence,
+            "turn": self.event.turn,
+            "parent_turn": self.event.parent,
+            "incarnation": self.event.incarnation,
+            "body_hash": self.event.body_hash,
+            "retry_key": self.event.retry_key,
+            "opened_at": self.at,
+        }
+        tx.insert(sql.insert_open_turn, [row])
+        return append(tx, self.session_id, fence, self.at, [self.event])
+
+    def _why_not(self, tx: Tx) -> Stale | Busy | Refused:
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] != "open":
+            return Refused(None if head is None else head[1])
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
+        live = [row for row in holders if not row[5]]
+        abandon(tx, self.session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+        return Busy(*live[0][:5]) if live else Stale()
+
+
+class Stage(BaseOperation, frozen=True):
+    """Write chunks of an open turn ahead of its commit, so that no transaction is long; False if it is not held.
+
+    Whatever ends the turn without a commit takes them out again.
+    """
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    chunks: Sequence[StoredChunk]
+
+    @property
+    def size(self) -> int:
+        return size_of(self.chunks)
+
+    def apply(self, tx: Tx) -> bool:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        held = {"sid": self.session_id, "fenced": self.fence, "holder": self.incarnation}
+        if tx.one(sql.holds_open_turn, held) is None:
+            return False
+        tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
+        return True
+
+
+class Commit(BaseOperation, frozen=True):
+    """End the open turn with what it brought, if the fence still stands; else nothing is written.
+
+    `chunks` are those that have not been staged.
+    """
+
+    session_id: str
+    fence: int
+    incarnation: int
+    at: float
+    events: Sequence[Event]
+    facts: bytes
+    wire: bytes
+    blobs: Sequence[StoredBlob]
+    chunks: Sequence[StoredChunk] = ()
+
+    @property
+    def size(self) -> int:
+        return 1024 + len(self.facts) + len(self.wire) + size_of(self.blobs) + size_of(self.chunks)
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        if not _take(tx, self.session_id, self.fence, self.incarnation):
+            return refused(tx, self.session_id)
+        (turn,) = (event for event in self.events if isinstance(event, TurnCommitted))
+        row = {
+            "session_id": self.session_id,
+            "turn": turn.turn,
+            "parent_turn": turn.parent,
+            "segment": turn.segment,
+            "choice_index": turn.choice_index,
+            "protocol": turn.protocol,
+            "facts": self.facts,
+            "wire": self.wire,
+        }
+        tx.insert(sql.insert_turn, [row])
+        tx.insert(sql.insert_blob, [blob_row(self.session_id, blob) for blob in self.blobs])
+        tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
+        appended = advance_head(tx, self.session_id, self.at, self.events, freed=1, committed=1)
+        tombstone(tx, self.session_id, appended)
+        return appended
+
+
+def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
+    """The fence: does this process still hold this open turn? If so it holds it no longer."""
+    tx.lock(sql.lock_head, {"sid": session_id})
+    return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
+
+
+class Release(BaseOperation, frozen=True):
+    """End the open turn without a commit."""
+
+    durable: ClassVar[bool] = False
+    brief: ClassVar[bool] = True
+    session_id: str
+    fence: int
+    incarnation: int
+    at: float
+    event: Event
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        return _release(tx, self.session_id, self.fence, self.incarnation, self.at, self.event)
+
+
+def _release(tx: Tx, session_id: str, fence: int, incarnation: int, at: float, event: Event) -> Appended | Refused:
+    if not _take(tx, session_id, fence, incarnation):
+        return refused(tx, session_id)
+    tx.run(sql.drop_staged, {"sid": session_id, "fenced": fence})
+    return advance_head(tx, session_id, at, [event], freed=1)
+
+
+REFUSED_KEPT = 8
+"""Refused replies kept of a session: the newest."""
+
+
+class Reject(BaseOperation, frozen=True):
+    """End the open turn because of its reply, the beginning of which is kept (`data`, of `reply_size` bytes)."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    at: float
+    event: Event
+    reply_size: int
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return 512 + len(self.data)
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        released = _release(tx, self.session_id, self.fence, self.incarnation, self.at, self.event)
+        if isinstance(released, Appended):
+            row = {"session_id": self.session_id, "fence": self.fence, "size": self.reply_size, "data": self.data}
+            tx.insert(sql.insert_refused_reply, [row])
+            oldest = tx.one(sql.oldest_refused, {"sid": self.session_id, "kept": REFUSED_KEPT})
+            if oldest is not None:
+                tx.run(sql.drop_refused, {"sid": self.session_id, "upto": oldest[0]})
+        return released
+
+
+class AbandonDead(BaseOperation, frozen=True):
+    """Abandon up to `most` open turns of dead processes, of sessions after `after`; returns the last id seen."""
+
+    durable: ClassVar[bool] = False
+    after: str
+    most: int
+    at: float
+    lease_s: float
+
+    @property
+    def size(self) -> int:
+        return 256 * self.most
+
+    @property
+    def session_id(self) -> str:
+        """Of no session in particular: it comes first in a batch."""
+        return ""
+
+    def apply(self, tx: Tx) -> tuple[str | None, int]:
+        found = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
+        for (session_id,) in found:
+            holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
+            abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+        return (found[-1][0] if len(found) == self.most else None), len(found)

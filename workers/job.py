@@ -1,0 +1,255 @@
+"""One engine's reply: judged, taken apart and compressed; plain work on bytes, in the API process or in a child.
+
+A payload is most of a large reply, and its text need not be looked at as JSON. So it is cut out of the bytes
+first, where its key seems to stand, and a mark put in its place; if the mark does not turn up where the value
+belongs, the whole reply is decoded instead.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from workers import codec, payloads
+from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
+from workers.parse import REPLAY, Known, Parsed, Rejected, Span, parse_reply
+
+WINDOW = 64 << 10
+"""Bytes searched at a time: shared memory has no fast search, a copy in the processor's cache does."""
+
+_MARKS = {kind: f'"@turnlog:{kind}@"'.encode() for kind in REPLAY}
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """What is known of a reply beforehand, and what is stored with it: see `parse_reply`, `Want` and `Wire`."""
+
+    dialect: Literal["auto", "sglang", "vllm"]
+    known: Known | None
+    wants: list[payloads.Want]
+    messages: list[bytes]
+    headers: list[tuple[str, str]]
+    status: int
+    rid: str
+    own: bytes
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where the value of a payload stands in the engine's body: [start, end)."""
+
+    kind: str
+    start: int
+    end: int
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True):
+    """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`."""
+
+    dialect: Literal["sglang", "vllm"]
+    message: bytes
+    base: int
+    suffix_tokens: int
+    output_tokens: int
+    sequence: Known
+    finish_reason: str | None
+    weight_versions: list[Span]
+    facts: bytes
+    wire: bytes
+    payloads: list[payloads.Stored]
+    places: list[Place]
+
+
+_JOB = msgspec.msgpack.Decoder(Job)
+_DONE = msgspec.msgpack.Decoder(Done)
+
+
+def run(job: bytes | memoryview, body: memoryview) -> bytes:
+    """`work` as a child does it: from bytes to bytes. Raises Rejected."""
+    return msgspec.msgpack.encode(work(_JOB.decode(job), body))
+
+
+def encode(job: Job) -> bytes:
+    return msgspec.msgpack.encode(job)
+
+
+def decode_done(result: bytes) -> Done:
+    return _DONE.decode(result)
+
+
+def work(job: Job, body: memoryview) -> Done:
+    """Raises Rejected, naming the first rule that the reply breaks."""
+    found = _parsed(job, body)
+    parsed = found.parsed
+    stored: list[payloads.Stored] = []
+    edits: list[_Edit] = []
+    for want in job.wants:
+        place = next((place for place in found.places if place.kind == want.kind), None)
+        if place is None:
+            if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
+                raise Rejected(f"{want.kind} was asked for and is not there")
+            continue
+        text = body[place.start : place.end]
+        payload, cut = payloads.read(text, want, parsed.sequence.tokens)
+        stored.append(payload)
+        edits.append(_Edit(found.start(place), found.end(place), cut, bytes(text) if cut.form == "text" else b""))
+    suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
+    return Done(
+        dialect=parsed.dialect,
+        message=parsed.message,
+        base=parsed.base,
+        suffix_tokens=suffix_tokens,
+        output_tokens=len(parsed.output_ids) // TOKEN_BYTES,
+        sequence=parsed.sequence,
+        finish_reason=parsed.finish_reason,
+        weight_versions=parsed.weight_versions,
+        facts=codec.pack(Facts(parsed.suffix_ids, parsed.output_ids, parsed.logprobs)),
+        wire=codec.pack(_wire(job, found, edits, parsed.base + suffix_tokens)),
+        payloads=stored,
+        places=found.places,
+    )
+
+
+def base64_bytes(body: memoryview) -> int:
+    """How much of the body seems to be base64 payloads."""
+    places = (_seek(body, kind) for kind in REPLAY)
+    return sum(place.end - place.start for place in places if place is not None and body[place.start] == ord('"'))
+
+
+class _Found(NamedTuple):
+    """A parsed reply: `text` is what was parsed, in which marks stand for the payloads if `marked`."""
+
+    parsed: Parsed
+    text: bytes
+    places: list[Place]
+    marked: bool
+
+    def start(self, place: Place) -> int:
+        return self.text.index(_MARKS[place.kind]) if self.marked else place.start
+
+    def end(self, place: Place) -> int:
+        return self.start(place) + len(_MARKS[place.kind]) if self.marked else place.end
+
+
+def _parsed(job: Job, body: memoryview) -> _Found:
+    places = [place for place in (_seek(body, kind) for kind in REPLAY) if place is not None]
+    if places:
+        text = _marked(body, places)
+        try:
+            parsed = parse_reply(text, job.dialect, job.known)
+            if _stood_there(parsed, text, places, body):
+                return _Found(parsed, text, places, marked=True)
+        except Rejected:
+            # The cut may have done it: the whole reply decides.
+            pass
+    text = bytes(body)
+    parsed = parse_reply(text, job.dialect, job.known)
+    return _Found(parsed, text, [_place(text, kind, raw) for kind, raw in parsed.payloads.items()], marked=False)
+
+
+def _seek(body: memoryview, kind: str) -> Place | None:
+    """The value behind the first thing that looks like the payload's key."""
+    key = _find(body, f'"{kind}"'.encode(), 0)
+    if key < 0:
+        return None
+    behind = key + len(kind) + 2
+    near = bytes(body[behind : behind + 16])
+    value = near.lstrip(b" \t\r\n")
+    if not value.startswith(b":"):
+        return None
+    value = value[1:].lstrip(b" \t\r\n")
+    start = behind + len(near) - len(value)
+    if value.startswith(b'"'):
+        end = _find(body, b'"', start + 1) + 1
+    elif value.startswith(b"["):
+        closing = b"]" * (len(value) - len(value.lstrip(b"[")))
+        end = _find(body, closing, start) + len(closing)
+    else:
+        return None
+    return Place(kind, start, end) if end > start else None
+
+
+def _find(body: memoryview, needle: bytes, start: int) -> int:
+    """Where `needle` stands in the body from `start` on, or -1."""
+    for at in range(start, len(body), WINDOW):
+        found = bytes(body[at : at + WINDOW + len(needle) - 1]).find(needle)
+        if found >= 0:
+            return at + found
+    return -1
+
+
+def _marked(body: memoryview, places: list[Place]) -> bytes:
+    parts: list[bytes | memoryview] = []
+    done = 0
+    for place in sorted(places, key=lambda place: place.start):
+        if place.start < done:
+            return bytes(body)
+        parts += [body[done : place.start], _MARKS[place.kind]]
+        done = place.end
+    return b"".join((*parts, body[done:]))
+
+
+def _stood_there(parsed: Parsed, text: bytes, places: list[Place], body: memoryview) -> bool:
+    """Are the marks the values of all payloads, and nothing else? A backslash means that a string was cut short."""
+    if {place.kind for place in places} != parsed.payloads.keys():
+        return False
+    return all(
+        bytes(parsed.payloads[place.kind]) == _MARKS[place.kind]
+        and text.count(_MARKS[place.kind]) == 1
+        and _find(body[place.start : place.end], b"\\", 0) < 0
+        for place in places
+    )
+
+
+def _place(text: bytes, kind: str, raw: msgspec.Raw) -> Place:
+    """A raw value is a view into the text it was decoded from."""
+    start = _address(raw) - _address(text)
+    return Place(kind, start, start + len(memoryview(raw)))
+
+
+def _address(buffer: msgspec.Raw | bytes) -> int:
+    address: int = np.frombuffer(memoryview(buffer), np.uint8).__array_interface__["data"][0]
+    return address
+
+
+class _Edit(NamedTuple):
+    """[start, end) of the parsed text is taken out and `instead` put there; no `cut`: it was the prompt's ids."""
+
+    start: int
+    end: int
+    cut: Cut | None
+    instead: bytes = b""
+
+
+def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
+    """What is stored of the reply, without what is stored elsewhere."""
+    text, prompt = found.text, found.parsed.prompt_text
+    separator = codec.prompt_ids_separator(prompt, prompt_tokens)
+    if separator is not None:
+        at = text.index(prompt)
+        edits = [*edits, _Edit(at, at + len(prompt), None)]
+    parts: list[bytes] = []
+    cuts: list[Cut] = []
+    ids_at = None
+    length = done = 0
+    for edit in sorted(edits, key=lambda edit: edit.start):
+        length += edit.start - done
+        if edit.cut is None:
+            ids_at = length
+        else:
+            cuts.append(msgspec.structs.replace(edit.cut, at=length))
+        length += len(edit.instead)
+        parts += [text[done : edit.start], edit.instead]
+        done = edit.end
+    return Wire(
+        messages=job.messages,
+        message=found.parsed.message,
+        reply=b"".join((*parts, text[done:])),
+        headers=job.headers,
+        status=job.status,
+        prompt_ids_at=ids_at,
+        separator=separator or ",",
+        rid=job.rid,
+        own=job.own,
+        cuts=cuts,
+    )

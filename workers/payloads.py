@@ -1,0 +1,318 @@
+"""Replay payloads: an engine's text in, chunks of rows out, and back.
+
+    text ─▶ ids, range-checked and narrowed ─▶ rows ─▶ the parent's chunks where equal, new ones for the rest
+
+A payload of N tokens has a row for each but the last. Its first rows are mostly those of the turn before:
+where they are (compared by hash, never assumed) that turn's chunks are shared, and only what is new is stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pybase64
+
+from workers import codec
+from workers.codec import CorruptContent, Cut
+from workers.parse import MAX_TOKEN_ID, Rejected
+
+Ids = npt.NDArray[Any]
+"""Integer ids, in one dimension, or as [rows, ids a row]."""
+
+LOWEST = {"routed_experts": 0, "indexer_topk": -1}
+"""An expert's number; a position, or -1 where fewer positions than asked for were there."""
+
+DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
+"""How chunks are stored, as numpy writes it: the first of these that holds all of a chunk's ids."""
+
+CHUNK_BYTES = 1 << 20
+"""The most raw bytes of a chunk: small enough to be written between other sessions' turns."""
+
+MERGE_BYTES = 128 << 10
+"""Small chunks are stored again as one, up to this, so that a session of many short turns has few."""
+
+PIECE = 768 << 10
+"""Base64 characters decoded at a time; a multiple of 16, so that each gives whole int32 ids."""
+
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_HEAD = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \((\d[\d, ]*)\), \} *\n")
+_NUMBER = Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)]
+_FLAT = msgspec.json.Decoder(list[_NUMBER])
+_NESTED = (_FLAT, msgspec.json.Decoder(list[list[_NUMBER]]), msgspec.json.Decoder(list[list[list[_NUMBER]]]))
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [start, start + rows) as raw ids of `dtype`: how many bytes, and 128 bits of their SHA-256 as hex."""
+
+    start: int
+    rows: int
+    dtype: str
+    size: int
+    hash: str
+
+
+class NewChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A chunk and its bytes, as one compressed frame."""
+
+    chunk: Chunk
+    frame: bytes
+
+
+class Parent(msgspec.Struct, frozen=True, array_like=True):
+    """The payload of the turn before: rows [start, stop) of `row_ids` ids each, in these chunks."""
+
+    start: int
+    stop: int
+    row_ids: int
+    chunks: list[Chunk]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """What was asked for of a kind: rows from `start` on. `shape` is a row's, where it is known."""
+
+    kind: str
+    required: bool = False
+    start: int = 0
+    shape: tuple[int, ...] | None = None
+    parent: Parent | None = None
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A payload as it will be kept: rows [start, stop), of which the engine sent those from `sent` on.
+
+    Its chunks are the first `shared` ones of its parent, then `new`.
+    """
+
+    kind: str
+    start: int
+    stop: int
+    sent: int
+    shape: tuple[int, ...]
+    shared: int
+    new: list[NewChunk]
+
+
+def read(text: memoryview, want: Want, tokens: int) -> tuple[Stored, Cut]:
+    """Judge a payload's JSON value, which came with `tokens` tokens in all; and tell how it is spelled.
+
+    Raises Rejected.
+    """
+    rows = max(tokens - 1 - want.start, 0)
+    first = bytes(text[:1])
+    if first == b'"':
+        ids, dims, cut = _from_base64(text[1:-1], want.kind)
+    elif first == b"[":
+        ids, dims, cut = _from_lists(bytes(text), want.kind, rows)
+    else:
+        raise Rejected(f"{want.kind} must be base64 or nested lists")
+    shape = _shape(want, ids.size, dims, rows)
+    table = ids.reshape(rows, math.prod(shape)) if rows else ids.reshape(0, 0)
+    return _stored(want, table, shape), cut or Cut(want.kind, 0, "text", len(text))
+
+
+def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
+    """A row's shape. `dims` are the payload's own, rows first, where it has any."""
+    if dims is not None and dims[0] != rows:
+        raise Rejected(f"{want.kind} has {dims[0]} rows where {rows} belong to the tokens")
+    if rows == 0:
+        if ids:
+            raise Rejected(f"{want.kind} has {ids} ids where no row belongs to the tokens")
+        return want.shape or ()
+    if ids == 0 or ids % rows:
+        raise Rejected(f"{want.kind} has {ids} ids, which make no {rows} rows")
+    width = ids // rows
+    parent = want.parent
+    if want.shape is not None and math.prod(want.shape) != width:
+        raise Rejected(f"{want.kind} has {width} ids a row where {want.shape} are expected")
+    if want.start and parent is not None and parent.stop == want.start > parent.start and parent.row_ids != width:
+        raise Rejected(f"{want.kind} has {width} ids a row, the rows before them have {parent.row_ids}")
+    return want.shape or (dims[1:] if dims is not None and len(dims) > 1 else (width,))
+
+
+def _from_base64(text: memoryview, kind: str) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
+    """The ids, their shape if the text says it, and the spelling."""
+    parts: list[Ids] = []
+    head, dtype, dims = b"", "<i4", None
+    carry = raw = b""
+    for at in range(0, len(text), PIECE):
+        last = at + PIECE >= len(text)
+        try:
+            raw = pybase64.b64decode(text[at : at + PIECE], validate=True)
+        except ValueError as error:
+            raise Rejected(f"{kind} is not base64") from error
+        if not last and len(raw) != PIECE * 3 // 4:
+            raise Rejected(f"{kind} is not base64: padding stands inside it")
+        if at == 0 and raw.startswith(_NPY_MAGIC):
+            head, dtype, dims = _npy_head(raw, kind)
+            carry, body = b"", raw[len(head) :]
+        else:
+            body = carry + raw if carry else raw
+        whole = len(body) - len(body) % np.dtype(dtype).itemsize
+        carry = body[whole:]
+        parts.append(_narrowed(np.frombuffer(body, dtype, whole // np.dtype(dtype).itemsize), kind))
+    if carry:
+        raise Rejected(f"{kind} is not a whole number of ids")
+    ending = len(raw) % 3 or 3
+    exact = not len(text) or pybase64.b64encode(raw[-ending:]) == bytes(text[-4:])
+    cut = Cut(kind, 0, "npy" if dims else "base64", head=head, dtype=dtype) if exact else None
+    return _joined(parts), dims, cut
+
+
+def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
+    """Head, dtype and shape of a .npy file; only what numpy itself writes for an array of integers."""
+    prefix = 10 if raw[6:7] == b"\x01" else 12
+    length = int.from_bytes(raw[8:prefix], "little")
+    head = raw[: prefix + length]
+    found = _NPY_HEAD.fullmatch(head, prefix)
+    if found is None:
+        raise Rejected(f"{kind} is a .npy file of something else than integers in C order")
+    return head, found[1].decode(), tuple(int(size) for size in found[2].replace(b" ", b"").split(b",") if size)
+
+
+def _from_lists(text: bytes, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
+    """As `_from_base64`. Only lists that are evenly spaced and nested can be spelled so again."""
+    separator = ", " if b", " in text else ","
+    dims = _dims(text, separator.encode())
+    items = rows if dims else text.count(b",") + (text != b"[]")
+    if text.translate(None, b"0123456789-") == _outline((items, *dims), separator.encode()) and b"-0" not in text:
+        ids = np.array(_decoded(_FLAT, b"[" + text.translate(None, b"[]") + b"]", kind), np.int64)
+        return (
+            _narrowed(ids, kind),
+            (rows, *dims) if dims else None,
+            Cut(kind, 0, "lists", dims=dims, separator=separator),
+        )
+    for decoder in _NESTED:
+        try:
+            found = np.array(decoder.decode(text), np.int64)
+        except ValueError:
+            continue
+        return _narrowed(found.reshape(-1), kind), found.shape if found.ndim > 1 else None, None
+    raise Rejected(f"{kind} must be a list of integers, or lists of equal length of them, at most three deep")
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes, kind: str) -> Any:
+    try:
+        return decoder.decode(text)
+    except msgspec.MsgspecError as error:
+        raise Rejected(f"{kind} holds something else than ids") from error
+
+
+def _dims(text: bytes, separator: bytes) -> tuple[int, ...]:
+    """The shape of a row, read off the first one: (), (ids,) or (layers, ids)."""
+    ids = text[: text.find(b"]")].count(separator) + 1
+    if text.startswith(b"[[["):
+        return text[2 : text.find(b"]]")].count(b"["), ids
+    return (ids,) if text.startswith(b"[[") else ()
+
+
+def _outline(shape: tuple[int, ...], separator: bytes) -> bytes:
+    """Nested lists of this shape without their numbers."""
+    text = b""
+    for size in reversed(shape):
+        text = b"[" + separator.join([text] * size) + b"]"
+    return text
+
+
+def _narrowed(ids: Ids, kind: str) -> Ids:
+    """The ids in the smallest of `DTYPES`. Raises Rejected for one that is out of range."""
+    if ids.size == 0:
+        return ids.astype("|u1")
+    low, high = int(ids.min()), int(ids.max())
+    if low < LOWEST[kind] or high > MAX_TOKEN_ID:
+        raise Rejected(f"{kind} holds an id out of range")
+    return ids.astype(_smallest(low, high), copy=False)
+
+
+def _smallest(low: int, high: int) -> str:
+    if low >= 0:
+        return "|u1" if high < 1 << 8 else "<u2" if high < 1 << 16 else "<i4"
+    return "<i2" if high < 1 << 15 else "<i4"
+
+
+def _joined(parts: Sequence[Ids]) -> Ids:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, "|u1")
+
+
+def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> Stored:
+    """What of `rows`, the first of which is row `want.start`, is the parent's, and the rest as new chunks."""
+    start, parent = want.start, want.parent
+    stop = start + len(rows)
+    shared = 0
+    if parent is not None and start and parent.stop == start:
+        start, shared = parent.start, len(parent.chunks)
+    elif parent is not None and parent.start == start and len(rows) and parent.row_ids == rows.shape[1]:
+        shared = _shared(rows, start, parent.chunks)
+    known = [] if parent is None else parent.chunks[:shared]
+    own = known[-1].start + known[-1].rows if known else start
+    own = _merged(known, own, want.start, (stop - own) * rows.itemsize * rows.shape[1])
+    new = [] if own == stop else _chunks(rows[own - want.start :], own)
+    return Stored(want.kind, start, stop, want.start, shape, len(known), new)
+
+
+def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:
+    """How many of the chunks hold just these rows."""
+    for count, chunk in enumerate(chunks):
+        at = chunk.start - start
+        part = _minimal(rows[at : at + chunk.rows])
+        if len(part) < chunk.rows or part.dtype.name != chunk.dtype or _digest(part) != chunk.hash:
+            return count
+    return len(chunks)
+
+
+def _merged(known: list[Chunk], own: int, sent: int, size: int) -> int:
+    """Where the new chunks begin, once the last known ones that are no larger are taken out and joined to them."""
+    while known and known[-1].start >= sent and known[-1].size <= size <= MERGE_BYTES - known[-1].size:
+        last = known.pop()
+        own, size = last.start, size + last.size
+    return own
+
+
+def _chunks(rows: Ids, start: int) -> list[NewChunk]:
+    step = max(1, CHUNK_BYTES // (rows.itemsize * rows.shape[1]))
+    new: list[NewChunk] = []
+    for at in range(0, len(rows), step):
+        part = _minimal(rows[at : at + step])
+        chunk = Chunk(start + at, len(part), part.dtype.name, part.nbytes, _digest(part))
+        new.append(NewChunk(chunk, codec.compress(part.tobytes())))
+    return new
+
+
+def _minimal(rows: Ids) -> Ids:
+    """The same rows in the smallest type that holds them, so that equal rows have equal bytes."""
+    if rows.dtype.itemsize == 1 or rows.size == 0:
+        return rows
+    return rows.astype(_smallest(int(rows.min()), int(rows.max())), copy=False)
+
+
+def _digest(rows: Ids) -> str:
+    return hashlib.sha256(rows.data).hexdigest()[:32]
+
+
+def load(chunk: Chunk, frame: bytes | None) -> Ids:
+    """A stored chunk's rows. Raises CorruptContent where they are not there or not what was stored."""
+    raw = codec.decompress(frame, chunk.size)
+    if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
+        raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
+    return np.frombuffer(raw, DTYPES[chunk.dtype]).reshape(chunk.rows, -1)
+
+
+def join(chunks: Sequence[Ids]) -> Ids:
+    """Rows of several chunks as one array, in the smallest type that holds them all."""
+    return _minimal(_joined(chunks))
+
+
+def render(cut: Cut, rows: Ids) -> bytes:
+    """The rows as the engine spelled them: a JSON value."""
+    if cut.form == "lists":
+        text = str(rows.reshape(-1, *cut.dims).tolist() if cut.dims else rows.reshape(-1).tolist())
+        return (text if cut.separator == ", " else text.replace(" ", "")).encode()
+    return b'"' + pybase64.b64encode(cut.head + rows.astype(cut.dtype).tobytes()) + b'"'
