@@ -31,6 +31,7 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.export import Exporter
 from app.service.follow import Followers
+from app.service.janitor import Janitor
 from app.service.judge import Judge
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.sessions import Sessions
@@ -97,6 +98,9 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)
         made_sessions.on_close(made_turns.close)
+        janitor = Janitor(database, writer, made_sessions, settings, time.time)
+        stack.push_async_callback(janitor.stop)
+        janitor.start()
         recovery.start()
         pool.start()
         yield Services(

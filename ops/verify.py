@@ -22,6 +22,8 @@ from sqlalchemy import Connection, func, select, union
 from app.domain import upcast
 from app.domain.events import (
     BlobRef,
+    BlobsTombstoned,
+    ChunkRef,
     Recorded,
     SessionCreated,
     TurnAbandoned,
@@ -32,13 +34,24 @@ from app.domain.events import (
 )
 from app.domain.session import Session, fold
 from app.errors import AppError, StartupError
+from app.service.replay import keys_of
 from app.settings import load_settings
 from app.store import reads
 from app.store.engine import Database, revision_head
-from app.store.schema import blobs, events, open_turns, sessions, snapshots, turns
-from workers import codec
+from app.store.reads import ChunkKey
+from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
+from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
 from workers.parse import token_text
+
+_CHUNK = (
+    chunks.c.fence,
+    chunks.c.number,
+    chunks.c.size,
+    chunks.c.hash,
+    chunks.c.tombstoned_by,
+    chunks.c.data.is_not(None),
+)
 
 PAGE = 500
 """Sessions listed at a time."""
@@ -80,7 +93,7 @@ async def verify(database: Database) -> Report:
 
 def _page(connection: Connection, after: str) -> list[str]:
     """The next sessions, also those of which only parts are stored."""
-    tables = (sessions, events, open_turns, turns, blobs, snapshots)
+    tables = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
     parts = (select(table.c.session_id).where(table.c.session_id > after) for table in tables)
     named = union(*parts).subquery()
     query = select(named.c.session_id).order_by(named.c.session_id).limit(PAGE)
@@ -111,6 +124,7 @@ class _Check:
         else:
             self._blobs()
             self._content()
+            self._chunks(session)
 
     def _found(self, what: str) -> None:
         self._report.problems.append(Problem(self._session_id, what))
@@ -220,7 +234,7 @@ class _Check:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _nothing_left(self) -> None:
-        for table in (turns, blobs, snapshots):
+        for table in (turns, blobs, chunks, refused_replies, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._must(left == 0, f"erased, but {left} rows are left in {table.name}")
 
@@ -297,6 +311,32 @@ class _Check:
         total = length + turn.suffix_tokens + turn.output_tokens
         chains[turn.turn] = (total, hasher)
         self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
+
+    def _chunks(self, session: Session) -> None:
+        """Every chunk of the log is there, whole or as a tombstone; one that a payload needs is whole."""
+        brought = [chunk for turn in self._committed() for ref in turn.payloads for chunk in ref.chunks]
+        refs = {(chunk.fence, chunk.number): chunk for chunk in brought}
+        needed = {key for live in session.payloads.values() for payload in live for key in keys_of(payload)}
+        tombstones = {recorded.seq for recorded in self._log if isinstance(recorded.event, BlobsTombstoned)}
+        rows = {(row[0], row[1]): row[2:] for row in self._rows(chunks, *_CHUNK)}
+        held = None if session.open_turn is None else session.open_turn.fence
+        orphans = sorted(key for key in rows.keys() - refs.keys() if key[0] != held)
+        self._must(not orphans, f"chunks {orphans[:5]} belong to no turn")
+        for key, ref in refs.items():
+            size, digest, by, live = rows.get(key, (None, None, None, False))
+            self._must((size, digest) == (ref.size, ref.hash), f"chunk {key} is not the one in the log")
+            self._must(live == (key in needed), f"chunk {key} is {'there' if live else 'gone'}, the log says otherwise")
+            self._must(live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is none")
+            if live:
+                self._chunk(key, ref)
+
+    def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
+        """One at a time: they are large."""
+        frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
+        try:
+            payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
+        except CorruptContent as error:
+            self._found(f"chunk {key}: {error}")
 
     def _wire(self, turn: TurnCommitted, wire: Wire) -> None:
         sent = len(wire.messages)

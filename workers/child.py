@@ -15,6 +15,7 @@ where that should fail, an alarm goes off behind the deadline.
 from __future__ import annotations
 
 import enum
+import errno
 import fcntl
 import importlib
 import os
@@ -97,18 +98,18 @@ class _Worker:
         """Run one job and put what it gave behind the body; how it went, and that many bytes."""
         end = job_length + body_length
         try:
+            self._memory.allow_beside(self._segment.length())
             self._segment.fit()
-            self._memory.allow_beside(self._segment.size)
             try:
                 outcome, result = Outcome.RESULT, self._call(function, job_length, end)
             except Rejected as refusal:
                 outcome, result = Outcome.REJECTED, str(refusal).encode(errors="backslashreplace")
-            self._memory.allow_beside(room_for(end + len(result)))
+            self._memory.allow_beside(max(self._segment.size, room_for(end + len(result))))
             self._segment.grow(end + len(result))
             self._segment.write(end, result)
-        except MemoryError:
-            return Outcome.OUT_OF_MEMORY, 0
-        except Exception as error:  # noqa: BLE001 (the process's outermost edge)
+        except Exception as error:  # noqa: BLE001 - the process's outermost edge
+            if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+                return Outcome.OUT_OF_MEMORY, 0
             print(f"turnlog worker {os.getpid()}: {_place(error)}", file=sys.stderr, flush=True)
             return Outcome.FAULT, 0
         return outcome, len(result)

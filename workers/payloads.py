@@ -131,8 +131,8 @@ def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tup
     parent = want.parent
     if want.shape is not None and math.prod(want.shape) != width:
         raise Rejected(f"{want.kind} has {width} ids a row where {want.shape} are expected")
-    if want.start and parent is not None and parent.stop == want.start > parent.start and parent.row_ids != width:
-        raise Rejected(f"{want.kind} has {width} ids a row, the rows before them have {parent.row_ids}")
+    if parent is not None and parent.row_ids != width:
+        raise Rejected(f"{want.kind} has {width} ids a row, those of the turn before have {parent.row_ids}")
     return want.shape or (dims[1:] if dims is not None and len(dims) > 1 else (width,))
 
 

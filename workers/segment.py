@@ -35,17 +35,21 @@ class Segment:
             os.close(fd)
             raise
 
+    def length(self) -> int:
+        """Bytes of the file, which `fit` would map."""
+        return os.fstat(self.fd).st_size
+
     def grow(self, size: int) -> None:
         """Make room for `size` bytes; the file grows by powers of two."""
         if size > self.size:
             target = room_for(size)
-            if os.fstat(self.fd).st_size < target:
+            if self.length() < target:
                 os.ftruncate(self.fd, target)
             self.fit()
 
     def fit(self) -> None:
         """Map the file as long as it is now; the other side may have changed that."""
-        size = os.fstat(self.fd).st_size
+        size = self.length()
         if size != self.size:
             self._unmap()
             self._map = mmap.mmap(self.fd, size)

@@ -6,6 +6,7 @@ guessed, padded or cut: where a prompt did not continue them, a new segment bega
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -64,16 +65,30 @@ class Inconsistent(Exception):
     """Stored tokens that do not add up to what the log says of them."""
 
 
-def samples(session: Session, content: Mapping[int, TurnTokens]) -> list[Sample]:
-    """The session's samples in order; `content` holds every live turn. Raises Inconsistent."""
+def samples(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Sample]:
+    """The session's samples in order; `content` holds every live turn.
+
+    A sample ends with the last turn with which it has at most `max_seq_len` tokens, and is then `truncated`;
+    one whose first turn is too long is left out. Raises Inconsistent.
+    """
     segments: dict[int, list[TurnTokens]] = {}
     for number in session.path:
         turn = content[number]
         segments.setdefault(turn.event.segment, []).append(turn)
-    return [_sample(turns) for _, turns in sorted(segments.items())]
+    fitting = ((turns, _fitting(turns, max_seq_len)) for _, turns in sorted(segments.items()))
+    return [_sample(turns[:kept], kept < len(turns)) for turns, kept in fitting if kept]
 
 
-def _sample(turns: Sequence[TurnTokens]) -> Sample:
+def _fitting(turns: Sequence[TurnTokens], max_seq_len: int | None) -> int:
+    """How many of a segment's turns fit."""
+    if max_seq_len is None:
+        return len(turns)
+    events = (turn.event for turn in turns)
+    ends = [event.base_tokens + event.suffix_tokens + event.output_tokens for event in events]
+    return bisect.bisect_right(ends, max_seq_len)
+
+
+def _sample(turns: Sequence[TurnTokens], cut: bool) -> Sample:
     tokens, logprobs, mask = array("i"), array("d"), array("b")
     versions: list[VersionSpan] = []
     spans: list[TurnSpan] = []
@@ -110,7 +125,7 @@ def _sample(turns: Sequence[TurnTokens]) -> Sample:
         weight_version_names=names,
         prompt_length=prompt_length,
         response_length=len(tokens) - prompt_length,
-        status=status_of(last.finish_reason),
+        status="truncated" if cut else status_of(last.finish_reason),
         turns=spans,
     )
 

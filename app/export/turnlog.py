@@ -15,6 +15,27 @@ def in_one_line(raw: bytes) -> bytes:
     return raw.replace(b"\n", b" ").replace(b"\r", b" ")
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """Rows [row_start, row_start + rows) of a replay payload as base64 of little-endian ids; `shape` is of all."""
+
+    data: str
+    row_start: int
+    rows: int
+    dtype: str
+    shape: Sequence[int]
+
+
+def replay_fields(found: Mapping[str, Routing | None], tombstoned: Sequence[str]) -> dict[str, object]:
+    """What a row says of replay payloads: `routed_experts` beside its own fields, any other kind as an object."""
+    experts = found.get("routed_experts")
+    fields: dict[str, object] = {"routed_experts": None, "row_start": None, "rows": 0, "dtype": None, "shape": []}
+    if experts is not None:
+        fields = {**msgspec.structs.asdict(experts), "routed_experts": experts.data}
+        del fields["data"]
+    others = {kind: routing for kind, routing in found.items() if kind != "routed_experts"}
+    return {**fields, **others, "tombstoned": tombstoned}
+
+
 class Source(msgspec.Struct, frozen=True):
     """Where a row comes from: engines, dialects and the times (seconds since the epoch) of its turns."""
 
@@ -34,8 +55,9 @@ def row(
     source: Source,
     cursor: str,
     last_segment: bool,
+    replay: Mapping[str, object],
 ) -> bytes:
-    """One row as JSON; `messages` is the conversation at the segment's end, raw."""
+    """One row as JSON; `messages` is the conversation at the segment's end, raw, `replay` the payloads' fields."""
     reward = session.reward
     fields: Mapping[str, object] = {
         "session_id": session.session_id,
@@ -60,6 +82,7 @@ def row(
         "weight_versions": sample.weight_versions,
         "weight_version_names": sample.weight_version_names,
         "turns": sample.turns,
+        **replay,
         "segment_cause": sample.cause,
         "messages": msgspec.Raw(b"[" + in_one_line(b",".join(messages)) + b"]"),
         "metadata": msgspec.Raw(metadata or b"{}"),

@@ -11,13 +11,13 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from app.errors import AppError, InvalidRequest, Unsupported
 from app.http.state import begun, services
-from app.service.export import Filters
+from app.service.export import Filters, Wish
 from app.store import reads
 
 router = APIRouter()
 
 BUILT = {"format": "ndjson", "shape": "turnlog"}
-LATER = frozenset({"max_seq_len", "advantage", "replay"})
+LATER = frozenset({"advantage"})
 """Documented parameters of `/export` that this version lacks; ignoring one would change the rows' meaning."""
 
 
@@ -66,6 +66,8 @@ async def export(
     cursor: str | None = None,
     limit: Annotated[int | None, Query(ge=1)] = None,
     explain: bool = False,
+    replay: bool = False,
+    max_seq_len: Annotated[int | None, Query(ge=1)] = None,
 ) -> StreamingResponse:
     """Training rows as NDJSON, in the order of commit.
 
@@ -83,7 +85,7 @@ async def export(
         min_reward=min_reward,
         max_reward=max_reward,
     )
-    started = await services(request).exporter.start(filters, cursor, limit, explain)
+    started = await services(request).exporter.start(Wish(filters, limit, explain, replay, max_seq_len), cursor)
     rows, empty = await begun(started.rows)
     headers = {"x-turnlog-cursor": started.cursor}
     if limit is None or empty:
@@ -95,7 +97,7 @@ def _require_known(request: Request, chosen: dict[str, str]) -> None:
     for name, value in chosen.items():
         if value != BUILT[name]:
             raise Unsupported(f"{name}={value} is not built; this version has {name}={BUILT[name]}")
-    parameters = {*Filters.__struct_fields__, *BUILT, "cursor", "limit", "explain"}
+    parameters = {*Filters.__struct_fields__, *BUILT, "cursor", *Wish.__struct_fields__} - {"filters"}
     for name in request.query_params:
         if name in LATER:
             raise Unsupported(f"{name} is not built in this version")

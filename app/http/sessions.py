@@ -17,7 +17,7 @@ from app.domain.events import SessionConfig
 from app.domain.session import Session
 from app.errors import InvalidRequest, Unsupported
 from app.http.state import Services, begun, services, whole_body
-from app.service import transcript
+from app.service import replay, transcript
 from app.service.sessions import NewSession, summary
 from app.store import reads
 from app.upstream import headers as http_headers
@@ -166,6 +166,29 @@ async def get_events(
     if not follow:
         lines, _ = await begun(lines)
     return StreamingResponse(lines, media_type="application/x-ndjson")
+
+
+@router.get("/sessions/{session_id}/turns/{turn}/{kind}")
+async def get_payload(
+    request: Request, session_id: str, turn: int, kind: Literal["routed_experts", "indexer_topk"]
+) -> Response:
+    """A turn's replay payload: its rows as raw little-endian ids; their type and shape are in the headers."""
+    app = services(request)
+    live = await app.sessions.require(session_id)
+    payload, rows = await replay.payload_of(app.database, live.session, turn, kind)
+    headers = {
+        "x-turnlog-dtype": rows.dtype.name,
+        "x-turnlog-shape": msgspec.json.encode([len(rows), *payload.shape]).decode(),
+        "x-turnlog-row-start": str(payload.start),
+    }
+    return Response(rows.tobytes(), media_type="application/octet-stream", headers=headers)
+
+
+@router.get("/sessions/{session_id}/rejected/{fence}")
+async def get_refused_reply(request: Request, session_id: str, fence: int) -> Response:
+    """The beginning of an engine's reply that was refused; the event `TurnRejected` with this fence says why."""
+    size, kept = await services(request).sessions.refused_reply(session_id, fence)
+    return Response(kept, media_type="application/octet-stream", headers={"x-turnlog-reply-bytes": str(size)})
 
 
 @router.put("/sessions/{session_id}/reward")

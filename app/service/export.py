@@ -11,26 +11,32 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Literal
 
 import msgspec
+import pybase64
 
 from app.domain.events import EXPORTED, TurnCommitted, UnknownEvent
 from app.domain.samples import Inconsistent, Sample, TurnTokens, samples
 from app.domain.session import Session, fold
 from app.errors import InvalidRequest
 from app.export import turnlog
+from app.service import replay
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Position
 from workers import codec
 from workers.codec import CorruptContent, Facts, Wire
+from workers.parse import REPLAY
 
 log = logging.getLogger("turnlog.export")
 
 PAGE = 8
 """Sessions in memory at a time."""
+
+REPLAY_PAGE = 2
+"""With replay payloads, which are larger than all else."""
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -68,6 +74,16 @@ class Filters(msgspec.Struct, frozen=True):
     max_reward: float | None = None
 
 
+class Wish(msgspec.Struct, frozen=True):
+    """What an export shall hold: which rows, at most how many, cut to how many tokens, with what beside them."""
+
+    filters: Filters
+    limit: int | None = None
+    explain: bool = False
+    replay: bool = False
+    max_seq_len: int | None = None
+
+
 class Export(msgspec.Struct, frozen=True):
     """A started export: `cursor` repeats it, `next_cursor` goes on behind its window."""
 
@@ -85,6 +101,7 @@ class _Stored(msgspec.Struct, frozen=True):
     events: list[reads.EventRow]
     frames: reads.Frames
     metadata: bytes | None
+    chunks: Mapping[reads.ChunkKey, bytes | None] = {}
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -102,7 +119,7 @@ class Exporter:
         self._database = database
         self._version = version
 
-    async def start(self, filters: Filters, cursor: str | None, limit: int | None, explain: bool) -> Export:
+    async def start(self, wish: Wish, cursor: str | None) -> Export:
         """Fix the window and give the rows as NDJSON lines. Raises InvalidRequest for a foreign cursor."""
         epoch, horizon = await self._database.read(
             lambda connection: (reads.epoch(connection), reads.horizon(connection))
@@ -115,54 +132,53 @@ class Exporter:
         pinned = given if given.high is not None else msgspec.structs.replace(given, high=horizon)
         assert pinned.high is not None
         following = Cursor(epoch, pinned.high)
-        return Export(pinned.encode(), following.encode(), self._rows(pinned, filters, limit, explain))
+        return Export(pinned.encode(), following.encode(), self._rows(pinned, wish))
 
-    async def _rows(self, window: Cursor, filters: Filters, limit: int | None, explain: bool) -> AsyncIterator[bytes]:
+    async def _rows(self, window: Cursor, wish: Wish) -> AsyncIterator[bytes]:
         assert window.high is not None
         given = 0
         after, skip = _resume(window)
-        while limit is None or given < limit:
-            page = await self._page(after, window.high, filters, explain)
+        while wish.limit is None or given < wish.limit:
+            page = await self._page(after, window.high, wish)
             if not page:
                 return
-            lines = await asyncio.to_thread(self._lines, page, window, filters, skip, explain)
-            if limit is not None:
-                lines = lines[: limit - given]
+            lines = await asyncio.to_thread(self._lines, page, window, wish, skip)
+            if wish.limit is not None:
+                lines = lines[: wish.limit - given]
             given += len(lines)
             if lines:
                 yield b"".join(lines)
             after, skip = page[-1].place, None
 
-    async def _page(self, after: Position, high: Position, filters: Filters, explain: bool) -> list[_Stored]:
-        types = (*EXPORTED, "SessionCreated") if explain else EXPORTED
+    async def _page(self, after: Position, high: Position, wish: Wish) -> list[_Stored]:
+        types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
+        limit = REPLAY_PAGE if wish.replay else PAGE
 
         def read(connection: reads.Connection) -> list[_Stored]:
             places = reads.changed_sessions(
-                connection, after=after, upto=high, limit=PAGE, session_id=filters.session_id, types=types
+                connection, after=after, upto=high, limit=limit, session_id=wish.filters.session_id, types=types
             )
-            return [_read_session(connection, session_id, place, high) for session_id, place in places]
+            return [_read_session(connection, session_id, place, high, wish.replay) for session_id, place in places]
 
         return await self._database.read(read)
 
-    def _lines(
-        self, page: list[_Stored], window: Cursor, filters: Filters, skip: int | None, explain: bool
-    ) -> list[bytes]:
+    def _lines(self, page: list[_Stored], window: Cursor, wish: Wish, skip: int | None) -> list[bytes]:
         """The page's rows; what is left out is a line too where `explain` asks for it. Runs on a thread."""
         lines: list[bytes] = []
         for stored in page:
             try:
-                for line, excluded in self._session_lines(stored, window, filters, skip):
-                    if explain or not excluded:
+                for line, excluded in self._session_lines(stored, window, wish, skip):
+                    if wish.explain or not excluded:
                         lines.append(line)
             except (UnknownEvent, CorruptContent, Inconsistent) as error:
                 log.error("session %s cannot be exported: %s", stored.session_id, error)
-                if explain:
+                if wish.explain:
                     lines.append(_excluded(stored, window, f"unreadable: {error}"))
             skip = None
         return lines
 
     def _session_lines(
-        self, stored: _Stored, window: Cursor, filters: Filters, skip: int | None
+        self, stored: _Stored, window: Cursor, wish: Wish, skip: int | None
     ) -> Iterator[tuple[bytes, bool]]:
         """Lines, and of each whether it tells of something left out."""
         if stored.status == "erased":
@@ -170,18 +186,18 @@ class Exporter:
             return
         known = _fold(stored)
         session = known.session
-        reason = _session_excluded(known, filters)
+        reason = _session_excluded(known, wish.filters)
         if reason is not None:
             yield _excluded(stored, window, reason), True
             return
         content, wires = _unpack(stored, known)
         metadata = None if stored.metadata is None else codec.decompress(stored.metadata)
-        every = samples(session, content)
+        every = samples(session, content, wish.max_seq_len)
         for sample in every:
             last = sample is every[-1]
             if skip is not None and sample.segment <= skip:
                 continue
-            if filters.status not in (None, sample.status):
+            if wish.filters.status not in (None, sample.status):
                 yield _excluded(stored, window, f"status is {sample.status}", segment=sample.segment), True
                 continue
             cursor = msgspec.structs.replace(window, at=stored.place, segment=None if last else sample.segment)
@@ -193,8 +209,11 @@ class Exporter:
                 source=self._source(known, sample),
                 cursor=cursor.encode(),
                 last_segment=last,
+                replay=_replay(stored, known, sample) if wish.replay else {},
             )
             yield row, False
+        for segment in {turn.event.segment for turn in content.values()} - {sample.segment for sample in every}:
+            yield _excluded(stored, window, "no turn within max_seq_len", segment=segment), True
         for turn in session.turns:
             if turn.number not in content:
                 yield _excluded(stored, window, "rolled back", segment=turn.segment, turn=turn.number), True
@@ -219,7 +238,9 @@ def _resume(window: Cursor) -> tuple[Position, int | None]:
     return Position(window.at.tx, window.at.position - 1), window.segment
 
 
-def _read_session(connection: reads.Connection, session_id: str, place: Position, high: Position) -> _Stored:
+def _read_session(
+    connection: reads.Connection, session_id: str, place: Position, high: Position, replay: bool
+) -> _Stored:
     head = reads.head(connection, session_id)
     if head is None or head.status == "erased":
         return _Stored(session_id, place, "erased", [], {}, None)
@@ -230,6 +251,7 @@ def _read_session(connection: reads.Connection, session_id: str, place: Position
         reads.event_rows(connection, session_id, upto=high),
         reads.load_frames(connection, session_id),
         reads.metadata_frame(connection, session_id),
+        reads.load_live_chunks(connection, session_id) if replay else {},
     )
 
 
@@ -258,6 +280,39 @@ def _unpack(stored: _Stored, known: _Known) -> tuple[dict[int, TurnTokens], dict
         wires[number] = codec.unpack(wire_frame, Wire)
         content[number] = TurnTokens(event, facts.suffix_ids, facts.output_ids, facts.logprobs)
     return content, wires
+
+
+def _replay(stored: _Stored, known: _Known, sample: Sample) -> dict[str, object]:
+    """The sample's rows: those of the newest turn of its segment that has any, up to the sample's end.
+
+    Raises CorruptContent.
+    """
+    found: dict[str, turnlog.Routing | None] = {}
+    tombstoned: list[str] = []
+    for kind in REPLAY:
+        turns = [span.turn for span in sample.turns]
+        if not any(ref.kind == kind for turn in turns for ref in known.events[turn].payloads):
+            continue
+        found[kind] = _routing(stored, known.session, sample, kind)
+        if found[kind] is None:
+            tombstoned.append(kind)
+    return turnlog.replay_fields(found, tombstoned)
+
+
+def _routing(stored: _Stored, session: Session, sample: Sample, kind: str) -> turnlog.Routing | None:
+    """None where the payloads have been tombstoned, since the export's moment perhaps."""
+    in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
+    payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
+    payload = next((payload for payload in payloads if payload.kind == kind), None)
+    if payload is None:
+        return None
+    stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
+    needed = [chunk for chunk in payload.chunks if chunk.start < stop]
+    if any((chunk.fence, chunk.number) not in stored.chunks for chunk in needed):
+        return None
+    rows = replay.rows_of(payload, stored.chunks, payload.start, stop)
+    data = pybase64.b64encode(rows.tobytes()).decode()
+    return turnlog.Routing(data, payload.start, len(rows), rows.dtype.name, (len(rows), *payload.shape))
 
 
 def _conversation(session: Session, sample: Sample, wires: dict[int, Wire]) -> list[bytes]:

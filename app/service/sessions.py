@@ -24,20 +24,23 @@ from app.domain.events import (
 from app.domain.session import Session, fold
 from app.errors import (
     AppError,
+    RefusedReplyNotFound,
     SessionClosed,
     SessionEnded,
     SessionExists,
     SessionNotFound,
     SessionUnreadable,
+    StoreFull,
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
 from app.store import reads
 from app.store.engine import Database
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import AssignReward, Close, Create, Erase, Existing
+from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeReplay
 from app.store.writer import Writer
 from workers import codec
+from workers.codec import CorruptContent
 
 Clock = Callable[[], float]
 
@@ -62,13 +65,16 @@ class Sessions:
         self._followers = followers
         self._clock = clock
         self._on_close: list[Callable[[str], None]] = []
+        self.is_full = False
 
     def on_close(self, callback: Callable[[str], None]) -> None:
         """Call `callback` with a session's id as soon as its close is on disk."""
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
-        """Idempotent for the same id and body. Raises SessionExists, SessionEnded."""
+        """Idempotent for the same id and body. Raises SessionExists, SessionEnded, StoreFull."""
+        if self.is_full and await self._cache.get(new.session_id) is None:
+            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
         raw = b"" if not new.metadata else msgspec.json.encode(new.metadata)
         blob = None
         if raw:
@@ -125,11 +131,21 @@ class Sessions:
                 callback(session_id)
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
+        await self.drop_content(session_id)
+        await self._database.empty_log_file()
+
+    async def drop_content(self, session_id: str) -> None:
+        """Erase a closed session; its content is out of the log files only once those have been emptied."""
         erased = await self._writer.submit(Erase(session_id, self._clock()))
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
-        await self._database.empty_log_file()
+
+    async def apply(self, operation: CloseIdle | FreeReplay) -> None:
+        """Do something to a session that may be refused, because it has changed."""
+        outcome = await self._writer.submit(operation)
+        if isinstance(outcome, Appended):
+            self._appended(operation.session_id, outcome)
 
     async def require(self, session_id: str) -> Live:
         """An open session as it is now. Raises SessionNotFound, SessionClosed."""
@@ -137,6 +153,16 @@ class Sessions:
         decide.require_open(live.session if live else None, session_id)
         assert live is not None
         return live
+
+    async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
+        """A refused reply's size, and its beginning. Raises RefusedReplyNotFound, SessionUnreadable."""
+        found = await self._database.read(lambda connection: reads.refused_reply(connection, session_id, fence))
+        if found is None:
+            raise RefusedReplyNotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
+        try:
+            return found[0], codec.decompress(found[1])
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
 
     async def page(
         self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int

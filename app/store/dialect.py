@@ -76,6 +76,24 @@ def _clock_timestamp(element: now, compiler: Any, **options: Any) -> str:
     return "extract(epoch from clock_timestamp())::double precision"
 
 
+class used_bytes(FunctionElement[int]):
+    """How large the database is, without what it could use again."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(used_bytes)
+def _pages(element: used_bytes, compiler: Any, **options: Any) -> str:
+    used = "(SELECT page_count FROM pragma_page_count()) - (SELECT freelist_count FROM pragma_freelist_count())"
+    return f"(({used}) * (SELECT page_size FROM pragma_page_size()))"
+
+
+@compiles(used_bytes, "postgresql")
+def _database_size(element: used_bytes, compiler: Any, **options: Any) -> str:
+    return "pg_database_size(current_database())"
+
+
 class Tx(Protocol):
     """A write transaction as the log sees it; what it runs is Core, what it returns plain rows."""
 

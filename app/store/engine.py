@@ -150,6 +150,15 @@ class Database:
         except sqlite3.Error as error:
             raise store_error(error) or error from error
 
+    async def give_back(self) -> None:
+        """Return free space to the file system, where there is much of it; PostgreSQL's autovacuum does it itself."""
+        if self._sqlite is None:
+            return
+        try:
+            await self._sqlite.give_back()
+        except sqlite3.Error as error:
+            raise store_error(error) or error from error
+
     async def _check_revision(self) -> None:
         head = revision_head()
         try:

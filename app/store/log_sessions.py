@@ -110,20 +110,21 @@ class CloseIdle(BaseOperation, frozen=True):
 
 
 class FreeReplay(BaseOperation, frozen=True):
-    """Tombstone what a closed session has left of replay payloads; None if nothing was left."""
+    """Tombstone what a closed session has left of replay payloads, and drop its refused replies."""
 
     durable: ClassVar[bool] = False
     session_id: str
     at: float
-    event: BlobsTombstoned
+    event: BlobsTombstoned | None
 
-    def apply(self, tx: Tx) -> Appended | Refused | None:
+    def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "closed":
             return Refused(None if head is None else head[1])
-        if tx.one(sql.live_chunk, {"sid": self.session_id}) is None:
-            return None
+        tx.run(sql.drop_all_refused, {"sid": self.session_id})
+        if self.event is None or tx.one(sql.live_chunk, {"sid": self.session_id}) is None:
+            return Appended(())
         appended = advance_head(tx, self.session_id, self.at, [self.event])
         tombstone(tx, self.session_id, appended)
         return appended

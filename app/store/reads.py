@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, exists, null, select, tuple_
+from sqlalchemy import ColumnElement, exists, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
 from app.domain.events import EXPORTED, Recorded
 from app.domain.session import Session, fold
-from app.store.dialect import oldest_tx
+from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import blobs, chunks, events, refused_replies, sessions, snapshots, store_meta, turns
 from workers import codec
 from workers.codec import CorruptContent, Facts, Wire
@@ -198,11 +198,19 @@ ChunkKey = tuple[int, int]
 
 def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, bytes | None]:
     """Stored frames of chunks; None for a tombstone, nothing for one that is not there."""
-    fences = sorted({fence for fence, _ in keys})
+    wanted = sorted(keys)
     query = select(chunks.c.fence, chunks.c.number, chunks.c.data).where(chunks.c.session_id == session_id)
-    parts = (query.where(chunks.c.fence.in_(fences[at : at + SPAN])) for at in range(0, len(fences), SPAN))
-    rows = (row for part in parts for row in connection.execute(part))
-    return {(row[0], row[1]): row[2] for row in rows if (row[0], row[1]) in keys}
+    key = tuple_(chunks.c.fence, chunks.c.number)
+    parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
+    return {(row[0], row[1]): row[2] for part in parts for row in connection.execute(part)}
+
+
+def load_live_chunks(connection: Connection, session_id: str) -> dict[ChunkKey, bytes | None]:
+    """The stored frames of all chunks of a session that are not tombstones."""
+    query = select(chunks.c.fence, chunks.c.number, chunks.c.data).where(
+        chunks.c.session_id == session_id, chunks.c.data.is_not(None)
+    )
+    return {(row[0], row[1]): row[2] for row in connection.execute(query)}
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
@@ -212,6 +220,48 @@ def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[
     )
     row = connection.execute(query).first()
     return None if row is None else (row[0], row[1])
+
+
+def database_bytes(connection: Connection) -> int:
+    """How large the database is, without what it could use again."""
+    size: int = connection.execute(select(used_bytes())).scalar_one()
+    return size
+
+
+def idle_sessions(connection: Connection, since: float, after: str, limit: int) -> list[str]:
+    """Open sessions after id `after` that have no turn in flight and have not changed since."""
+    query = (
+        select(sessions.c.session_id)
+        .where(
+            sessions.c.session_id > after,
+            sessions.c.status == "open",
+            sessions.c.open_turns == 0,
+            sessions.c.updated_at <= since,
+        )
+        .order_by(sessions.c.session_id)
+        .limit(limit)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def closed_sessions(
+    connection: Connection, cutoff: float, after: tuple[float, str], limit: int, *, holding: bool
+) -> list[tuple[float, str]]:
+    """Sessions closed until `cutoff`, behind `after` in the order of (when, id).
+
+    `holding`: only those that still hold a replay payload or a refused reply.
+    """
+    place = tuple_(sessions.c.closed_at, sessions.c.session_id)
+    query = (
+        select(sessions.c.closed_at, sessions.c.session_id)
+        .where(sessions.c.status == "closed", sessions.c.closed_at <= cutoff, place > after)
+        .order_by(sessions.c.closed_at, sessions.c.session_id)
+        .limit(limit)
+    )
+    if holding:
+        live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
+        query = query.where(or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id)))
+    return [(row[0], row[1]) for row in connection.execute(query)]
 
 
 def metadata_frame(connection: Connection, session_id: str) -> bytes | None:

@@ -42,6 +42,12 @@ RESERVED_LOG_BYTES = 16 << 20
 
 EMPTY_TRIES = 50
 
+FREE_BYTES = 64 << 20
+"""Free space kept in the file for what is written next; more than this and a quarter of the file is given back."""
+
+GIVE_BACK_PAGES = 1000
+"""In one step: some milliseconds."""
+
 _LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
 
 
@@ -107,6 +113,25 @@ class SqliteWriter:
                 return
             await asyncio.sleep(0.1)
         raise StoreUnavailable("readers keep the database's log file from being emptied")
+
+    async def give_back(self) -> None:
+        """Shorten the file by its free pages, beyond those that will be needed again, a few at a time."""
+        more = True
+        while more:
+            more = await self._hop(self._vacuum)
+            await asyncio.sleep(0.01)
+
+    def _vacuum(self) -> bool:
+        """Is there more to give back?"""
+        pages, free, size = (
+            self.connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        surplus = free - max(pages // 4, FREE_BYTES // size)
+        if surplus <= 0:
+            return False
+        self.connection.execute(f"PRAGMA incremental_vacuum({min(surplus, GIVE_BACK_PAGES)})").fetchall()
+        return bool(surplus > GIVE_BACK_PAGES)
 
     async def _hop(self, function: Callable[[], T]) -> T:
         """Run on the thread; until it has ended, awaited or not, the connection is the thread's alone."""

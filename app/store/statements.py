@@ -133,6 +133,7 @@ oldest_refused = (
 drop_refused = delete(refused_replies).where(
     refused_replies.c.session_id == bindparam("sid"), refused_replies.c.fence <= bindparam("upto")
 )
+drop_all_refused = delete(refused_replies).where(refused_replies.c.session_id == bindparam("sid"))
 drop_content = tuple(
     delete(table).where(table.c.session_id == bindparam("sid"))
     for table in (turns, blobs, chunks, refused_replies, snapshots)

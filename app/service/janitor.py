@@ -1,0 +1,136 @@
+"""What time undoes: idle sessions are closed, closed ones lose their replay payloads and then their content.
+
+Everything is done in small steps, each judged again inside its own transaction, so several processes may do
+it at once and a session that comes to life meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from app.domain import retention
+from app.domain.events import UnknownEvent
+from app.errors import AppError
+from app.service.sessions import Sessions
+from app.settings import Settings
+from app.store import reads
+from app.store.engine import Database
+from app.store.log_sessions import CloseIdle, FreeReplay
+from app.store.writer import Writer
+
+log = logging.getLogger("turnlog.janitor")
+
+STEP = 50
+"""Sessions looked at in one read."""
+
+REST_S = 0.02
+"""Between two sessions, so that the traffic hardly notices."""
+
+SHORTEST_S, LONGEST_S = 0.5, 30.0
+"""Between two rounds; within that, a quarter of the shortest time that is to be kept."""
+
+SIZE_EVERY_S = 2.0
+
+
+class Janitor:
+    """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch."""
+
+    def __init__(
+        self, database: Database, writer: Writer, sessions: Sessions, settings: Settings, clock: Callable[[], float]
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._sessions = sessions
+        self._settings = settings
+        self._clock = clock
+        self._freed_upto = (0.0, "")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="turnlog-janitor")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self.round()
+            except AppError as error:
+                log.warning("the janitor's round was cut short: %s", error)
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        settings = self._settings
+        kept = (settings.idle_close_s, settings.closed_replay_ttl_s, settings.closed_ttl_s)
+        shortest = min((seconds / 4 for seconds in kept if seconds is not None), default=LONGEST_S)
+        if settings.max_db_bytes is not None:
+            shortest = min(shortest, SIZE_EVERY_S)
+        return min(max(shortest, SHORTEST_S), LONGEST_S)
+
+    async def round(self) -> None:
+        """Everything that is due now. Raises AppError where the store cannot take it."""
+        if self._settings.max_db_bytes is not None:
+            size = await self._database.read(reads.database_bytes)
+            self._sessions.is_full = size > self._settings.max_db_bytes
+        await self._close_idle()
+        await self._free_replay()
+        await self._erase_old()
+        await self._database.give_back()
+
+    async def _close_idle(self) -> None:
+        if self._settings.idle_close_s is None:
+            return
+        since = self._clock() - self._settings.idle_close_s
+        after = ""
+        while found := await self._database.read(lambda c, after=after: reads.idle_sessions(c, since, after, STEP)):  # type: ignore[misc]
+            for session_id in found:
+                await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
+                await asyncio.sleep(REST_S)
+            after = found[-1]
+
+    async def _free_replay(self) -> None:
+        """Those behind `_freed_upto` have been freed; a new process looks through all of them once."""
+        if self._settings.closed_replay_ttl_s is None:
+            return
+        cutoff = self._clock() - self._settings.closed_replay_ttl_s
+        async for place in self._closed(cutoff, self._freed_upto, holding=True):
+            await self._free(place[1])
+            self._freed_upto = place
+
+    async def _free(self, session_id: str) -> None:
+        snapshot, rows = await self._database.read(lambda connection: reads.session_rows(connection, session_id))
+        try:
+            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+        except UnknownEvent as error:
+            log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
+            return
+        if session is not None:
+            await self._sessions.apply(FreeReplay(session_id, self._clock(), retention.tombstone_all(session)))
+
+    async def _erase_old(self) -> None:
+        if self._settings.closed_ttl_s is None:
+            return
+        erased = 0
+        async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
+            await self._sessions.drop_content(session_id)
+            erased += 1
+        if erased:
+            await self._database.empty_log_file()
+            log.info("erased %d sessions that were closed long ago", erased)
+
+    async def _closed(
+        self, cutoff: float, after: tuple[float, str], *, holding: bool
+    ) -> AsyncIterator[tuple[float, str]]:
+        """Sessions closed until `cutoff` and when, oldest first; `holding` replay payloads or refused replies."""
+        while found := await self._database.read(
+            lambda connection, after=after: reads.closed_sessions(connection, cutoff, after, STEP, holding=holding)  # type: ignore[misc]
+        ):
+            for place in found:
+                yield place
+                await asyncio.sleep(REST_S)
+            after = found[-1]
