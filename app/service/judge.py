@@ -85,7 +85,7 @@ class Judge:
             own=ask.own,
         )
         try:
-            if is_light(reply.body, self._settings.inline_max_bytes):
+            if is_light(reply.body, sum(map(len, new)), self._settings.inline_max_bytes):
                 done = job.work(work, memoryview(reply.body))
             else:
                 done = job.decode_done(await self._pool.run(job.encode(work), reply.body))
@@ -117,14 +117,15 @@ class Judge:
         )
 
 
-def is_light(body: bytes | bytearray, limit: int) -> bool:
-    """Does judging the body cost no more than that of `limit` bytes of triples?"""
-    if len(body) <= limit:
+def is_light(body: bytes | bytearray, new_bytes: int, limit: int) -> bool:
+    """Does judging the body, and compressing `new_bytes` of messages, cost no more than `limit` bytes of triples?"""
+    weight = len(body) + new_bytes
+    if weight <= limit:
         return limit > 0
-    if len(body) > limit * PAYLOAD_LIGHTER:
+    if new_bytes > limit or weight > limit * PAYLOAD_LIGHTER:
         return False
     payload = job.base64_bytes(memoryview(body))
-    return len(body) - payload + payload // PAYLOAD_LIGHTER <= limit
+    return weight - payload + payload // PAYLOAD_LIGHTER <= limit
 
 
 def _known(opening: Opening) -> Known | None:

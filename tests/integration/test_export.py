@@ -191,7 +191,6 @@ def test_a_limited_export_gives_no_cursor_that_skips_what_the_limit_cut_off(stan
         {"status": "odd"},
         {"since": "yesterday"},
         {"min_reward": "x"},
-        {"replay": "true"},
     ],
 )
 def test_a_bad_parameter_is_400(stand: Stand, query: dict[str, object]) -> None:
