@@ -90,7 +90,10 @@ def work(job: Job, body: memoryview) -> Done:
                 raise Rejected(f"{want.kind} was asked for and is not there")
             continue
         text = body[place.start : place.end]
-        payload, cut = payloads.read(text, want, parsed.sequence.tokens)
+        plain = text if found.marked else _unescaped(text)
+        payload, cut = payloads.read(plain, want, parsed.sequence.tokens, npy=parsed.dialect == "vllm")
+        if plain is not text:
+            cut = Cut(want.kind, 0, "text", len(text))
         stored.append(payload)
         edits.append(_Edit(found.start(place), found.end(place), cut, bytes(text) if cut.form == "text" else b""))
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
@@ -108,6 +111,13 @@ def work(job: Job, body: memoryview) -> Done:
         payloads=stored,
         places=found.places,
     )
+
+
+def _unescaped(text: memoryview) -> memoryview:
+    """A JSON string without escapes: base64 may be spelled with them."""
+    if bytes(text[:1]) != b'"' or b"\\" not in bytes(text):
+        return text
+    return memoryview(b'"' + msgspec.json.decode(text, type=str).encode() + b'"')
 
 
 def base64_bytes(body: memoryview) -> int:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from workers.depth import MAX_DEPTH, nests_deeper
+from workers.depth import MAX_DEPTH, too_deep
 
 Dialect = Literal["sglang", "vllm"]
 
@@ -32,6 +32,9 @@ MISSING_LOGPROB = -9999.0
 
 REPLAY = ("routed_experts", "indexer_topk")
 """The replay payloads: in SGLang's `meta_info`, or on vLLM's choice."""
+
+MAX_VERSION = 256
+"""Characters of a weight version: it is a name, repeated in every event and row."""
 
 UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
@@ -247,14 +250,24 @@ def _weight_versions(root: _Root, meta: Fields, tokens: int) -> list[Span]:
         ends = [0, *(span.end for span in spans)]
         if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
             raise Rejected(f"{where} must cover the {tokens} output tokens in order")
-        return spans
+        return [Span(_version(span.version), span.start, span.end) for span in spans]
     version = _value(meta.get("weight_version"), "choices[0].meta_info.weight_version")
     if version is None:
         metadata = _value(root.metadata, "metadata")
         version = metadata.get("weight_version") if isinstance(metadata, dict) else None
     if isinstance(version, bool) or not isinstance(version, str | int | None):
         raise Rejected("weight_version must be a string")
-    return [Span(UNKNOWN_VERSION if version is None else str(version), 0, tokens)] if tokens else []
+    return [Span(_version(version), 0, tokens)] if tokens else []
+
+
+def _version(version: str | int | None) -> str:
+    """A number of thousands of digits is none that Python would write."""
+    if isinstance(version, int) and abs(version) >= 10**MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    text = UNKNOWN_VERSION if version is None else str(version)
+    if len(text) > MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    return text
 
 
 class _Prompt:
@@ -319,8 +332,8 @@ def _readable(body: bytes, bulk: list[bytes]) -> None:
     rest = body
     for text in bulk:
         rest = rest.replace(text, b"0", 1)
-    value = _value(rest, "the body")
-    if rest.count(b"[") + rest.count(b"{") > MAX_DEPTH and nests_deeper(value):
+    _value(rest, "the body")
+    if too_deep(rest):
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
 
 

@@ -99,15 +99,15 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     new: list[NewChunk]
 
 
-def read(text: memoryview, want: Want, tokens: int) -> tuple[Stored, Cut]:
+def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Stored, Cut]:
     """Judge a payload's JSON value, which came with `tokens` tokens in all; and tell how it is spelled.
 
-    Raises Rejected.
+    A string is base64, of a .npy file where the engine's dialect says so, else of int32. Raises Rejected.
     """
     rows = max(tokens - 1 - want.start, 0)
     first = bytes(text[:1])
     if first == b'"':
-        ids, dims, cut = _from_base64(text[1:-1], want.kind)
+        ids, dims, cut = _from_base64(text[1:-1], want.kind, npy)
     elif first == b"[":
         ids, dims, cut = _from_lists(bytes(text), want.kind, rows)
     else:
@@ -119,8 +119,8 @@ def read(text: memoryview, want: Want, tokens: int) -> tuple[Stored, Cut]:
 
 def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
     """A row's shape. `dims` are the payload's own, rows first, where it has any."""
-    if dims is not None and dims[0] != rows:
-        raise Rejected(f"{want.kind} has {dims[0]} rows where {rows} belong to the tokens")
+    if dims is not None and (dims[0] != rows or math.prod(dims) != ids):
+        raise Rejected(f"{want.kind} has {ids} ids of shape {dims} where {rows} rows belong to the tokens")
     if rows == 0:
         if ids:
             raise Rejected(f"{want.kind} has {ids} ids where no row belongs to the tokens")
@@ -136,7 +136,7 @@ def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tup
     return want.shape or (dims[1:] if dims is not None and len(dims) > 1 else (width,))
 
 
-def _from_base64(text: memoryview, kind: str) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
+def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
     """The ids, their shape if the text says it, and the spelling."""
     parts: list[Ids] = []
     head, dtype, dims = b"", "<i4", None
@@ -149,7 +149,7 @@ def _from_base64(text: memoryview, kind: str) -> tuple[Ids, tuple[int, ...] | No
             raise Rejected(f"{kind} is not base64") from error
         if not last and len(raw) != PIECE * 3 // 4:
             raise Rejected(f"{kind} is not base64: padding stands inside it")
-        if at == 0 and raw.startswith(_NPY_MAGIC):
+        if at == 0 and npy:
             head, dtype, dims = _npy_head(raw, kind)
             carry, body = b"", raw[len(head) :]
         else:
@@ -167,6 +167,8 @@ def _from_base64(text: memoryview, kind: str) -> tuple[Ids, tuple[int, ...] | No
 
 def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
     """Head, dtype and shape of a .npy file; only what numpy itself writes for an array of integers."""
+    if not raw.startswith(_NPY_MAGIC):
+        raise Rejected(f"{kind} is not base64 of a .npy file")
     prefix = 10 if raw[6:7] == b"\x01" else 12
     length = int.from_bytes(raw[8:prefix], "little")
     head = raw[: prefix + length]

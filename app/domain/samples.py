@@ -141,13 +141,18 @@ def _check(event: TurnCommitted, suffix: int, output: int, tokens: int, logprobs
 def _versions(spans: Sequence[VersionSpan], length: int) -> tuple[list[int], list[str]]:
     by_token = [-1] * length
     names: list[str] = []
-    numeric = all(span.version.isascii() and span.version.isdigit() for span in spans)
+    numeric = all(_is_number(span.version) for span in spans)
     for span in spans:
         if not numeric and span.version not in names:
             names.append(span.version)
         value = int(span.version) if numeric else names.index(span.version)
         by_token[span.start : span.end] = [value] * (span.end - span.start)
     return by_token, names
+
+
+def _is_number(version: str) -> bool:
+    """One that a 64-bit integer holds."""
+    return version.isascii() and version.isdigit() and len(version) < 19
 
 
 def status_of(finish_reason: str | None) -> Status:

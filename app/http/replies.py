@@ -14,7 +14,7 @@ from app.upstream.headers import Headers
 PIECE = 256 << 10
 """A large body goes out in pieces, so that the loop serves others between them."""
 
-Body = bytes | bytearray | memoryview
+Part = bytes | memoryview
 
 
 async def start_reply(send: Send, status: int, headers: Headers) -> None:
@@ -23,7 +23,7 @@ async def start_reply(send: Send, status: int, headers: Headers) -> None:
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
-async def send_reply(send: Send, status: int, headers: Headers, *parts: Body) -> None:
+async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) -> None:
     """A whole reply, whose body is these parts one after the other."""
     size = sum(map(len, parts))
     await start_reply(send, status, [*headers, ("content-length", str(size))])
@@ -35,10 +35,10 @@ async def send_reply(send: Send, status: int, headers: Headers, *parts: Body) ->
             await asyncio.sleep(0)
 
 
-def _pieces(parts: Sequence[Body]) -> Iterator[bytes]:
+def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
     """At least one piece, also of nothing."""
-    if len(parts) == 1 and len(parts[0]) <= PIECE:
-        yield bytes(parts[0])
+    if sum(map(len, parts)) <= PIECE:
+        yield b"".join(parts)
         return
     for part in parts:
         view = memoryview(part)

@@ -228,7 +228,7 @@ async def models(request: Request) -> Response:
 async def models_reply(app: Services, session_id: str) -> Response:
     headers = http_headers.to_engine((), session_id, app.settings.upstream_api_key)
     reply = await app.engines.models(session_id, headers)
-    return Response(reply.body, reply.status, dict(http_headers.to_client(reply.headers)))
+    return Response(reply.body.joined(), reply.status, dict(http_headers.to_client(reply.headers)))
 
 
 def _encode_cursor(head: reads.Head) -> str:

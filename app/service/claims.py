@@ -20,6 +20,7 @@ from app.service.sessions import Clock, refusal
 from app.store.log import Appended, Refused
 from app.store.log_turns import Busy, Claim, Reject, Release
 from app.store.writer import Writer
+from app.upstream.body import Body
 from workers import codec
 
 log = logging.getLogger("turnlog.claims")
@@ -132,14 +133,14 @@ class Claims:
         reason: str,
         status: int | None = None,
         detail: str | None = None,
-        reply: bytes | bytearray | None = None,
+        reply: Body | None = None,
     ) -> None:
         """Let go of a claim because of what the engine answered; the beginning of `reply` is kept for diagnosis."""
         session_id, turn, fence = opening.session.session_id, opening.event.turn, opening.fence
         if reply is None:
             await self.release(session_id, fence, TurnRejected(turn, fence, reason, status, detail))
             return
-        kept = bytes(memoryview(reply)[:KEPT_BYTES])
+        kept = reply.beginning(KEPT_BYTES)
         event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
         await self._let_go(
             Reject(session_id, fence, self.incarnation, self._clock(), event, len(reply), codec.compress(kept))

@@ -47,7 +47,7 @@ class TurnReply(msgspec.Struct, frozen=True):
 
     status: int
     headers: Headers
-    parts: Sequence[bytes | bytearray | memoryview]
+    parts: Sequence[bytes | memoryview]
     turn: int | None = None
     replayed: bool = False
 

@@ -20,6 +20,7 @@ from app.errors import Overloaded, UpstreamInvalid, WorkerCrash
 from app.service.claims import Opening
 from app.settings import Settings
 from app.store.log import StoredChunk
+from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from workers import job
 from workers.job import Done, Job, Place
@@ -86,9 +87,9 @@ class Judge:
         )
         try:
             if is_light(reply.body, sum(map(len, new)), self._settings.inline_max_bytes):
-                done = job.work(work, memoryview(reply.body))
+                done = job.work(work, memoryview(reply.body.joined()))
             else:
-                done = job.decode_done(await self._pool.run(job.encode(work), reply.body))
+                done = job.decode_done(await self._pool.run(job.encode(work), reply.body.joined()))
         except Rejected as error:
             raise UpstreamInvalid(f"{engine} returned a malformed reply: {error}") from error
         except Crashed as error:
@@ -117,14 +118,14 @@ class Judge:
         )
 
 
-def is_light(body: bytes | bytearray, new_bytes: int, limit: int) -> bool:
+def is_light(body: Body, new_bytes: int, limit: int) -> bool:
     """Does judging the body, and compressing `new_bytes` of messages, cost no more than `limit` bytes of triples?"""
     weight = len(body) + new_bytes
     if weight <= limit:
         return limit > 0
     if new_bytes > limit or weight > limit * PAYLOAD_LIGHTER:
         return False
-    payload = job.base64_bytes(memoryview(body))
+    payload = job.base64_bytes(memoryview(body.joined()))
     return weight - payload + payload // PAYLOAD_LIGHTER <= limit
 
 

@@ -37,6 +37,7 @@ from app.store.log import Refused, StoredBlob, StoredChunk
 from app.store.log_turns import Commit, Stage
 from app.store.writer import Writer
 from app.upstream import headers as http_headers
+from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for, clients_first_row, complete, from_row, takes_rid
 from app.upstream.engines import Engines
@@ -132,7 +133,7 @@ class Turns:
         reader: Reader,
     ) -> TurnReply:
         requested_at = self._clock()
-        refused: bytes | bytearray | None = None
+        refused: Body | None = None
         try:
             blobs, params, tools = _blobs(opening.session, request, self._settings)
             stored = await self._stored_messages(opening)
@@ -147,7 +148,7 @@ class Turns:
             reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
-                return TurnReply(reply.status, reply.headers, [reply.body])
+                return TurnReply(reply.status, reply.headers, reply.body.pieces)
             refused = reply.body
             judged = await self._judge.judge(opening, incoming.matcher, new, engine, reply, requested_at, ask)
         except Cut:
@@ -302,16 +303,16 @@ async def _beside(size: int, work: Callable[[], T]) -> T:
     return work() if size <= PARSE_INLINE else await asyncio.to_thread(work)
 
 
-def _without(body: bytes | bytearray, places: Sequence[Place]) -> list[bytes | bytearray | memoryview]:
+def _without(body: Body, places: Sequence[Place]) -> Sequence[bytes | memoryview]:
     """The body with null for the values in these places; everything else is untouched."""
     if not places:
-        return [body]
-    parts: list[bytes | bytearray | memoryview] = []
-    view, done = memoryview(body), 0
+        return body.pieces
+    parts: list[bytes | memoryview] = []
+    done = 0
     for place in sorted(places, key=lambda place: place.start):
-        parts += [view[done : place.start], b"null"]
+        parts += [*body.slices(done, place.start), b"null"]
         done = place.end
-    return [*parts, view[done:]]
+    return [*parts, *body.slices(done, len(body))]
 
 
 class _Blobs(msgspec.Struct, frozen=True):

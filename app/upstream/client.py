@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from app.upstream.body import Body
 from app.upstream.headers import Headers
 
 KEEPALIVE_S = 4.0
@@ -32,7 +33,7 @@ def _unbounded(size: int) -> None:
 class EngineReply(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
-    body: bytes | bytearray
+    body: Body
 
 
 class EngineError(Exception):
@@ -99,29 +100,22 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             raise Lost(type(error).__name__) from error
 
-    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> bytes | bytearray:
+    async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> Body:
         length = response.content_length
         if length is not None:
             if length > self._max_bytes:
                 raise TooLarge(f"{length} bytes")
             grow(length)
-            return await response.read() if length <= PIECE else await _read_into(response, bytearray(length))
-        body = bytearray()
+        pieces: list[bytes] = []
+        size = 0
         async for piece in response.content.iter_any():
-            if len(body) + len(piece) > self._max_bytes:
-                raise TooLarge(f"more than {self._max_bytes} bytes")
-            grow(len(piece))
-            body += piece
-        return body
-
-
-async def _read_into(response: aiohttp.ClientResponse, body: bytearray) -> bytearray:
-    """A large reply of known length, in memory once: joining its pieces would hold it twice."""
-    at = 0
-    async for piece in response.content.iter_any():
-        body[at : at + len(piece)] = piece
-        at += len(piece)
-    return body
+            size += len(piece)
+            if length is None:
+                if size > self._max_bytes:
+                    raise TooLarge(f"more than {self._max_bytes} bytes")
+                grow(len(piece))
+            pieces.append(piece)
+        return Body(pieces)
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:

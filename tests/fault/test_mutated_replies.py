@@ -1,0 +1,256 @@
+"""A short run of `ops.mutated_replies`, and proof that its reader and its checks find what is wrong."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.mutated_replies import checks, payload_mutations, tree
+from ops.mutated_replies.checks import Taken
+from ops.mutated_replies.engine import Engine, Order
+from ops.mutated_replies.mutate import CLASSES, CONTROL, SEVERAL, mutate
+from ops.mutated_replies.payload_reader import Rows, read_payload
+from ops.mutated_replies.reader import Demand, Reading, decode, read, spell
+from ops.mutated_replies.rules import Malformed
+from ops.mutated_replies.run import Plan, run
+
+COUNT = 400
+PLAIN = Demand(judged=False)
+JUDGED = Demand(judged=True)
+
+Change = Callable[[dict[str, Any]], None]
+
+
+@pytest.mark.anyio
+async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Path) -> None:
+    tally = await run(Plan(COUNT, seed=20, folder=tmp_path, clients=16))
+    assert not tally.failures, "\n".join(tally.lines())
+    assert not tally.problems, "\n".join(tally.lines())
+    total = tally.total
+    assert total.replies == COUNT
+    assert min(total.accepted, total.refused) > COUNT // 10
+    assert total.crashed == 0
+    assert tally.good_after > 0
+    assert tally.counts[CONTROL].accepted > 0
+
+
+async def sound(dialect: str, number: int | None = None) -> bytes:
+    """A reply with both kinds of payload where the dialect has them, mutated if it has a number."""
+    wish = {"layers": 1, "top_k": 2, "unasked": True}
+    request = {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "sim": {"completion_tokens": 5, "text": "a/b Zürich", "experts": wish, "indexer_topk": wish},
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_meta_info": True,
+        "return_prompt_token_ids": True,
+        "return_token_ids": True,
+    }
+    served = await Engine(seed=1).reply("s", Order(1, number, dialect), json.dumps(request).encode())
+    return served.body
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["sglang", "vllm"])
+async def test_a_reply_depends_on_its_seed_and_number(dialect: str) -> None:
+    body = await sound(dialect)
+    assert tree.to_bytes(tree.render(tree.parse(body))) == body
+    seen = set()
+    for number in range(2000):
+        changed, kind = mutate(random.Random(f"1/{number}"), body)
+        assert mutate(random.Random(f"1/{number}"), body) == (changed, kind)
+        seen.add(kind)
+    assert seen == set(CLASSES)
+    assert (CLASSES[0], CLASSES[-1]) == (CONTROL, SEVERAL)
+
+
+def sglang(change: Change) -> bytes:
+    meta = {
+        "completion_tokens": 2,
+        "output_token_logprobs": [[-0.5, 4, "a"], [-0.25, 5, None]],
+        "weight_version": "3",
+        "routed_experts": base64.b64encode(payload_mutations.raw([1, 2, 3, 4])).decode(),
+    }
+    message = {"role": "assistant", "content": "ab"}
+    choice = {"message": message, "finish_reason": "stop", "prompt_token_ids": [1, 2, 3], "meta_info": meta}
+    reply = {"choices": [choice]}
+    change(reply)
+    return json.dumps(reply).encode()
+
+
+def meta(**fields: Any) -> Change:
+    return lambda reply: reply["choices"][0]["meta_info"].update(fields)
+
+
+def choice(**fields: Any) -> Change:
+    return lambda reply: reply["choices"][0].update(fields)
+
+
+def test_a_sound_reply_is_read() -> None:
+    reading = read(sglang(lambda _: None), JUDGED)
+    assert (reading.prompt, reading.output, reading.logprobs) == ([1, 2, 3], [4, 5], [-0.5, -0.25])
+    assert (reading.versions, reading.finish_reason) == (["3", "3"], "stop")
+    assert reading.payloads == {"routed_experts": Rows(0, 4, [1, 2, 3, 4])}
+    assert json.loads(spell(reading.message)) == {"role": "assistant", "content": "ab"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        meta(completion_tokens=3),
+        meta(completion_tokens=True),
+        meta(completion_tokens=2.0),
+        meta(output_token_logprobs=[[-0.5, 4], [float("nan"), 5]]),
+        meta(output_token_logprobs=[[-0.5, 4], [-9999, 5]]),
+        meta(output_token_logprobs=[[-0.5, 4], [-1, 2**31]]),
+        meta(output_token_logprobs=[[-0.5, 4], [-1, 5.0]]),
+        meta(output_token_logprobs=[[-0.5, 4], [-1]]),
+        meta(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+        meta(routed_experts="AAAA"),
+        meta(routed_experts="AAAAAAAA!AAAAAAAAAAAAA=="),
+        meta(routed_experts=[1, 2, 3]),
+        meta(routed_experts=[[1], [2], [3], [-1]]),
+        meta(routed_experts=[[1], [2, 2], [3], [4]]),
+        meta(x=json.loads("[" * 98 + "]" * 98)),
+        choice(prompt_token_ids=None),
+        choice(message="x"),
+        choice(message={"role": "assistant", "content": None}),
+        choice(finish_reason=5),
+        lambda reply: reply["choices"].append(reply["choices"][0]),
+    ],
+)
+def test_a_malformed_reply_is_not_read(change: Change) -> None:
+    with pytest.raises(Malformed):
+        read(sglang(change), JUDGED)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"completion_tokens": 2', b'"completion_tokens": 3, "completion_tokens": 2'),
+        (b"-0.5", b"-1e999"),
+        (b"ab", b"\xff"),
+        (b"}]}", b"}]}x"),
+    ],
+)
+def test_bytes_that_are_malformed_are_not_read(old: bytes, new: bytes) -> None:
+    body = sglang(lambda _: None)
+    assert body.count(old) == 1
+    with pytest.raises(Malformed):
+        read(body.replace(old, new), JUDGED)
+
+
+@pytest.mark.anyio
+async def test_both_dialects_are_read_alike() -> None:
+    one, other = read(await sound("sglang"), JUDGED), read(await sound("vllm"), JUDGED)
+    assert (one.prompt, one.output, one.logprobs) == (other.prompt, other.output, other.logprobs)
+    assert one.payloads["routed_experts"] == other.payloads["routed_experts"]
+
+
+@pytest.mark.parametrize(
+    ("data", "good"),
+    [
+        (payload_mutations.npy([1, 2], (2, 1)), True),
+        (payload_mutations.npy([1, 2], (2,), "<i8"), True),
+        (payload_mutations.npy([1, 2], (2, 1)) + b"x", False),
+        (payload_mutations.npy([1, 2], (1, 2)), False),
+        (payload_mutations.npy([1, 2], (2, 1), ">i4"), False),
+        (payload_mutations.npy([1, 2], (2, 1), fortran="True"), False),
+        (payload_mutations.raw([1, 2]), False),
+    ],
+)
+def test_npy_payloads(data: bytes, good: bool) -> None:
+    text = base64.b64encode(data).decode()
+    if good:
+        assert read_payload(text, "routed_experts", 2, 0, npy=True).ids == [1, 2]
+    else:
+        with pytest.raises(Malformed):
+            read_payload(text, "routed_experts", 2, 0, npy=True)
+
+
+def row(**changed: Any) -> bytes:
+    fields = {
+        "tokens": [1, 2, 3, 4, 5],
+        "logprobs": [0.0, 0.0, 0.0, -0.5, -0.25],
+        "loss_mask": [0, 0, 0, 1, 1],
+        "sampled_mask": [0, 0, 0, 1, 1],
+        "weight_versions": [-1, -1, -1, 3, 3],
+        "weight_version_names": [],
+        "status": "completed",
+        "turns": [{"turn": 1, "start": 0, "output_start": 3, "end": 5, "finish_reason": "stop"}],
+        "messages": [{"role": "user"}, {"role": "assistant", "content": "ab"}],
+        "routed_experts": base64.b64encode(bytes([1, 2, 3, 4])).decode(),
+        "row_start": 0,
+        "rows": 4,
+        "dtype": "uint8",
+        "shape": [4, 1],
+    }
+    return json.dumps({**fields, **changed}).encode()
+
+
+def taken() -> Taken:
+    body = sglang(lambda _: None)
+    return Taken(0, 1, body, read(body, JUDGED))
+
+
+def test_a_faithful_export_passes() -> None:
+    assert list(checks.export([taken()], row(), replay=True)) == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokens": [1, 2, 3, 4, 6]},
+        {"tokens": [1, 2, 9, 4, 5]},
+        {"logprobs": [0.0, 0.0, 0.0, -0.5, -0.26]},
+        {"loss_mask": [0, 0, 1, 1, 1]},
+        {"weight_versions": [-1, -1, -1, 3, 4]},
+        {"weight_versions": [-1, -1, -1, 0, 0], "weight_version_names": ["4"]},
+        {"status": "aborted"},
+        {"messages": [{"role": "assistant", "content": "abc"}]},
+        {"turns": []},
+        {"routed_experts": base64.b64encode(bytes([1, 2, 3, 5])).decode()},
+        {"routed_experts": None},
+        {"rows": 3},
+        {"shape": [4, 2]},
+        {"row_start": 1},
+    ],
+)
+def test_an_export_that_says_something_else_is_found(changed: dict[str, Any]) -> None:
+    assert list(checks.export([taken()], row(**changed), replay=True)) != []
+
+
+def test_a_record_or_a_client_reply_that_says_something_else_is_found() -> None:
+    one = taken()
+    record = {"turn": 1, "response": json.loads(one.body)}
+    assert list(checks.records([one], json.dumps({"records": [record]}).encode())) == []
+    assert list(checks.records([one], b'{"records":[]}')) != []
+    lean = sglang(meta(routed_experts=None))
+    assert list(checks.records([one], json.dumps({"records": [{**record, "response": json.loads(lean)}]}).encode()))
+    assert list(checks.client_reply(one.body, lean, ["routed_experts"])) == []
+    assert list(checks.client_reply(one.body, lean, [])) != []
+    other = sglang(meta(completion_tokens=2.0, routed_experts=None))
+    assert list(checks.client_reply(one.body, other, ["routed_experts"])) != []
+    assert list(checks.differences(decode(b'{"a":1}'), decode(b'{"a":"1"}'), [])) != []
+
+
+def log(*types: str) -> bytes:
+    turns = iter((1, 1, 2, 2, 3, 3))
+    rows = [{"seq": place, "type": kind, "turn": next(turns)} for place, kind in enumerate(types, 1)]
+    return b"\n".join(json.dumps({**event, "reason": "upstream_invalid"}).encode() for event in rows)
+
+
+def test_a_log_that_says_something_else_is_found() -> None:
+    good = log("TurnOpened", "TurnCommitted", "TurnOpened", "TurnRejected")
+    told = ["committed", "upstream_invalid"]
+    assert list(checks.events(told, good)) == []
+    assert list(checks.events(["committed", "committed"], good)) != []
+    assert list(checks.events(told[:1], log("TurnOpened", "TurnCommitted", "TurnOpened"))) != []
+    assert list(checks.events(told, log("TurnOpened", "TurnCommitted", "TurnRejected"))) != []
+    assert isinstance(read(sglang(lambda _: None), PLAIN), Reading)
