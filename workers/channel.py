@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.child import ANSWER, JOB, Outcome
+from workers.child import ANSWER, BEGUN, CONTENT, JOB, WAITS, Outcome
 from workers.segment import Segment
 
 PIECE_BYTES = 2 << 20
@@ -106,32 +106,38 @@ class Child:
         """Can it still be given a job?"""
         return self._condemned is None and not self.ended.is_set()
 
-    async def run(self, job: bytes, body: bytes | bytearray) -> tuple[Outcome, bytes]:
-        """Have one job done: RESULT or REJECTED, with what goes with it. Raises Ended.
+    async def run(self, job: bytes, *pieces: bytes | bytearray) -> tuple[Outcome, bytes]:
+        """Have one job done on a body of these pieces: RESULT or REJECTED, with what goes with it. Raises Ended.
 
         Cancelled, it leaves the child at work; the answer is taken all the same and frees it.
         """
         answer: asyncio.Future[tuple[Outcome, int, int]] | None = None
         async with self._in_use:
             try:
-                await self._load(job, body)
-                answer = self._send(len(job), len(body))
+                await self._load(job, *pieces)
+                answer = self._send(len(job), sum(map(len, pieces)))
                 outcome, offset, length = await answer
                 return outcome, await self._fetch(offset, length)
             finally:
                 if answer is None or not answer.cancelled():
                     self._free()
 
-    async def _load(self, job: bytes, body: bytes | bytearray) -> None:
+    async def _load(self, job: bytes, *pieces: bytes | bytearray) -> None:
         if not self.usable:
             raise Ended(None)
-        self._segment.grow(len(job) + len(body))
-        self._segment.write(0, job)
-        with memoryview(body) as content:
-            for start in range(0, len(body), PIECE_BYTES):
-                if start:
-                    await asyncio.sleep(0)
-                self._segment.write(len(job) + start, content[start : start + PIECE_BYTES])
+        at = CONTENT + len(job)
+        self._segment.grow(at + sum(map(len, pieces)))
+        self._segment.write(0, WAITS + job)
+        since = 0
+        for piece in pieces:
+            with memoryview(piece) as content:
+                for start in range(0, len(piece), PIECE_BYTES):
+                    part = content[start : start + PIECE_BYTES]
+                    if since + len(part) > PIECE_BYTES:
+                        since = 0
+                        await asyncio.sleep(0)
+                    self._segment.write(at, part)
+                    at, since = at + len(part), since + len(part)
 
     def _send(self, job_length: int, body_length: int) -> asyncio.Future[tuple[Outcome, int, int]]:
         if not self.usable:
@@ -139,8 +145,8 @@ class Child:
         try:
             self._socket.send(JOB.pack(job_length, body_length))  # one header at a time always fits
         except OSError as error:
+            self._lost()
             raise Ended(None) from error
-        self.had_job = True
         self._answer = self._loop.create_future()
         self._timer = self._loop.call_later(self._settings.deadline_s, self.condemn, Reason.DEADLINE)
         return self._answer
@@ -172,6 +178,7 @@ class Child:
 
     def _answered(self, outcome: int, offset: int, length: int) -> None:
         self._timer.cancel()
+        self.had_job = self.is_ready
         if outcome == Outcome.READY:
             self.is_ready = True
             self._free()
@@ -209,8 +216,11 @@ class Child:
             return
         self.hang_up()
         self._process.kill()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(Ended(self._condemned or Reason.DIED))
+        if self._answer is not None:
+            begun = self._segment.read(0, CONTENT) == BEGUN
+            self.had_job |= begun
+            if not self._answer.done():
+                self._answer.set_exception(Ended(self._condemned or Reason.DIED if begun else None))
         self.ended.set()
 
     def hang_up(self) -> None:

@@ -2,7 +2,9 @@
 
     python -m workers.child <socket fd> <segment fd> <package.module:function> <deadline, s> <memory, bytes>
 
-The socket carries fixed headers, the segment all content: at 0 the job, behind it the body, behind that the result.
+The socket carries fixed headers, the segment all content: at CONTENT the job, behind it the body, behind that the
+result. At 0 is a mark that the job has begun, so that the parent can tell a job that killed its child from a child
+that was dead already.
 
     parent: JOB (job length, body length)       ─▶
                                                 ◀─ child: ANSWER (outcome, offset, length); the first one is READY
@@ -33,6 +35,12 @@ from workers.segment import Segment, room_for
 JOB = struct.Struct("<QQ")
 """Lengths in bytes of job and body."""
 
+CONTENT = 8
+"""Where the job lies in the segment."""
+
+WAITS, BEGUN = bytes(CONTENT), b"\1" + bytes(CONTENT - 1)
+"""What lies before it."""
+
 ANSWER = struct.Struct("<QQQ")
 """An Outcome, then offset and length in bytes of what goes with it."""
 
@@ -43,6 +51,10 @@ STDIN = 0
 
 Function = Callable[[memoryview, memoryview], bytes]
 """(job, body) -> result. Raises Rejected, whose message the parent may show."""
+
+
+NICE = 5
+"""Below the event loop that serves everybody, where the two share a processor."""
 
 
 class Outcome(enum.IntEnum):
@@ -64,6 +76,7 @@ def main(arguments: list[str]) -> int:
     """Serve jobs until the parent closes its end. Returns the exit status: 0, or 1 after a job that failed."""
     channel_fd, segment_fd, name, deadline_s, memory_bytes = arguments
     _heed_signals()
+    os.nice(NICE)
     module, _, attribute = name.partition(":")
     function: Function = getattr(importlib.import_module(module), attribute)
     with socket.socket(fileno=int(channel_fd)) as channel:
@@ -89,19 +102,21 @@ class _Worker:
             signal.setitimer(signal.ITIMER_REAL, self._alarm_s)
             outcome, length = self._attempt(function, job_length, body_length)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            self._answer(outcome, job_length + body_length, length)
+            self._answer(outcome, CONTENT + job_length + body_length, length)
             if outcome in (Outcome.OUT_OF_MEMORY, Outcome.FAULT):
                 return 1
         return 0
 
     def _attempt(self, function: Function, job_length: int, body_length: int) -> tuple[Outcome, int]:
         """Run one job and put what it gave behind the body; how it went, and that many bytes."""
-        end = job_length + body_length
+        job_end = CONTENT + job_length
+        end = job_end + body_length
         try:
             self._memory.allow_beside(self._segment.length())
             self._segment.fit()
+            self._segment.write(0, BEGUN)
             try:
-                outcome, result = Outcome.RESULT, self._call(function, job_length, end)
+                outcome, result = Outcome.RESULT, self._call(function, job_end, end)
             except Rejected as refusal:
                 outcome, result = Outcome.REJECTED, str(refusal).encode(errors="backslashreplace")
             self._memory.allow_beside(max(self._segment.size, room_for(end + len(result))))
@@ -114,8 +129,8 @@ class _Worker:
             return Outcome.FAULT, 0
         return outcome, len(result)
 
-    def _call(self, function: Function, job_length: int, end: int) -> bytes:
-        return function(self._segment.view(0, job_length), self._segment.view(job_length, end))
+    def _call(self, function: Function, job_end: int, end: int) -> bytes:
+        return function(self._segment.view(CONTENT, job_end), self._segment.view(job_end, end))
 
     def _answer(self, outcome: Outcome, offset: int = 0, length: int = 0) -> None:
         self._channel.sendall(ANSWER.pack(outcome, offset, length))

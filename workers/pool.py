@@ -102,10 +102,10 @@ class Pool:
         """Start the children, in the background: jobs wait until the first is ready."""
         self._places = [asyncio.create_task(self._keep_place()) for _ in range(self._size)]
 
-    async def run(self, job: bytes, body: bytes | bytearray) -> bytes:
+    async def run(self, job: bytes, *pieces: bytes | bytearray) -> bytes:
         """The function's result for one job. Raises Rejected, Crashed, QueueFull, Stopped; OSError: no shared memory.
 
-        `body` must not change meanwhile. The time that a job waits for a child is not limited.
+        `pieces` make up the body, and must not change meanwhile. The time that a job waits for a child is not limited.
         """
         if self._stopping:
             raise Stopped("the worker pool is stopping")
@@ -114,7 +114,7 @@ class Pool:
         self._unfinished += 1
         self._drained.clear()
         try:
-            return await self._attempt(job, body)
+            return await self._attempt(job, *pieces)
         finally:
             self._unfinished -= 1
             if not self._unfinished:
@@ -146,14 +146,14 @@ class Pool:
         idle = sum(child.usable for child in self._idle)
         return Counters(self._size, alive, alive - idle, len(self._waiting), self._jobs, self._crashes)
 
-    async def _attempt(self, job: bytes, body: bytes | bytearray) -> bytes:
+    async def _attempt(self, job: bytes, *pieces: bytes | bytearray) -> bytes:
         reasons: list[Reason] = []
         again = False
         while len(reasons) < ATTEMPTS:
             child = self._idle.pop() if self._idle else await self._next_idle(again)
             again = True
             try:
-                outcome, content = await child.run(job, body)
+                outcome, content = await child.run(job, *pieces)
             except Ended as end:
                 if self._stopped:
                     raise Stopped("the worker pool stopped") from end

@@ -89,7 +89,7 @@ class Judge:
             if is_light(reply.body, sum(map(len, new)), self._settings.inline_max_bytes):
                 done = job.work(work, memoryview(reply.body.joined()))
             else:
-                done = job.decode_done(await self._pool.run(job.encode(work), reply.body.joined()))
+                done = job.decode_done(await self._pool.run(job.encode(work), *reply.body.pieces))
         except Rejected as error:
             raise UpstreamInvalid(f"{engine} returned a malformed reply: {error}") from error
         except Crashed as error:
