@@ -29,7 +29,9 @@ log = logging.getLogger("turnlog.cache")
 
 ENTRY_BYTES = 2048
 TURN_BYTES = 768
-"""Rough memory of an entry and of each folded turn in it; enough to bound the whole."""
+CHUNK_BYTES = 256
+"""Rough memory of an entry, of each folded turn in it and of each chunk that its payloads name; enough to bound
+the whole."""
 
 SNAPSHOT_EVENTS = 1024
 """Events folded on a miss after which a snapshot is worth its write."""
@@ -83,7 +85,8 @@ class Live:
 
     @property
     def size(self) -> int:
-        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + len(self.transcript)
+        chunks = sum(len(payload.chunks) for live in self.session.payloads.values() for payload in live)
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + len(self.transcript)
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Fold new events in; False where they do not follow, which means the entry is out of date."""

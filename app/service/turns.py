@@ -109,7 +109,9 @@ class Turns:
                 continue
             repeated = repeated_turn(live, mark, request)
             if repeated is not None:
-                return await self._replay(session_id, repeated, self._shown(asked_for(request.params)))
+                again = await self._replay(session_id, repeated, self._shown(asked_for(request.params)))
+                reader.grow(sum(map(len, again.parts)))
+                return again
             self._engines.order(session_id)
             flight = self._flights[session_id] = Flight(mark, request.body_hash)
             reader.wait_for(flight)
