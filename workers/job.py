@@ -89,6 +89,9 @@ def work(job: Job, body: memoryview) -> Done:
             if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{want.kind} was asked for and is not there")
             continue
+        if want.start and not parsed.base:
+            # The prompt drifted: the rows known from before are of other tokens.
+            want = msgspec.structs.replace(want, parent=None)
         text = body[place.start : place.end]
         plain = text if found.marked else _unescaped(text)
         payload, cut = payloads.read(plain, want, parsed.sequence.tokens, npy=parsed.dialect == "vllm")
@@ -231,13 +234,23 @@ class _Edit(NamedTuple):
     instead: bytes = b""
 
 
+def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
+    """The first place with the prompt's text that no other edit touches: whichever it is, it is written again."""
+    at = text.find(prompt)
+    while at >= 0:
+        end = at + len(prompt)
+        if all(end <= edit.start or at >= edit.end for edit in edits):
+            return [_Edit(at, end, None)]
+        at = text.find(prompt, at + 1)
+    return []
+
+
 def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
     """What is stored of the reply, without what is stored elsewhere."""
     text, prompt = found.text, found.parsed.prompt_text
     separator = codec.prompt_ids_separator(prompt, prompt_tokens)
     if separator is not None:
-        at = text.index(prompt)
-        edits = [*edits, _Edit(at, at + len(prompt), None)]
+        edits = [*edits, *_prompt_edit(text, prompt, edits)]
     parts: list[bytes] = []
     cuts: list[Cut] = []
     ids_at = None

@@ -35,14 +35,16 @@ DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 CHUNK_BYTES = 1 << 20
 """The most raw bytes of a chunk: small enough to be written between other sessions' turns."""
 
-MERGE_BYTES = 128 << 10
-"""Small chunks are stored again as one, up to this, so that a session of many short turns has few."""
+MERGE_BYTES = 16 << 10
+"""Small chunks are stored again as one, up to this: a session of many short turns has few, and writes little twice."""
 
 PIECE = 768 << 10
 """Base64 characters decoded at a time; a multiple of 16, so that each gives whole int32 ids."""
 
 _NPY_MAGIC = b"\x93NUMPY"
-_NPY_HEAD = re.compile(rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \((\d[\d, ]*)\), \} *\n")
+_NPY_HEAD = re.compile(
+    rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \((\d{1,10}(?:, \d{1,10})*),?\), \} *\n"
+)
 _NUMBER = Annotated[int, msgspec.Meta(ge=-1, le=MAX_TOKEN_ID)]
 _FLAT = msgspec.json.Decoder(list[_NUMBER])
 _NESTED = (_FLAT, msgspec.json.Decoder(list[list[_NUMBER]]), msgspec.json.Decoder(list[list[list[_NUMBER]]]))

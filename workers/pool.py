@@ -176,7 +176,8 @@ class Pool:
             return await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
-                self._waiting.remove(waiter)
+                with contextlib.suppress(ValueError):  # taken out already, in the same turn of the loop
+                    self._waiting.remove(waiter)
             else:
                 self._now_idle(waiter.result())
             raise

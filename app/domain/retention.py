@@ -42,7 +42,8 @@ def tombstone_all(session: Session) -> BlobsTombstoned | None:
 def _event(session: Session, turns: list[int], reason: Literal["window", "closed"]) -> BlobsTombstoned | None:
     if not turns:
         return None
-    stays = _keys(payload for turn, live in session.payloads.items() if turn not in turns for payload in live)
+    gone = set(turns)
+    stays = _keys(payload for turn, live in session.payloads.items() if turn not in gone for payload in live)
     goes = _keys(payload for turn in turns for payload in session.payloads[turn])
     return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(goes - stays)), reason)
 

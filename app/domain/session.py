@@ -187,7 +187,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case RolledBack():
             return {"path": session.path[: len(session.path) - len(event.discarded)]}
         case BlobsTombstoned():
-            gone = event.turns
+            gone = set(event.turns)
             return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in gone}}
         case RewardAssigned():
             reward = Reward(event.reward, event.components)

@@ -17,7 +17,7 @@ from app.service.sessions import Sessions
 from app.settings import Settings
 from app.store import reads
 from app.store.engine import Database
-from app.store.log_sessions import CloseIdle, FreeReplay
+from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
 from app.store.writer import Writer
 
 log = logging.getLogger("turnlog.janitor")
@@ -25,8 +25,11 @@ log = logging.getLogger("turnlog.janitor")
 STEP = 50
 """Sessions looked at in one read."""
 
+FREED_AT_ONCE = 8
+"""Chunks, of at most a MiB each, whose pages SQLite overwrites."""
+
 REST_S = 0.02
-"""Between two sessions, so that the traffic hardly notices."""
+"""Between two steps, so that the traffic hardly notices."""
 
 SHORTEST_S, LONGEST_S = 0.5, 30.0
 """Between two rounds; within that, a quarter of the shortest time that is to be kept."""
@@ -109,8 +112,14 @@ class Janitor:
         except UnknownEvent as error:
             log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
             return
-        if session is not None:
-            await self._sessions.apply(FreeReplay(session_id, self._clock(), retention.tombstone_all(session)))
+        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
+        if event is not None:
+            await self._sessions.apply(FreeReplay(session_id, self._clock(), event))
+        by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
+        more = True
+        while more:
+            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
+            await asyncio.sleep(REST_S)
 
     async def _erase_old(self) -> None:
         if self._settings.closed_ttl_s is None:

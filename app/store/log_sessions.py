@@ -19,7 +19,6 @@ from app.store.log import (
     append,
     blob_row,
     refused,
-    tombstone,
 )
 
 
@@ -110,24 +109,45 @@ class CloseIdle(BaseOperation, frozen=True):
 
 
 class FreeReplay(BaseOperation, frozen=True):
-    """Tombstone what a closed session has left of replay payloads, and drop its refused replies."""
+    """Tombstone what a closed session has left of replay payloads, and drop its refused replies.
+
+    Their bytes are freed by `FreeChunks`, in steps.
+    """
 
     durable: ClassVar[bool] = False
     session_id: str
     at: float
-    event: BlobsTombstoned | None
+    event: BlobsTombstoned
 
     def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "closed":
             return Refused(None if head is None else head[1])
+        return advance_head(tx, self.session_id, self.at, [self.event])
+
+
+class FreeChunks(BaseOperation, frozen=True):
+    """Free the bytes of up to `most` chunks of a closed session whose payloads event `by` has tombstoned.
+
+    Its refused replies go with them. True while there may be more.
+    """
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    by: int
+    most: int
+
+    def apply(self, tx: Tx) -> bool:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] != "closed":
+            return False
         tx.run(sql.drop_all_refused, {"sid": self.session_id})
-        if self.event is None or tx.one(sql.live_chunk, {"sid": self.session_id}) is None:
-            return Appended(())
-        appended = advance_head(tx, self.session_id, self.at, [self.event])
-        tombstone(tx, self.session_id, appended)
-        return appended
+        found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
+        for fence, number in found:
+            tx.run(sql.tombstone_chunk, {"sid": self.session_id, "fenced": fence, "place": number, "by": self.by})
+        return len(found) == self.most
 
 
 class Erase(BaseOperation, frozen=True):

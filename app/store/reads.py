@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, exists, null, or_, select, tuple_
+from sqlalchemy import ColumnElement, exists, func, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
-from app.domain.events import EXPORTED, Recorded
+from app.domain.events import EXPORTED, BlobsTombstoned, Recorded
 from app.domain.session import Session, fold
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import blobs, chunks, events, refused_replies, sessions, snapshots, store_meta, turns
@@ -262,6 +262,14 @@ def closed_sessions(
         live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
         query = query.where(or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id)))
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def last_tombstone(connection: Connection, session_id: str) -> int:
+    """The seq of a session's newest `BlobsTombstoned`; 0 if it has none."""
+    query = select(func.max(events.c.seq)).where(
+        events.c.session_id == session_id, events.c.type == BlobsTombstoned.__name__
+    )
+    return connection.execute(query).scalar_one() or 0
 
 
 def metadata_frame(connection: Connection, session_id: str) -> bytes | None:

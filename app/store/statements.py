@@ -122,7 +122,11 @@ tombstone_chunk = (
     )
     .values(data=None, tombstoned_by=bindparam("by"))
 )
-live_chunk = select(chunks.c.fence).where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None)).limit(1)
+live_chunks = (
+    select(chunks.c.fence, chunks.c.number)
+    .where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None))
+    .limit(bindparam("most"))
+)
 oldest_refused = (
     select(refused_replies.c.fence)
     .where(refused_replies.c.session_id == bindparam("sid"))

@@ -43,15 +43,16 @@ async def running(
 
 
 def children(of: int | None = None) -> set[int]:
-    """Process ids of this process's children, or another's."""
+    """Process ids of this process's worker children, or another's; a test session has other children, too."""
     parent = of or os.getpid()
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             ppid = stat.read_text().rpartition(")")[2].split()[1]
+            is_worker = b"workers.child" in (stat.parent / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(ppid) == parent:
+        if int(ppid) == parent and is_worker:
             found.add(int(stat.parent.name))
     return found
 
