@@ -10,7 +10,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
     │   └── HistoryMismatch     400 history_mismatch      is not the stored history
     ├── SessionNotFound         404 session_not_found     an id never seen
-    ├── RefusedReplyNotFound    404 not_found             never refused, or no longer kept
+    ├── NotFound                404 not_found             a turn, payload or refused reply that is not there
     ├── SessionClosed           404 session_closed        an id that was, and is closed or erased
     ├── SessionExists           409 session_exists        created before with another body
     │   └── SessionEnded        409 session_closed        created before, and closed or erased since
@@ -84,7 +84,7 @@ class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
 
 
-class RefusedReplyNotFound(AppError):
+class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
 
 

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest, StartupError
 from app.http import service, sessions
-from app.http.chat import CHAT, ChatRoutes
+from app.http.chat import CHAT, INTERNAL, ChatRoutes
 from app.http.limits import Inflight
 from app.http.replies import error_parts
 from app.http.state import Services
@@ -85,7 +85,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             lease_s=lease_s,
         )
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
-        stack.push_async_callback(pool.stop, DRAIN_S)
+        stack.push_async_callback(pool.stop, 0)
         made_turns = Turns(
             cache=cache,
             claims=claims,
@@ -202,6 +202,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.add_exception_handler(AppError, _app_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _fault)
     return app
 
 
@@ -209,6 +210,11 @@ async def _app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
     status, headers, body = error_parts(error)
     return Response(body, status, dict(headers))
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """What nobody expected; the server logs it."""
+    return await _app_error(request, AppError(INTERNAL))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

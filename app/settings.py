@@ -41,10 +41,13 @@ def _workers() -> int:
 
 def _off(value: object) -> object:
     """`off`, or nothing, for a limit that is not in force."""
-    return None if value in ("", "off") else value
+    return None if isinstance(value, str) and value.strip().lower() in ("", "off") else value
 
 
 Limit = Annotated[float | None, BeforeValidator(_off)]
+
+
+OFF = frozenset(PREFIX + name for name in ("IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES"))
 
 
 class Settings(BaseSettings):
@@ -61,8 +64,8 @@ class Settings(BaseSettings):
     rollback_window: int = Field(default=1, ge=0, le=1000)
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
-    moe_layers: int | None = Field(default=None, ge=1, le=10_000)
-    moe_topk: int | None = Field(default=None, ge=1, le=10_000)
+    moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
+    moe_topk: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
     client_reply: Literal["auto", "verbatim", "lean"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
@@ -77,7 +80,7 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=8, ge=1, le=3600)
     idle_close_s: Limit = Field(default=None, gt=0)
     closed_replay_ttl_s: Limit = Field(default=86400, ge=0)
-    closed_ttl_s: Limit = Field(default=None, ge=0)
+    closed_ttl_s: Limit = Field(default=None, gt=0)
     max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
 
     @field_validator("upstreams", mode="before")
@@ -168,6 +171,8 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS")):
         value = _without_password(str(value))
+    if name in OFF:
+        wanted += ", or off"
     return f"{name}={value!r}: accepted is {wanted}"
 
 

@@ -125,6 +125,7 @@ class _Check:
             self._blobs()
             self._content()
             self._chunks(session)
+            self._payloads(session)
 
     def _found(self, what: str) -> None:
         self._report.problems.append(Problem(self._session_id, what))
@@ -325,10 +326,25 @@ class _Check:
         for key, ref in refs.items():
             size, digest, by, live = rows.get(key, (None, None, None, False))
             self._must((size, digest) == (ref.size, ref.hash), f"chunk {key} is not the one in the log")
-            self._must(live == (key in needed), f"chunk {key} is {'there' if live else 'gone'}, the log says otherwise")
+            self._must(live or key not in needed, f"chunk {key} is gone, but a payload needs it")
+            # The bytes of a closed session's tombstones are freed behind the event, in steps.
+            self._must(key in needed or not live or session.status != "open", f"chunk {key} should be gone")
             self._must(live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is none")
             if live:
                 self._chunk(key, ref)
+
+    def _payloads(self, session: Session) -> None:
+        """The chunks of a payload follow each other; rows that are taken from a parent are those of its tokens."""
+        bases = {turn.turn: turn.base_tokens for turn in self._committed()}
+        for number, live in session.payloads.items():
+            for payload in live:
+                at = payload.start
+                for chunk in payload.chunks:
+                    self._must(chunk.start == at, f"turn {number}: {payload.kind} has a gap at row {at}")
+                    at = chunk.start + chunk.rows
+                self._must(at == payload.stop, f"turn {number}: {payload.kind} ends at row {at}, not {payload.stop}")
+                own = bases[number] > 0 or payload.start == payload.sent
+                self._must(own, f"turn {number}: {payload.kind} begins with rows of other tokens")
 
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
         """One at a time: they are large."""

@@ -7,6 +7,7 @@ belongs, the whole reply is decoded instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +20,8 @@ from workers.parse import REPLAY, Known, Parsed, Rejected, Span, parse_reply
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search, a copy in the processor's cache does."""
 
-_MARKS = {kind: f'"@turnlog:{kind}@"'.encode() for kind in REPLAY}
+COPIES = 2
+"""How often a payload may stand in a reply: SGLang builds have sent it in `meta_info` and in `sglext`."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
@@ -84,21 +86,24 @@ def work(job: Job, body: memoryview) -> Done:
     stored: list[payloads.Stored] = []
     edits: list[_Edit] = []
     for want in job.wants:
-        place = next((place for place in found.places if place.kind == want.kind), None)
-        if place is None:
+        values = [value for value in found.values if value.place.kind == want.kind]
+        if not values:
             if want.required and parsed.output_ids and (parsed.dialect, want.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{want.kind} was asked for and is not there")
             continue
         if want.start and not parsed.base:
             # The prompt drifted: the rows known from before are of other tokens.
             want = msgspec.structs.replace(want, parent=None)
-        text = body[place.start : place.end]
+        text = body[values[0].place.start : values[0].place.end]
+        if any(body[value.place.start : value.place.end] != text for value in values[1:]):
+            raise Rejected(f"{want.kind} is there twice, with different values")
         plain = text if found.marked else _unescaped(text)
         payload, cut = payloads.read(plain, want, parsed.sequence.tokens, npy=parsed.dialect == "vllm")
         if plain is not text:
             cut = Cut(want.kind, 0, "text", len(text))
         stored.append(payload)
-        edits.append(_Edit(found.start(place), found.end(place), cut, bytes(text) if cut.form == "text" else b""))
+        instead = bytes(text) if cut.form == "text" else b""
+        edits += [_Edit(value.start, value.end, cut, instead) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
     return Done(
         dialect=parsed.dialect,
@@ -112,7 +117,7 @@ def work(job: Job, body: memoryview) -> Done:
         facts=codec.pack(Facts(parsed.suffix_ids, parsed.output_ids, parsed.logprobs)),
         wire=codec.pack(_wire(job, found, edits, parsed.base + suffix_tokens)),
         payloads=stored,
-        places=found.places,
+        places=[value.place for value in found.values],
     )
 
 
@@ -125,8 +130,16 @@ def _unescaped(text: memoryview) -> memoryview:
 
 def base64_bytes(body: memoryview) -> int:
     """How much of the body seems to be base64 payloads."""
-    places = (_seek(body, kind) for kind in REPLAY)
-    return sum(place.end - place.start for place in places if place is not None and body[place.start] == ord('"'))
+    places = (place for kind in REPLAY for place in _seek_all(body, kind))
+    return sum(place.end - place.start for place in places if body[place.start] == ord('"'))
+
+
+class _Value(NamedTuple):
+    """A payload's value: its place in the body, and [start, end) of what stands for it in the parsed text."""
+
+    place: Place
+    start: int
+    end: int
 
 
 class _Found(NamedTuple):
@@ -134,35 +147,47 @@ class _Found(NamedTuple):
 
     parsed: Parsed
     text: bytes
-    places: list[Place]
+    values: list[_Value]
     marked: bool
-
-    def start(self, place: Place) -> int:
-        return self.text.index(_MARKS[place.kind]) if self.marked else place.start
-
-    def end(self, place: Place) -> int:
-        return self.start(place) + len(_MARKS[place.kind]) if self.marked else place.end
 
 
 def _parsed(job: Job, body: memoryview) -> _Found:
-    places = [place for place in (_seek(body, kind) for kind in REPLAY) if place is not None]
+    kinds = [want.kind for want in job.wants]
+    places = sorted((place for kind in kinds for place in _seek_all(body, kind)), key=lambda place: place.start)
     if places:
         text = _marked(body, places)
         try:
             parsed = parse_reply(text, job.dialect, job.known)
-            if _stood_there(parsed, text, places, body):
-                return _Found(parsed, text, places, marked=True)
+            values = _values(parsed, text, places, body)
+            if values is not None:
+                return _Found(parsed, text, values, marked=True)
         except Rejected:
             # The cut may have done it: the whole reply decides.
             pass
     text = bytes(body)
     parsed = parse_reply(text, job.dialect, job.known)
-    return _Found(parsed, text, [_place(text, kind, raw) for kind, raw in parsed.payloads.items()], marked=False)
+    whole = [_place(text, kind, raw) for kind, raw in parsed.payloads]
+    return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
 
 
-def _seek(body: memoryview, kind: str) -> Place | None:
-    """The value behind the first thing that looks like the payload's key."""
-    key = _find(body, f'"{kind}"'.encode(), 0)
+def _mark(number: int) -> bytes:
+    return f'"@turnlog:{number}@"'.encode()
+
+
+def _seek_all(body: memoryview, kind: str) -> Iterator[Place]:
+    """The values behind what looks like the payload's key."""
+    at = 0
+    for _ in range(COPIES):
+        place = _seek(body, kind, at)
+        if place is None:
+            return
+        yield place
+        at = place.end
+
+
+def _seek(body: memoryview, kind: str, start: int) -> Place | None:
+    """The value behind the first thing from `start` on that looks like the payload's key."""
+    key = _find(body, f'"{kind}"'.encode(), start)
     if key < 0:
         return None
     behind = key + len(kind) + 2
@@ -192,26 +217,31 @@ def _find(body: memoryview, needle: bytes, start: int) -> int:
 
 
 def _marked(body: memoryview, places: list[Place]) -> bytes:
+    """The body with a mark in each of these places, which are in order."""
     parts: list[bytes | memoryview] = []
     done = 0
-    for place in sorted(places, key=lambda place: place.start):
+    for number, place in enumerate(places):
         if place.start < done:
             return bytes(body)
-        parts += [body[done : place.start], _MARKS[place.kind]]
+        parts += [body[done : place.start], _mark(number)]
         done = place.end
     return b"".join((*parts, body[done:]))
 
 
-def _stood_there(parsed: Parsed, text: bytes, places: list[Place], body: memoryview) -> bool:
-    """Are the marks the values of all payloads, and nothing else? A backslash means that a string was cut short."""
-    if {place.kind for place in places} != parsed.payloads.keys():
-        return False
-    return all(
-        bytes(parsed.payloads[place.kind]) == _MARKS[place.kind]
-        and text.count(_MARKS[place.kind]) == 1
-        and _find(body[place.start : place.end], b"\\", 0) < 0
-        for place in places
-    )
+def _values(parsed: Parsed, text: bytes, places: list[Place], body: memoryview) -> list[_Value] | None:
+    """The payloads in the parser's order, if the marks are just those. A backslash: a string was cut short."""
+    marks = {_mark(number): place for number, place in enumerate(places)}
+    values: list[_Value] = []
+    for kind, raw in parsed.payloads:
+        mark = bytes(raw)
+        place = marks.pop(mark, None)
+        if place is None or place.kind != kind or text.count(mark) != 1:
+            return None
+        if _find(body[place.start : place.end], b"\\", 0) >= 0:
+            return None
+        start = text.index(mark)
+        values.append(_Value(place, start, start + len(mark)))
+    return None if marks else values
 
 
 def _place(text: bytes, kind: str, raw: msgspec.Raw) -> Place:

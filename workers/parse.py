@@ -67,8 +67,8 @@ class Parsed(msgspec.Struct, frozen=True):
     """A sound reply. `message` is the raw JSON of the assistant message, `prompt_text` that of the prompt's ids.
 
     The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
-    prompt and output together, as the next turn will know them. `payloads` are the raw values of the replay
-    payloads, by kind, not looked at.
+    prompt and output together, as the next turn will know them. `payloads` are the replay payloads'
+    kinds and raw values, not looked at; a kind may be there twice.
     """
 
     dialect: Dialect
@@ -81,7 +81,7 @@ class Parsed(msgspec.Struct, frozen=True):
     sequence: Known
     finish_reason: str | None
     weight_versions: list[Span]
-    payloads: dict[str, msgspec.Raw] = {}
+    payloads: list[tuple[str, msgspec.Raw]] = []
 
 
 def token_text(ids: Iterable[int]) -> bytes:
@@ -112,6 +112,7 @@ class _Root(msgspec.Struct):
     choices: list[Fields]
     prompt_token_ids: msgspec.Raw = NULL
     usage: msgspec.Raw = NULL
+    sglext: msgspec.Raw = NULL
     metadata: msgspec.Raw = NULL
 
 
@@ -146,7 +147,7 @@ def _parse(body: bytes, dialect: Literal["auto", "sglang", "vllm"], known: Known
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
     parsed, bulk = read(root, choice, known)
-    _readable(body, [*bulk, *map(bytes, parsed.payloads.values())])
+    _readable(body, [*bulk, *(bytes(raw) for _, raw in parsed.payloads)])
     return parsed
 
 
@@ -177,7 +178,7 @@ def _sglang(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, l
         sequence=prompt.followed_by(output_ids),
         finish_reason=_finish_reason(choice, meta),
         weight_versions=_weight_versions(root, meta, len(triples)),
-        payloads=_payloads(meta),
+        payloads=_payloads(meta, _extension(root)),
     )
     return parsed, [prompt.text, *_flat(meta["output_token_logprobs"], len(triples))]
 
@@ -207,9 +208,14 @@ def _vllm(root: _Root, choice: Fields, known: Known | None) -> tuple[Parsed, lis
     return parsed, [prompt.text]
 
 
-def _payloads(fields: Fields) -> dict[str, msgspec.Raw]:
-    found = {name: fields[name] for name in REPLAY if name in fields}
-    return {name: raw for name, raw in found.items() if bytes(memoryview(raw)[:5]) != b"null"}
+def _payloads(*homes: Fields) -> list[tuple[str, msgspec.Raw]]:
+    found = [(name, fields[name]) for fields in homes for name in REPLAY if name in fields]
+    return [(name, raw) for name, raw in found if bytes(memoryview(raw)[:5]) != b"null"]
+
+
+def _extension(root: _Root) -> Fields:
+    """Where SGLang puts payloads without `return_meta_info`; some builds put them here as well."""
+    return {} if bytes(memoryview(root.sglext)[:1]) != b"{" else _object(root.sglext, "sglext")
 
 
 def _message(choice: Fields, output_tokens: int) -> bytes:

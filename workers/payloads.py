@@ -130,12 +130,12 @@ def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tup
     if ids == 0 or ids % rows:
         raise Rejected(f"{want.kind} has {ids} ids, which make no {rows} rows")
     width = ids // rows
-    parent = want.parent
-    if want.shape is not None and math.prod(want.shape) != width:
-        raise Rejected(f"{want.kind} has {width} ids a row where {want.shape} are expected")
+    parent, own = want.parent, dims[1:] if dims is not None else ()
+    if want.shape is not None and (math.prod(want.shape) != width or (len(own) > 1 and own != want.shape)):
+        raise Rejected(f"{want.kind} has {width} ids a row, of shape {list(own)}, where {list(want.shape)} is expected")
     if parent is not None and parent.row_ids != width:
         raise Rejected(f"{want.kind} has {width} ids a row, those of the turn before have {parent.row_ids}")
-    return want.shape or (dims[1:] if dims is not None and len(dims) > 1 else (width,))
+    return want.shape or own or (width,)
 
 
 def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
@@ -185,7 +185,7 @@ def _from_lists(text: bytes, kind: str, rows: int) -> tuple[Ids, tuple[int, ...]
     separator = ", " if b", " in text else ","
     dims = _dims(text, separator.encode())
     items = rows if dims else text.count(b",") + (text != b"[]")
-    if text.translate(None, b"0123456789-") == _outline((items, *dims), separator.encode()) and b"-0" not in text:
+    if 2 * items * math.prod(dims) <= len(text) and _is_even(text, (items, *dims), separator.encode()):
         ids = np.array(_decoded(_FLAT, b"[" + text.translate(None, b"[]") + b"]", kind), np.int64)
         return (
             _narrowed(ids, kind),
@@ -214,6 +214,11 @@ def _dims(text: bytes, separator: bytes) -> tuple[int, ...]:
     if text.startswith(b"[[["):
         return text[2 : text.find(b"]]")].count(b"["), ids
     return (ids,) if text.startswith(b"[[") else ()
+
+
+def _is_even(text: bytes, shape: tuple[int, ...], separator: bytes) -> bool:
+    """Are these plain numbers in nested lists of this shape, all spaced alike?"""
+    return text.translate(None, b"0123456789-") == _outline(shape, separator) and b"-0" not in text
 
 
 def _outline(shape: tuple[int, ...], separator: bytes) -> bytes:

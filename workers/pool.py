@@ -5,6 +5,7 @@ One channel a child: a child that dies harms only its own job, which is tried on
     PoolError
     ├── Crashed     two workers ended over the job
     ├── QueueFull   too many jobs wait already
+    ├── NoWorker    none has been ready for a while
     └── Stopped     the pool is stopping
     Rejected        (workers.parse) the job's own answer
 """
@@ -19,7 +20,7 @@ from collections import deque
 
 import msgspec
 
-from workers.channel import Child, Ended, Reason, Settings
+from workers.channel import START_S, Child, Ended, Reason, Settings
 from workers.child import Outcome
 from workers.parse import Rejected
 
@@ -46,6 +47,10 @@ class Crashed(PoolError):
 
 class QueueFull(PoolError):
     """More jobs wait than the pool was told to keep waiting."""
+
+
+class NoWorker(PoolError):
+    """No child could be started for so long that none is expected."""
 
 
 class Stopped(PoolError):
@@ -173,12 +178,15 @@ class Pool:
         waiter: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         (self._waiting.appendleft if again else self._waiting.append)(waiter)
         try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                with contextlib.suppress(ValueError):  # taken out already, in the same turn of the loop
+            while not (await asyncio.wait({waiter}, timeout=START_S))[0]:
+                if not any(child.is_ready and child.usable for child in self._children):
                     self._waiting.remove(waiter)
-            else:
+                    raise NoWorker(f"no worker was ready for {START_S:g} s")
+            return waiter.result()
+        except asyncio.CancelledError:
+            if not waiter.done():
+                self._waiting.remove(waiter)
+            elif waiter.exception() is None:
                 self._now_idle(waiter.result())
             raise
 

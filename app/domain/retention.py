@@ -7,6 +7,7 @@ turn's payload holds them all. Older ones are kept only as far back as a retry m
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -17,21 +18,25 @@ from app.domain.session import Payload, Session
 def tombstones(session: Session) -> BlobsTombstoned | None:
     """What falls out of the window in this state, if anything.
 
-    Kept are the newest `rollback_window` + 1 live turns of every segment, or with `retain: all` every turn.
+    Kept are, of each segment and kind, the newest `rollback_window` + 1 live turns that have a payload, or with
+    `retain: all` every turn.
     """
     if session.config.retain == "all":
         return None
-    return _event(session, [turn for turn in session.payloads if not _in_window(session, turn)], "window")
+    newer: Counter[tuple[int, str]] = Counter()
+    gone: list[int] = []
+    for turn in sorted(session.payloads, reverse=True):
+        homes = [(session.turn(turn).segment, payload.kind) for payload in session.payloads[turn]]
+        if not _is_live(session, turn) or all(newer[home] > session.config.rollback_window for home in homes):
+            gone.append(turn)
+        else:
+            newer.update(homes)
+    return _event(session, gone, "window")
 
 
-def _in_window(session: Session, turn: int) -> bool:
-    """The live path ascends in turns and in segments, so the turn's segment ends where the next begins."""
-    path = session.path
-    at = bisect.bisect_left(path, turn)
-    if at == len(path) or path[at] != turn:
-        return False
-    behind = at + session.config.rollback_window + 1
-    return behind >= len(path) or session.turn(path[behind]).segment != session.turn(turn).segment
+def _is_live(session: Session, turn: int) -> bool:
+    at = bisect.bisect_left(session.path, turn)
+    return at < len(session.path) and session.path[at] == turn
 
 
 def tombstone_all(session: Session) -> BlobsTombstoned | None:

@@ -12,7 +12,7 @@ import re
 
 from starlette.types import Receive, Scope, Send
 
-from app.errors import AppError, InvalidRequest
+from app.errors import AppError, InvalidRequest, SessionNotFound
 from app.http.limits import Room, read_body
 from app.http.replies import error_parts, send_reply, start_reply
 from app.http.sessions import SESSION_ID, CreateSession, new_session
@@ -59,6 +59,8 @@ class ChatRoutes:
             if body is None:
                 return
             session_id = await session_in_header(app, headers) if in_path is None else in_path
+            if not re.match(SESSION_ID, session_id):
+                raise SessionNotFound("no session has an id of this form")
             await _Exchange(app, receive, send, room).run(session_id, body, headers)
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from app.errors import AppError, InvalidRequest, Unsupported
+from app.http.sessions import NO_NUL
 from app.http.state import begun, services
 from app.service.export import Filters, Wish
 from app.store import reads
@@ -55,8 +56,8 @@ async def export(
     request: Request,
     format: str = "ndjson",
     shape: str = "turnlog",
-    session_id: str | None = None,
-    group_id: str | None = None,
+    session_id: Annotated[str | None, Query(pattern=NO_NUL)] = None,
+    group_id: Annotated[str | None, Query(pattern=NO_NUL)] = None,
     status: Literal["completed", "truncated", "aborted"] | None = None,
     session_status: Literal["open", "closed", "erased"] | None = None,
     since: str | None = None,

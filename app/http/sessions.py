@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from app.domain.events import SessionConfig
 from app.domain.session import Session
-from app.errors import InvalidRequest, Unsupported
+from app.errors import InvalidRequest, SessionNotFound, Unsupported
 from app.http.state import Services, begun, services, whole_body
 from app.service import replay, transcript
 from app.service.sessions import NewSession, summary
@@ -32,7 +33,20 @@ MAX_METADATA = 64 << 10
 """Bytes of a session's metadata: it is a label, not a place for data."""
 
 
+MAX_INTEGER = 2**63 - 1
+"""What a database's integer holds."""
+
 Body = TypeVar("Body", bound=BaseModel)
+
+
+async def _well_formed(session_id: str) -> str:
+    """An id that no session can have is not looked for. Raises SessionNotFound."""
+    if not re.match(SESSION_ID, session_id):
+        raise SessionNotFound("no session has an id of this form")
+    return session_id
+
+
+SessionId = Annotated[str, Depends(_well_formed)]
 
 
 class CreateSession(BaseModel):
@@ -117,7 +131,7 @@ async def create_session(request: Request) -> dict[str, Any]:
 async def list_sessions(
     request: Request,
     status: Literal["open", "closed", "erased"] | None = None,
-    group_id: str | None = None,
+    group_id: Annotated[str | None, Query(pattern=NO_NUL)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: str | None = None,
 ) -> dict[str, Any]:
@@ -133,7 +147,7 @@ async def list_sessions(
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(request: Request, session_id: str) -> StreamingResponse:
+async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The live turns as they were sent and answered."""
     app = services(request)
     live = await app.sessions.require(session_id)
@@ -159,7 +173,10 @@ async def _session_json(app: Services, session: Session) -> AsyncIterator[bytes]
 
 @router.get("/sessions/{session_id}/events")
 async def get_events(
-    request: Request, session_id: str, after: Annotated[int, Query(ge=0)] = 0, follow: bool = False
+    request: Request,
+    session_id: SessionId,
+    after: Annotated[int, Query(ge=0, le=MAX_INTEGER)] = 0,
+    follow: bool = False,
 ) -> StreamingResponse:
     """The session's log as NDJSON; with `follow` it stays open."""
     lines = await services(request).sessions.events(session_id, after, follow)
@@ -170,7 +187,10 @@ async def get_events(
 
 @router.get("/sessions/{session_id}/turns/{turn}/{kind}")
 async def get_payload(
-    request: Request, session_id: str, turn: int, kind: Literal["routed_experts", "indexer_topk"]
+    request: Request,
+    session_id: SessionId,
+    turn: Annotated[int, Path(ge=1, le=MAX_INTEGER)],
+    kind: Literal["routed_experts", "indexer_topk"],
 ) -> Response:
     """A turn's replay payload: its rows as raw little-endian ids; their type and shape are in the headers."""
     app = services(request)
@@ -185,14 +205,16 @@ async def get_payload(
 
 
 @router.get("/sessions/{session_id}/rejected/{fence}")
-async def get_refused_reply(request: Request, session_id: str, fence: int) -> Response:
+async def get_refused_reply(
+    request: Request, session_id: SessionId, fence: Annotated[int, Path(ge=1, le=MAX_INTEGER)]
+) -> Response:
     """The beginning of an engine's reply that was refused; the event `TurnRejected` with this fence says why."""
     size, kept = await services(request).sessions.refused_reply(session_id, fence)
     return Response(kept, media_type="application/octet-stream", headers={"x-turnlog-reply-bytes": str(size)})
 
 
 @router.put("/sessions/{session_id}/reward")
-async def put_reward(request: Request, session_id: str) -> dict[str, Any]:
+async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
     body = _read(await whole_body(request), Reward)
@@ -201,7 +223,7 @@ async def put_reward(request: Request, session_id: str) -> dict[str, Any]:
 
 
 @router.delete("/sessions/{session_id}", status_code=204)
-async def delete_session(request: Request, session_id: str, erase: bool = False) -> Response:
+async def delete_session(request: Request, session_id: SessionId, erase: bool = False) -> Response:
     """Close the session at once; with `erase` delete its content for good."""
     sessions = services(request).sessions
     if erase:
@@ -212,7 +234,7 @@ async def delete_session(request: Request, session_id: str, erase: bool = False)
 
 
 @router.get("/sessions/{session_id}/v1/models")
-async def session_models(request: Request, session_id: str) -> Response:
+async def session_models(request: Request, session_id: SessionId) -> Response:
     """What the session's engine serves."""
     app = services(request)
     await app.sessions.require(session_id)

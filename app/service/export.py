@@ -167,9 +167,8 @@ class Exporter:
         lines: list[bytes] = []
         for stored in page:
             try:
-                for line, excluded in self._session_lines(stored, window, wish, skip):
-                    if wish.explain or not excluded:
-                        lines.append(line)
+                found = list(self._session_lines(stored, window, wish, skip))
+                lines += [line for line, excluded in found if wish.explain or not excluded]
             except (UnknownEvent, CorruptContent, Inconsistent) as error:
                 log.error("session %s cannot be exported: %s", stored.session_id, error)
                 if wish.explain:

@@ -10,14 +10,12 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from app.domain import retention
-from app.domain.events import UnknownEvent
 from app.errors import AppError
 from app.service.sessions import Sessions
 from app.settings import Settings
 from app.store import reads
 from app.store.engine import Database
-from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
+from app.store.log_sessions import CloseIdle
 from app.store.writer import Writer
 
 log = logging.getLogger("turnlog.janitor")
@@ -25,11 +23,11 @@ log = logging.getLogger("turnlog.janitor")
 STEP = 50
 """Sessions looked at in one read."""
 
-FREED_AT_ONCE = 8
-"""Chunks, of at most a MiB each, whose pages SQLite overwrites."""
-
 REST_S = 0.02
 """Between two steps, so that the traffic hardly notices."""
+
+LATE_S = 3600.0
+"""A close may be stamped by a clock that is so much behind."""
 
 SHORTEST_S, LONGEST_S = 0.5, 30.0
 """Between two rounds; within that, a quarter of the shortest time that is to be kept."""
@@ -49,6 +47,7 @@ class Janitor:
         self._settings = settings
         self._clock = clock
         self._freed_upto = (0.0, "")
+        self._erased_in_log_file = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -65,6 +64,8 @@ class Janitor:
                 await self.round()
             except AppError as error:
                 log.warning("the janitor's round was cut short: %s", error)
+            except Exception:
+                log.exception("an unexpected fault in the janitor's round")
             await asyncio.sleep(self._pause_s())
 
     def _pause_s(self) -> float:
@@ -101,36 +102,20 @@ class Janitor:
         if self._settings.closed_replay_ttl_s is None:
             return
         cutoff = self._clock() - self._settings.closed_replay_ttl_s
-        async for place in self._closed(cutoff, self._freed_upto, holding=True):
-            await self._free(place[1])
+        after = min(self._freed_upto, (cutoff - LATE_S, ""))
+        async for place in self._closed(cutoff, after, holding=True):
+            await self._sessions.free_replay(place[1])
             self._freed_upto = place
-
-    async def _free(self, session_id: str) -> None:
-        snapshot, rows = await self._database.read(lambda connection: reads.session_rows(connection, session_id))
-        try:
-            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
-        except UnknownEvent as error:
-            log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
-            return
-        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
-        if event is not None:
-            await self._sessions.apply(FreeReplay(session_id, self._clock(), event))
-        by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
-        more = True
-        while more:
-            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
-            await asyncio.sleep(REST_S)
 
     async def _erase_old(self) -> None:
         if self._settings.closed_ttl_s is None:
             return
-        erased = 0
         async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
+            self._erased_in_log_file = True
             await self._sessions.drop_content(session_id)
-            erased += 1
-        if erased:
+        if self._erased_in_log_file:
             await self._database.empty_log_file()
-            log.info("erased %d sessions that were closed long ago", erased)
+            self._erased_in_log_file = False
 
     async def _closed(
         self, cutoff: float, after: tuple[float, str], *, holding: bool

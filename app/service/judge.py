@@ -109,12 +109,15 @@ class Judge:
 
     def _want(self, opening: Opening, kind: str, ask: Ask) -> Want:
         of_experts = kind == "routed_experts"
+        # Rows that a client left out by its own wish are not known to be the parent's.
+        on_faith = of_experts and ask.first_row > 0 and not ask.own
+        parent = None if on_faith else _parent(opening.session, opening.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
             required=kind in self._settings.replay,
             start=ask.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
-            parent=_parent(opening.session, opening.plan.parent, cast(ReplayKind, kind)),
+            parent=parent,
         )
 
 

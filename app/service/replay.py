@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from app.domain.events import BlobsTombstoned, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Payload, Session
-from app.errors import InvalidRequest, PayloadTombstoned, SessionUnreadable
+from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import ChunkKey
@@ -18,8 +18,9 @@ from workers.payloads import Chunk, Ids
 Frames = Mapping[ChunkKey, bytes | None]
 
 
-def keys_of(found: Payload) -> list[ChunkKey]:
-    return [(chunk.fence, chunk.number) for chunk in found.chunks]
+def keys_of(found: Payload, first: int = 0) -> list[ChunkKey]:
+    """Of the chunks that hold row `first` or later ones."""
+    return [(chunk.fence, chunk.number) for chunk in found.chunks if chunk.start + chunk.rows > first]
 
 
 def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
@@ -48,7 +49,7 @@ async def values(
         if cut.form == "text":
             found[cut.kind] = b""
             continue
-        keys = keys_of(payload)
+        keys = keys_of(payload, payload.sent)
         frames = await database.read(lambda connection: reads.load_chunks(connection, session.session_id, keys))  # noqa: B023
 
         def render() -> bytes:
@@ -64,10 +65,10 @@ async def values(
 async def payload_of(database: Database, session: Session, number: int, kind: ReplayKind) -> tuple[Payload, Ids]:
     """Turn `number`'s payload: what it is, and all its rows, also those that the engine left out as known.
 
-    Raises InvalidRequest (no such turn or payload), PayloadTombstoned, SessionUnreadable.
+    Raises NotFound (no such turn or payload), PayloadTombstoned, SessionUnreadable.
     """
     if not 1 <= number <= len(session.turns):
-        raise InvalidRequest(f"turn {number} does not exist; the session has {len(session.turns)}")
+        raise NotFound(f"turn {number} does not exist; the session has {len(session.turns)}")
     payload = session.payload(number, kind)
     if payload is None:
         raise await _why_not(database, session.session_id, number, kind)
@@ -84,9 +85,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
     return SessionUnreadable(f"session {session_id}, turn {number}: {kind}: {error}")
 
 
-async def _why_not(
-    database: Database, session_id: str, number: int, kind: ReplayKind
-) -> InvalidRequest | PayloadTombstoned:
+async def _why_not(database: Database, session_id: str, number: int, kind: ReplayKind) -> NotFound | PayloadTombstoned:
     """What the log says of a payload that cannot be read."""
     try:
         log = await database.read(lambda connection: reads.load_events(connection, session_id))
@@ -103,4 +102,4 @@ async def _why_not(
                     f"{kind} of turn {number}, rows {ref.start} to {ref.stop} of shape {list(ref.shape)}, was "
                     f"tombstoned by event {recorded.seq} ({reason})"
                 )
-    return InvalidRequest(f"turn {number} of session {session_id} has no {kind}")
+    return NotFound(f"turn {number} of session {session_id} has no {kind}")

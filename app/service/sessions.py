@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
-from app.domain import decide
+from app.domain import decide, retention
 from app.domain.events import (
     BlobRef,
     Recorded,
@@ -24,7 +25,7 @@ from app.domain.events import (
 from app.domain.session import Session, fold
 from app.errors import (
     AppError,
-    RefusedReplyNotFound,
+    NotFound,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -37,12 +38,17 @@ from app.service.follow import Followers, wait_for_change
 from app.store import reads
 from app.store.engine import Database
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeReplay
+from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
 from app.store.writer import Writer
 from workers import codec
 from workers.codec import CorruptContent
 
+log = logging.getLogger("turnlog.sessions")
+
 Clock = Callable[[], float]
+
+FREED_AT_ONCE = 4
+"""Chunks, of at most a MiB each, whose pages SQLite overwrites."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -134,18 +140,39 @@ class Sessions:
         await self.drop_content(session_id)
         await self._database.empty_log_file()
 
+    async def free_replay(self, session_id: str) -> None:
+        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
+        snapshot, rows = await self._database.read(lambda connection: reads.session_rows(connection, session_id))
+        try:
+            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+        except UnknownEvent as error:
+            log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
+            return
+        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
+        if session is not None and event is not None:
+            outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event))
+            if not (isinstance(outcome, Appended) and outcome.events):
+                return
+        by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
+        more = True
+        while more:
+            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
+            await asyncio.sleep(0)
+
     async def drop_content(self, session_id: str) -> None:
         """Erase a closed session; its content is out of the log files only once those have been emptied."""
+        await self.free_replay(session_id)
         erased = await self._writer.submit(Erase(session_id, self._clock()))
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
 
-    async def apply(self, operation: CloseIdle | FreeReplay) -> None:
+    async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
         """Do something to a session that may be refused, because it has changed."""
         outcome = await self._writer.submit(operation)
         if isinstance(outcome, Appended):
             self._appended(operation.session_id, outcome)
+        return outcome
 
     async def require(self, session_id: str) -> Live:
         """An open session as it is now. Raises SessionNotFound, SessionClosed."""
@@ -155,10 +182,14 @@ class Sessions:
         return live
 
     async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
-        """A refused reply's size, and its beginning. Raises RefusedReplyNotFound, SessionUnreadable."""
-        found = await self._database.read(lambda connection: reads.refused_reply(connection, session_id, fence))
+        """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
+        head, found = await self._database.read(
+            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence))
+        )
+        if head is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
         if found is None:
-            raise RefusedReplyNotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
+            raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
         try:
             return found[0], codec.decompress(found[1])
         except CorruptContent as error:

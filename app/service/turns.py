@@ -119,11 +119,34 @@ class Turns:
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
                 if opening is not None:
-                    reply = await self._generate(flight, opening, request, incoming, client, reader)
+                    reply = await self._settled(flight, opening, request, incoming, client, reader)
                     return reply
             finally:
                 del self._flights[session_id]
                 flight.land(reply if reply is not None and reply.turn is not None else None)
+
+    async def _settled(
+        self,
+        flight: Flight,
+        opening: Opening,
+        request: ChatRequest,
+        incoming: Incoming,
+        client: Headers,
+        reader: Reader,
+    ) -> TurnReply:
+        """As `_generate`; a fault of ours, or being cancelled, leaves no claim behind either."""
+        settled = False
+        try:
+            reply = await self._generate(flight, opening, request, incoming, client, reader)
+            settled = True
+            return reply
+        except AppError:
+            settled = True
+            raise
+        finally:
+            if not settled:
+                event = TurnAbandoned(opening.event.turn, opening.fence, "not_released")
+                await self._claims.release(opening.session.session_id, opening.fence, event)
 
     async def _generate(
         self,

@@ -109,13 +109,15 @@ class CloseIdle(BaseOperation, frozen=True):
 
 
 class FreeReplay(BaseOperation, frozen=True):
-    """Tombstone what a closed session has left of replay payloads, and drop its refused replies.
+    """Tombstone what a closed session has left of replay payloads.
 
-    Their bytes are freed by `FreeChunks`, in steps.
+    Nothing is written at another version than that from which the event was decided. The bytes are freed by
+    `FreeChunks`, in steps.
     """
 
     durable: ClassVar[bool] = False
     session_id: str
+    version: int
     at: float
     event: BlobsTombstoned
 
@@ -124,6 +126,8 @@ class FreeReplay(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "closed":
             return Refused(None if head is None else head[1])
+        if head[0] != self.version:
+            return Appended(())
         return advance_head(tx, self.session_id, self.at, [self.event])
 
 
@@ -137,6 +141,10 @@ class FreeChunks(BaseOperation, frozen=True):
     session_id: str
     by: int
     most: int
+
+    @property
+    def size(self) -> int:
+        return self.most << 20
 
     def apply(self, tx: Tx) -> bool:
         tx.lock(sql.lock_head, {"sid": self.session_id})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +14,7 @@ from app.domain.decide import Reply, TurnBlobs, commit_turn, open_turn, token_pa
 from app.domain.events import (
     Event,
     Matcher,
+    PayloadRef,
     Recorded,
     SessionConfig,
     SessionCreated,
@@ -69,13 +70,16 @@ class Made(msgspec.Struct, frozen=True):
 class Book:
     """A session's log and its fold, written turn by turn."""
 
+    _session: Session
+
     def __init__(
         self,
         window: int = 1,
         on_divergence: Literal["reject", "segment"] = "reject",
         matcher: Matcher = "tolerant",
+        retain: Literal["window", "all"] = "window",
     ) -> None:
-        config = SessionConfig(rollback_window=window, on_divergence=on_divergence, matcher=matcher)
+        config = SessionConfig(rollback_window=window, on_divergence=on_divergence, matcher=matcher, retain=retain)
         self.events: list[Recorded] = []
         self.made: dict[int, Made] = {}
         self.content: dict[int, TurnTokens] = {}
@@ -121,8 +125,9 @@ class Book:
         versions: Sequence[tuple[str, int, int]] | None = None,
         finish_reason: str | None = "stop",
         retry_key: str | None = None,
+        payloads: Callable[[int], tuple[PayloadRef, ...]] = lambda _: (),
     ) -> TurnCommitted:
-        """Commit a turn. `prompt` None: the parent's tokens and one more."""
+        """Commit a turn. `prompt` None: the parent's tokens and one more. `payloads` come with it, by its fence."""
         incoming = self.incoming(messages)
         plan = match(self.session, incoming)
         parent = self.made.get(plan.parent)
@@ -150,12 +155,11 @@ class Book:
             message_hash=canonical_hash(reply, self.session.config.matcher),
             requested_at=0.0,
         )
-        blobs = TurnBlobs("00", 0, None, ())
+        blobs = TurnBlobs("00", 0, None, (), payloads(fence))
         logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
         events = commit_turn(self.session, opened, fence, plan, incoming, answer, blobs=blobs)
         self.add(*events)
-        committed = events[-1]
-        assert isinstance(committed, TurnCommitted)
+        [committed] = (event for event in events if isinstance(event, TurnCommitted))
         self.made[committed.turn] = Made(
             prompt=list(prompt),
             output=list(output),

@@ -1,0 +1,374 @@
+"""One reply from bytes to what is committed: its payloads are cut out, and can be put back to the byte."""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from replies import PLACE, body_of, drop, put
+
+from workers import codec, job, payloads
+from workers.codec import Facts, Wire
+from workers.job import WINDOW, Done, Job
+from workers.parse import REPLAY, Known, Rejected, token_text
+from workers.payloads import Want
+
+EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
+BOTH = (EXPERTS, POSITIONS)
+META = "choices.0.meta_info"
+CONTENT = "choices.0.message.content"
+
+ROWS = np.arange(8).reshape(4, 1, 2)
+OTHER = ROWS + 300
+TEXT = '"' + base64.b64encode(ROWS.astype("<i4").tobytes()).decode() + '"'
+LISTS = str(ROWS.tolist())
+SPELLINGS = {
+    "base64": TEXT,
+    "lists": LISTS,
+    "compact": LISTS.replace(" ", ""),
+    "flat": str(ROWS.reshape(-1).tolist()),
+    "escaped": TEXT.replace("A", "\\u0041", 1),
+    "uneven": LISTS.replace(", ", ",  ", 1),
+}
+
+
+def a_job(*wants: Want, dialect: Any = "auto", known: Known | None = None) -> Job:
+    return Job(dialect, known, list(wants), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
+
+
+def done_of(body: bytes, *wants: Want, **fields: Any) -> Done:
+    return job.work(a_job(*(wants or BOTH), **fields), memoryview(body))
+
+
+def wire_of(done: Done) -> Wire:
+    return codec.unpack(done.wire, Wire)
+
+
+def pasted(done: Done, kinds: tuple[str, ...] = REPLAY) -> bytes:
+    """The reply as it would be given again."""
+    wire, facts = wire_of(done), codec.unpack(done.facts, Facts)
+    values: dict[str, bytes] = {}
+    for cut in wire.cuts:
+        [payload] = (payload for payload in done.payloads if payload.kind == cut.kind)
+        rows = payloads.join([payloads.load(new.chunk, new.frame) for new in payload.new])
+        if cut.kind in kinds:
+            values[cut.kind] = b"" if cut.form == "text" else payloads.render(cut, rows)
+    return codec.paste(wire, memoryview(facts.suffix_ids).cast("i"), values)
+
+
+def sglang(experts: str = TEXT, *changes: Any) -> bytes:
+    body = body_of("sglang", put(f"{META}.routed_experts", PLACE), *changes)
+    return body.replace(f'"{PLACE}"'.encode(), experts.encode(), 1)
+
+
+def vllm(rows: Any = ROWS) -> bytes:
+    head = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {rows.shape}, }}".encode().ljust(117) + b"\n"
+    raw = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + rows.astype("<i4").tobytes()
+    return body_of("vllm", put("choices.0.routed_experts", base64.b64encode(raw).decode()))
+
+
+def check(body: bytes, done: Done, **values: str) -> None:
+    """The values of these kinds, and nothing else, were taken out where they stand."""
+    assert pasted(done) == body
+    assert {place.kind: body[place.start : place.end].decode() for place in done.places} == values
+    assert {payload.kind for payload in done.payloads} == {cut.kind for cut in wire_of(done).cuts} == values.keys()
+    gone = body
+    for place in sorted(done.places, key=lambda place: -place.start):
+        gone = gone[: place.start] + b"null" + gone[place.end :]
+    assert pasted(done, ()) == gone
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_payload_is_cut_out_and_put_back(name: str) -> None:
+    text = SPELLINGS[name]
+    body = sglang(text)
+    done = done_of(body)
+    check(body, done, routed_experts=text)
+    [payload] = done.payloads
+    assert (payload.start, payload.stop, payload.shared) == (0, 4, 0)
+    assert payloads.load(payload.new[0].chunk, payload.new[0].frame).tolist() == ROWS.reshape(4, 2).tolist()
+    assert (text.encode() in wire_of(done).reply) == (name in ("escaped", "uneven"))
+    assert job.run(job.encode(a_job(*BOTH)), memoryview(body))
+
+
+def test_a_npy_payload_is_cut_out_and_put_back() -> None:
+    body = vllm()
+    done = done_of(body)
+    text = json.dumps(json.loads(body)["choices"][0]["routed_experts"])
+    check(body, done, routed_experts=text)
+    assert (done.payloads[0].shape, done.dialect) == ((1, 2), "vllm")
+    assert text.encode() not in wire_of(done).reply
+
+
+@pytest.mark.parametrize("order", [("routed_experts", "indexer_topk"), ("indexer_topk", "routed_experts")])
+def test_both_kinds(order: tuple[str, str]) -> None:
+    texts = {"routed_experts": TEXT, "indexer_topk": str(OTHER.tolist())}
+    body = body_of("sglang", *(put(f"{META}.{kind}", f"@{kind}@") for kind in order))
+    for kind, text in texts.items():
+        body = body.replace(f'"@{kind}@"'.encode(), text.encode())
+    done = done_of(body)
+    check(body, done, **texts)
+    assert wire_of(done).reply.count(b"[[[") == 0
+    assert pasted(done, ("indexer_topk",)) == body.replace(TEXT.encode(), b"null")
+
+
+LURES = [
+    "routed_experts",
+    '"routed_experts": "AAAA"',
+    '"routed_experts":[[1,2]]',
+    "@turnlog:0@",
+    '"@turnlog:0@"',
+    "\\",
+    '\\"routed_experts\\": "',
+    TEXT,
+    "[1, 2, 3]",
+]
+
+
+@pytest.mark.parametrize("text", LURES)
+@pytest.mark.parametrize("place", [CONTENT, "choices.0.message.reasoning_content", "metadata.note", "model"])
+@pytest.mark.parametrize("name", ["base64", "compact", "escaped"])
+def test_a_text_that_looks_like_a_payload(text: str, place: str, name: str) -> None:
+    body = sglang(SPELLINGS[name], put(place, text))
+    done = done_of(body)
+    check(body, done, routed_experts=SPELLINGS[name])
+    assert json.loads(done.message) == json.loads(body)["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("value", ["AAAA", [[9, 9]] * 4, None, 7, {"routed_experts": "A"}, "@turnlog:0@"])
+@pytest.mark.parametrize("place", ["metadata", "choices.0.message.extra", "usage"])
+@pytest.mark.parametrize("text", [TEXT, LISTS])
+def test_the_key_in_another_object_is_no_payload(place: str, value: Any, text: str) -> None:
+    body = sglang(text, put(place, {"routed_experts": value, "completion_tokens": 2}))
+    check(body, done_of(body), routed_experts=text)
+
+
+def test_the_key_elsewhere_alone_is_left_alone() -> None:
+    body = body_of("sglang", put("metadata", {"routed_experts": "AAAA"}))
+    check(body, done_of(body))
+    with pytest.raises(Rejected, match="routed_experts was asked for"):
+        done_of(body, Want("routed_experts", required=True))
+
+
+def test_before_the_payload_in_another_object() -> None:
+    body = b'{"metadata":{"routed_experts":"AAAA"},' + sglang()[1:]
+    check(body, done_of(body), routed_experts=TEXT)
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_payload_that_stands_in_sglext_too_is_stored_once(name: str, first: bool) -> None:
+    text = SPELLINGS[name]
+    extension = f'"sglext": {{"routed_experts": {text}}}'.encode()
+    body = b"{" + extension + b"," + sglang(text)[1:] if first else sglang(text)[:-1] + b"," + extension + b"}"
+    done = done_of(body)
+    check(body, done, routed_experts=text)
+    assert (len(done.places), len(done.payloads)) == (2, 1)
+    if name not in ("escaped", "uneven"):
+        assert len(wire_of(done).reply) < len(body) - 2 * len(text) + 10
+
+
+@pytest.mark.parametrize("value", [None, [], 7, "x", {}])
+def test_another_extension_is_no_payload(value: Any) -> None:
+    body = sglang(TEXT, put("sglext", value))
+    check(body, done_of(body), routed_experts=TEXT)
+
+
+def test_a_payload_in_sglext_alone_is_one() -> None:
+    body = body_of("sglang", put("sglext", {"routed_experts": json.loads(TEXT)}))
+    check(body, done_of(body, Want("routed_experts", required=True)), routed_experts=TEXT)
+
+
+@pytest.mark.parametrize("value", ["AAAA", [[9, 9]] * 4, 7, {"a": 1}])
+def test_two_payloads_that_differ_are_refused(value: Any) -> None:
+    body = sglang(TEXT, put("sglext", {"routed_experts": value}))
+    with pytest.raises(Rejected, match="twice"):
+        done_of(body)
+
+
+def test_the_key_twice_is_refused() -> None:
+    body = sglang()
+    at = body.index(b'"routed_experts"')
+    for first in ("null", TEXT, "[]", '"@turnlog:0@"'):
+        with pytest.raises(Rejected, match="duplicate keys"):
+            done_of(body[:at] + b'"routed_experts": ' + first.encode() + b", " + body[at:])
+
+
+def test_a_key_that_is_spelled_with_an_escape() -> None:
+    body = sglang().replace(b'"routed_experts"', b'"routed\\u005fexperts"')
+    check(body, done_of(body), routed_experts=TEXT)
+
+
+def test_an_escaped_slash_is_still_base64() -> None:
+    ids = np.full((4, 3), 0xFFFFFF)
+    text = '"' + base64.b64encode(ids.astype("<i4").tobytes()).decode().replace("/", "\\/") + '"'
+    assert "\\/" in text
+    body = sglang(text)
+    done = done_of(body)
+    check(body, done, routed_experts=text)
+    [new] = done.payloads[0].new
+    assert payloads.load(new.chunk, new.frame).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("text", ['"AA', '"\\"', "[[1", "[1,2]]", '"AAAA\\', "nul", "tru", "-", '"\\ud800"', '"\n"'])
+def test_a_value_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(Rejected):
+        done_of(sglang(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "true", "3", '{"routed_experts": [1, 2]}', '""', "[]", '"AAAA"', '"not base64"']
+)
+def test_a_value_that_is_no_payload_is_refused(text: str) -> None:
+    with pytest.raises(Rejected, match="routed_experts"):
+        done_of(sglang(text))
+
+
+def test_what_breaks_another_rule_is_refused_for_that() -> None:
+    with pytest.raises(Rejected, match="completion_tokens"):
+        done_of(sglang(TEXT, put(f"{META}.completion_tokens", 7)))
+
+
+@pytest.mark.parametrize("body", [body_of("sglang"), body_of("vllm"), sglang("null"), sglang(" null")])
+def test_a_reply_without_a_payload_is_kept_as_before(body: bytes) -> None:
+    done, bare = done_of(body), done_of(body, Want("routed_experts"))
+    assert done == bare
+    check(body, done)
+
+
+@pytest.mark.parametrize("body", [body_of("sglang"), sglang("null")])
+@pytest.mark.parametrize("kind", REPLAY)
+def test_a_payload_that_was_asked_for_must_be_there(body: bytes, kind: str) -> None:
+    with pytest.raises(Rejected, match=f"{kind} was asked for and is not there"):
+        done_of(body, Want(kind, required=True))
+
+
+def test_what_an_engine_does_not_have_is_not_missed() -> None:
+    assert done_of(body_of("vllm"), Want("indexer_topk", required=True)).payloads == []
+    with pytest.raises(Rejected, match="routed_experts was asked for"):
+        done_of(body_of("vllm"), Want("routed_experts", required=True))
+
+
+def test_a_reply_of_no_tokens_needs_no_payload() -> None:
+    body = body_of(
+        "sglang", put(f"{META}.completion_tokens", 0), put(f"{META}.output_token_logprobs", []), put(CONTENT, "")
+    )
+    assert done_of(body, Want("routed_experts", required=True)).payloads == []
+
+
+def test_a_kind_that_is_not_wanted_stays_in_the_reply() -> None:
+    done = done_of(sglang(), POSITIONS)
+    assert (done.payloads, wire_of(done).cuts) == ([], [])
+    assert pasted(done, ()) == sglang()
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n", " \t\r\n ", " " * 9])
+def test_spaces_around_the_colon(space: str) -> None:
+    for text in (TEXT, LISTS):
+        body = sglang(text).replace(b'"routed_experts": ', f'"routed_experts"{space}:{space}'.encode())
+        check(body, done_of(body), routed_experts=text)
+
+
+@pytest.mark.parametrize("short", [*range(-2, 20), 400])
+def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
+    bare = sglang(TEXT, put(CONTENT, "x"))
+    padding = WINDOW - bare.index(b'"routed_experts"') - short
+    body = sglang(TEXT, put(CONTENT, "x" * (padding + 1)))
+    assert body.index(b'"routed_experts"') == WINDOW - short
+    done = done_of(body)
+    check(body, done, routed_experts=TEXT)
+    assert TEXT.encode() not in wire_of(done).reply
+
+
+@pytest.mark.parametrize("size", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
+@pytest.mark.parametrize("lists", [False, True])
+def test_a_payload_longer_than_what_is_searched_at_a_time(size: int, lists: bool) -> None:
+    rows = np.arange(size // 16 * 4).reshape(4, -1) % 10
+    text = str(rows.tolist()) if lists else '"' + base64.b64encode(rows.astype("<i4").tobytes()).decode() + '"'
+    body = sglang(text, put(f"{META}.z", "y" * 100))
+    done = done_of(body)
+    check(body, done, routed_experts=text)
+    assert len(wire_of(done).reply) < 2000
+
+
+def test_any_buffer_is_a_body() -> None:
+    body = sglang()
+    with mmap.mmap(-1, len(body)) as shared:
+        shared.write(body)
+        views = [memoryview(body), memoryview(bytearray(body)), memoryview(shared)]
+        results = [job.work(a_job(*BOTH), view) for view in views]
+        for view in views:
+            view.release()
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("body", [sglang(), sglang(SPELLINGS["escaped"]), vllm(), body_of("vllm")])
+def test_a_child_gives_what_the_process_itself_would(body: bytes) -> None:
+    work = a_job(*BOTH)
+    result = job.run(memoryview(job.encode(work)), memoryview(body))
+    assert job.decode_done(result) == job.work(work, memoryview(body))
+
+
+def test_a_child_refuses_what_the_process_itself_would() -> None:
+    work, body = job.encode(a_job(*BOTH)), memoryview(sglang('"AAAA"'))
+    with pytest.raises(Rejected) as refused:
+        job.run(work, body)
+    with pytest.raises(Rejected, match=str(refused.value)):
+        done_of(bytes(body))
+
+
+def test_rows_behind_a_prompt_that_drifted_are_not_joined_to_the_parents() -> None:
+    """Two rows of the four, said to follow two that are known, but the prompt's tokens are others."""
+    first = done_of(sglang(TEXT)).payloads[0]
+    parent = payloads.Parent(0, 4, 2, [new.chunk for new in first.new])
+    text = token_text([9, 9, 9])
+    strange = Known(3, len(text), "0" * 64)
+    body = sglang('"' + base64.b64encode(bytes(8)).decode() + '"', put("choices.0.prompt_token_ids", [1, 2, 3, 4]))
+    done = done_of(body, Want("routed_experts", start=4, parent=parent), known=strange)
+    [stored] = done.payloads
+    assert (done.base, stored.start, stored.stop, stored.sent, stored.shared) == (0, 4, 5, 4, 0)
+
+
+def test_a_payload_that_holds_the_prompts_text() -> None:
+    """Found first in the payload, which is cut out itself."""
+    lists = [[1, 2, 3]] * 4
+    reply = json.loads(body_of("vllm", put("choices.0.routed_experts", lists), put(CONTENT, "routed_experts")))
+    for order in (sorted(reply), sorted(reply, reverse=True)):
+        body = json.dumps({name: reply[name] for name in order}).encode()
+        check(body, done_of(body), routed_experts=str(lists))
+
+
+def test_how_much_of_a_body_is_base64() -> None:
+    both = sglang(TEXT, put(f"{META}.indexer_topk", "AAAA"))
+    assert job.base64_bytes(memoryview(both)) == len(TEXT) + len('"AAAA"')
+    assert job.base64_bytes(memoryview(sglang(LISTS))) == 0
+    assert job.base64_bytes(memoryview(body_of("sglang", drop("usage")))) == 0
+
+
+PARTS = ["routed_experts", '"', "\\", ":", " ", "@turnlog:0@", "[[", "]]", "é", "[1, 2, 3]", "A" * 20]
+
+
+@given(
+    st.lists(st.sampled_from(PARTS), max_size=6).map("".join),
+    st.lists(st.sampled_from(PARTS), max_size=6).map("".join),
+    st.sampled_from(sorted(SPELLINGS)),
+    st.booleans(),
+)
+def test_any_texts_around_a_payload(text: str, note: str, name: str, wide: bool) -> None:
+    changes = [put(CONTENT, text), put("metadata", {note: text, "routed_experts": note, "weight_version": "1"})]
+    body = sglang(SPELLINGS[name], *changes)
+    if not wide:
+        body = json.dumps(json.loads(body), separators=(",", ":"), ensure_ascii=False).encode()
+    at = body.index(b'"routed_experts"', body.index(b'"meta_info"'))
+    done = done_of(body)
+    assert pasted(done) == body
+    assert [place.start > at for place in done.places] == [True]
+    assert payloads.load(done.payloads[0].new[0].chunk, done.payloads[0].new[0].frame).reshape(-1).tolist() == [
+        *range(8)
+    ]

@@ -1,0 +1,278 @@
+"""Chunks of rows: shared only where rows are equal, small ones joined, large ones split, checked when read."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers import codec, payloads
+from workers.codec import CorruptContent
+from workers.parse import Rejected
+from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, Stored, Want
+
+KIND = "indexer_topk"
+Rows = npt.NDArray[Any]
+
+
+def text_of(rows: Rows) -> memoryview:
+    return memoryview(b'"' + base64.b64encode(rows.astype("<i4").tobytes()) + b'"')
+
+
+def table(rows: int, width: int = 16, high: int = 200, seed: int = 1) -> Rows:
+    return np.random.default_rng(seed).integers(0, high, (rows, width), dtype=np.int64)
+
+
+class Kept:
+    """A session's payloads of one kind as they are kept, turn after turn."""
+
+    def __init__(self) -> None:
+        self.chunks: list[NewChunk] = []
+        self.start = self.stop = 0
+        self.row_ids = 0
+        self.written = 0
+        self.most = 0
+
+    @property
+    def parent(self) -> Parent | None:
+        chunks = [new.chunk for new in self.chunks]
+        return Parent(self.start, self.stop, self.row_ids, chunks) if chunks else None
+
+    def turn(self, rows: Rows, start: int = 0) -> Stored:
+        """Keep a payload whose first row is `start`; what is kept must give the rows again."""
+        want = Want(KIND, start=start, parent=self.parent)
+        stored, _ = payloads.read(text_of(rows), want, start + len(rows) + 1, npy=False)
+        known = self.rows() if stored.start < start else rows[:0]
+        self.chunks = [*self.chunks[: stored.shared], *stored.new]
+        self.start, self.stop, self.row_ids = stored.start, stored.stop, rows.shape[1]
+        self.written += sum(new.chunk.size for new in stored.new)
+        self.most = max(self.most, len(self.chunks))
+        assert self.rows().tolist() == np.concatenate([known, rows]).tolist()
+        self._in_order()
+        return stored
+
+    def rows(self) -> Rows:
+        return payloads.join([payloads.load(new.chunk, new.frame) for new in self.chunks])
+
+    def _in_order(self) -> None:
+        ends = [self.start, *(new.chunk.start + new.chunk.rows for new in self.chunks)]
+        assert [new.chunk.start for new in self.chunks] == ends[:-1]
+        assert ends[-1] == self.stop
+
+
+def test_a_longer_payload_shares_what_it_repeats() -> None:
+    kept, rows = Kept(), table(3000, 64)
+    kept.turn(rows[:1000])
+    before = list(kept.chunks)
+    longer = kept.turn(rows[:2000])
+    assert (longer.start, longer.stop, longer.shared) == (0, 2000, len(before))
+    assert [new.chunk.start for new in longer.new] == [1000]
+    again = kept.turn(rows[:2000])
+    assert (again.shared, again.new) == (2, [])
+
+
+def test_a_shorter_payload_shares_the_chunks_that_it_fills() -> None:
+    kept, rows = Kept(), table(2000, 64)
+    kept.turn(rows[:1000])
+    kept.turn(rows)
+    shorter = kept.turn(rows[:1500])
+    assert (shorter.shared, [(new.chunk.start, new.chunk.rows) for new in shorter.new]) == (1, [(1000, 500)])
+
+
+@pytest.mark.parametrize("row", [0, 999])
+def test_rows_that_were_routed_anew_are_not_shared(row: int) -> None:
+    kept, rows = Kept(), table(2000, 64)
+    kept.turn(rows[:1000])
+    changed = rows.copy()
+    changed[row, 5] += 1
+    stored = kept.turn(changed)
+    assert (stored.shared, sum(new.chunk.rows for new in stored.new)) == (0, 2000)
+
+
+def test_a_change_in_the_middle_leaves_what_is_before_it_shared() -> None:
+    kept, rows = Kept(), table(4000, 64)
+    for stop in (1000, 2000, 3000):
+        kept.turn(rows[:stop])
+    changed = rows.copy()
+    changed[1500, 0] += 1
+    stored = kept.turn(changed)
+    assert (stored.shared, stored.new[0].chunk.start) == (1, 1000)
+
+
+def test_the_same_ids_in_rows_of_another_width_are_refused() -> None:
+    kept, rows = Kept(), table(1000, 64)
+    kept.turn(rows)
+    for width in (32, 63, 65, 128):
+        other = table(1000, width)
+        with pytest.raises(Rejected, match="those of the turn before have 64"):
+            payloads.read(text_of(other), Want(KIND, parent=kept.parent), 1001, npy=False)
+
+
+def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:
+    kept, rows = Kept(), table(2000, 64)
+    kept.turn(rows[:1000])
+    patch = kept.turn(rows[1000:], start=1000)
+    assert (patch.start, patch.stop, patch.sent, patch.shared) == (0, 2000, 1000, 1)
+    assert kept.rows().tolist() == rows.tolist()
+
+
+def test_many_patches_give_the_rows_of_one_payload() -> None:
+    kept, rows = Kept(), table(400, 64)
+    for at in range(0, 400, 20):
+        kept.turn(rows[at : at + 20], start=at)
+    assert (kept.start, kept.rows().tolist()) == (0, rows.tolist())
+    whole = Kept()
+    whole.turn(rows)
+    assert whole.rows().dtype == kept.rows().dtype
+
+
+@pytest.mark.parametrize("start", [1, 999, 1001])
+def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: int) -> None:
+    kept, rows = Kept(), table(1000, 64)
+    kept.turn(rows)
+    want = Want(KIND, start=start, parent=kept.parent)
+    stored, _ = payloads.read(text_of(rows), want, start + 1001, npy=False)
+    assert (stored.start, stored.sent, stored.shared, stored.new[0].chunk.start) == (start, start, 0, start)
+
+
+def test_a_patch_of_no_rows_keeps_the_parents() -> None:
+    kept, rows = Kept(), table(1000, 64)
+    kept.turn(rows)
+    want = Want(KIND, start=1000, parent=kept.parent)
+    stored, _ = payloads.read(memoryview(b'""'), want, 1001, npy=False)
+    assert (stored.start, stored.stop, stored.shared, stored.new) == (0, 1000, len(kept.chunks), [])
+
+
+def test_a_parent_that_begins_later_is_not_compared() -> None:
+    kept, rows = Kept(), table(1000, 64)
+    kept.turn(rows[500:], start=500)
+    stored = kept.turn(rows)
+    assert (stored.start, stored.shared) == (0, 0)
+
+
+def test_equal_rows_are_one_chunk_whatever_stands_beside_them() -> None:
+    """A single id needs a wider type, and all earlier chunks are still shared."""
+    kept, rows = Kept(), table(3000, 64)
+    kept.turn(rows[:1000])
+    rows[1500, 7] = 100_000
+    stored = kept.turn(rows[:2000])
+    assert (stored.shared, [new.chunk.dtype for new in stored.new]) == (1, ["int32"])
+    rows[2500, 7] = -1
+    stored = kept.turn(rows)
+    assert (stored.shared, [new.chunk.dtype for new in stored.new]) == (2, ["int16"])
+    assert kept.rows().dtype == np.int32
+    narrow = kept.turn(rows[:1000])
+    assert (narrow.shared, narrow.new, kept.rows().dtype) == (1, [], np.dtype(np.uint8))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from([5, 255, 256, 40_000, 70_000, -1]), min_size=2, max_size=8))
+def test_a_chunks_hash_says_no_more_than_its_rows(highest: list[int]) -> None:
+    """Rows brought by one long payload are known again when they come turn by turn, and the other way round."""
+    rows = np.concatenate([np.full((400, 64), high) for high in highest])
+    kept = Kept()
+    for stop in range(400, len(rows) + 1, 400):
+        kept.turn(rows[:stop])
+    brought = {(new.chunk.start, new.chunk.rows): new.chunk for new in kept.chunks}
+    for (start, count), chunk in brought.items():
+        alone, _ = payloads.read(text_of(rows[start : start + count]), Want(KIND), count + 1, npy=False)
+        [new] = alone.new
+        assert (new.chunk.hash, new.chunk.dtype) == (chunk.hash, chunk.dtype)
+    again = kept.turn(rows)
+    assert (again.shared, again.new) == (len(brought), [])
+
+
+@pytest.mark.parametrize("patches", [False, True])
+def test_many_short_turns_are_few_chunks_and_written_a_few_times(patches: bool) -> None:
+    """Chunks double as they are joined, so each row is written about log times; patches cannot be joined again."""
+    turns, step, width = 300, 8, 16
+    rows = table(turns * step, width)
+    kept = Kept()
+    for turn in range(turns):
+        start = turn * step if patches else 0
+        kept.turn(rows[start : (turn + 1) * step], start)
+    raw = rows.size
+    doublings = int(np.log2(MERGE_BYTES / (step * width))) + 1
+    if patches:
+        assert kept.written == raw
+        return
+    assert kept.written <= raw * (doublings + 1)
+    assert kept.most <= 2 * raw // MERGE_BYTES + doublings + 1
+
+
+def test_turns_larger_than_a_joined_chunk_are_written_once() -> None:
+    step = MERGE_BYTES // 64 + 1
+    rows = table(12 * step, 64)
+    kept = Kept()
+    for stop in range(step, len(rows) + 1, step):
+        kept.turn(rows[:stop])
+    assert (kept.written, len(kept.chunks)) == (rows.size, 12)
+
+
+def test_a_small_turn_behind_a_large_one_does_not_write_it_again() -> None:
+    kept, rows = Kept(), table(20_010, 64)
+    kept.turn(rows[:20_000])
+    written = kept.written
+    kept.turn(rows)
+    assert kept.written - written == 10 * 64
+
+
+def test_a_large_payload_is_split() -> None:
+    width = 1000
+    rows = table(2 * (CHUNK_BYTES // width) + 7, width)
+    kept = Kept()
+    stored = kept.turn(rows)
+    assert [new.chunk.size for new in stored.new] == [CHUNK_BYTES // width * width] * 2 + [7 * width]
+
+
+def test_a_row_larger_than_a_chunk_is_a_chunk() -> None:
+    rows = table(3, CHUNK_BYTES + 5)
+    kept = Kept()
+    assert [new.chunk.rows for new in kept.turn(rows).new] == [1, 1, 1]
+
+
+def one() -> NewChunk:
+    [new] = payloads.read(text_of(table(50)), Want(KIND), 51, npy=False)[0].new
+    return new
+
+
+@pytest.mark.parametrize("frame", [None, b"", b"x", codec.compress(b""), codec.compress(bytes(800))])
+def test_a_frame_that_is_not_what_was_stored_is_found(frame: bytes | None) -> None:
+    with pytest.raises(CorruptContent):
+        payloads.load(one().chunk, frame)
+
+
+def test_a_frame_cannot_be_damaged_unseen() -> None:
+    new = one()
+    good = payloads.load(new.chunk, new.frame).tolist()
+    for at in range(len(new.frame)):
+        damaged = bytearray(new.frame)
+        damaged[at] ^= 0x20
+        try:
+            found = payloads.load(new.chunk, bytes(damaged))
+        except CorruptContent:
+            continue
+        assert found.tolist() == good
+
+
+@pytest.mark.parametrize("size", [0, 799, 801])
+def test_a_chunk_of_another_size_is_found(size: int) -> None:
+    new = one()
+    with pytest.raises(CorruptContent):
+        payloads.load(msgspec.structs.replace(new.chunk, size=size), new.frame)
+
+
+def test_a_chunk_that_unpacks_to_too_much_is_not_unpacked() -> None:
+    bomb = codec.compress(bytes(64 << 20))
+    with pytest.raises(CorruptContent, match="declares"):
+        payloads.load(Chunk(0, 1, "uint8", 800, "0" * 32), bomb)
+
+
+def test_no_chunks_are_no_rows() -> None:
+    assert payloads.join([]).size == 0

@@ -1,0 +1,388 @@
+"""Replay payloads: what is refused, and that rows survive being read, stored, shared and written again to the byte."""
+
+from __future__ import annotations
+
+import base64
+import io
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers import payloads
+from workers.codec import Cut
+from workers.parse import Rejected
+from workers.payloads import PIECE, Stored, Want
+
+EXPERTS = Want("routed_experts")
+POSITIONS = Want("indexer_topk")
+Rows = npt.NDArray[Any]
+Spell = Callable[[Rows], bytes]
+
+
+def quoted(raw: bytes) -> bytes:
+    return b'"' + base64.b64encode(raw) + b'"'
+
+
+def in_base64(rows: Rows) -> bytes:
+    return quoted(rows.astype("<i4").tobytes())
+
+
+def in_npy(rows: Rows, dtype: str = "<i4", version: tuple[int, int] = (1, 0)) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, rows.astype(dtype), version=version)
+    return quoted(file.getvalue())
+
+
+def in_lists(rows: Rows) -> bytes:
+    return str(rows.tolist()).encode()
+
+
+def in_compact_lists(rows: Rows) -> bytes:
+    return in_lists(rows).replace(b" ", b"")
+
+
+def read(text: bytes, want: Want = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[Stored, Cut]:
+    return payloads.read(memoryview(text), want, tokens, npy=npy)
+
+
+def rows_in(stored: Stored) -> Rows:
+    """The rows of a payload that shares nothing."""
+    assert stored.shared == 0
+    return payloads.join([payloads.load(new.chunk, new.frame) for new in stored.new])
+
+
+def table(rows: int, width: int = 2, high: int = 200, seed: int = 1) -> Rows:
+    return np.random.default_rng(seed).integers(0, high, (rows, width), dtype=np.int64)
+
+
+SIX = np.array([[1, 2], [3, 4], [5, 6]])
+RAW = SIX.astype("<i4").tobytes()
+ENCODED = base64.b64encode(RAW)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'"' + ENCODED[:-1] + b'"',
+        b'"' + ENCODED + b'A"',
+        b'"' + ENCODED + b'="',
+        b'" ' + ENCODED + b'"',
+        b'"' + ENCODED + b'\n"',
+        b'"' + ENCODED[:8] + b" " + ENCODED[8:] + b'"',
+        b'"' + ENCODED[:7] + b"=" + ENCODED[8:] + b'"',
+        b'"' + ENCODED[:6] + b"==" + ENCODED[8:] + b'"',
+        b'"' + ENCODED[:7] + b"-" + ENCODED[8:] + b'"',
+        b'"' + ENCODED[:7] + b"_" + ENCODED[8:] + b'"',
+        b'"' + ENCODED[:7] + b"*" + ENCODED[8:] + b'"',
+        '"ÀAAA"'.encode(),
+        b'"===="',
+    ],
+)
+def test_what_is_not_base64_is_refused(text: bytes) -> None:
+    with pytest.raises(Rejected, match="is not base64"):
+        read(text)
+
+
+@pytest.mark.parametrize("raw", [RAW[:-1], RAW[:-2], RAW[:-3], RAW + b"\0", b"\0"])
+def test_a_part_of_an_id_is_refused(raw: bytes) -> None:
+    with pytest.raises(Rejected, match="whole number of ids"):
+        read(quoted(raw))
+
+
+def test_padding_between_two_pieces_is_refused() -> None:
+    """Each piece on its own would be sound."""
+    first = base64.b64encode(bytes(PIECE * 3 // 4 - 2))
+    assert (len(first), first[-2:]) == (PIECE, b"==")
+    with pytest.raises(Rejected, match="padding"):
+        read(b'"' + first + base64.b64encode(bytes(6)) + b'"', tokens=2)
+
+
+def test_base64_with_bits_to_spare_is_kept_as_it_is_spelled() -> None:
+    """Two spellings decode alike; the rows tell only one of them."""
+    ids = np.array([[7], [8]])
+    text = in_base64(ids)
+    stored, cut = read(text, tokens=3)
+    assert (cut.form, payloads.render(cut, rows_in(stored))) == ("base64", text)
+    assert text.endswith(b'A="')
+    odd, left = read(text[:-3] + b'B="', tokens=3)
+    assert odd == stored
+    assert (left.form, left.length) == ("text", len(text))
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("dtype", ["<i4", "<i8", "<i2", "|i1", "|u1", "<u2", "<u4", "<u8"])
+@pytest.mark.parametrize("shape", [(3, 2), (3, 1, 2), (3,)])
+def test_a_npy_file_of_integers(version: tuple[int, int], dtype: str, shape: tuple[int, ...]) -> None:
+    rows = np.arange(np.prod(shape)).reshape(shape)
+    text = in_npy(rows, dtype, version)
+    stored, cut = read(text, npy=True)
+    assert stored.shape == (shape[1:] or (1,))
+    assert rows_in(stored).reshape(-1).tolist() == rows.reshape(-1).tolist()
+    assert (cut.form, cut.dtype) == ("npy", dtype)
+    assert payloads.render(cut, rows_in(stored)) == text
+
+
+FILE = base64.b64decode(in_npy(SIX))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        RAW,
+        FILE[:5],
+        FILE[:9],
+        FILE[:60],
+        FILE[: -len(RAW)],
+        FILE[:-4],
+        FILE[:-1],
+        FILE + bytes(4),
+        FILE.replace(b"<i4", b">i4"),
+        FILE.replace(b"<i4", b"<f4"),
+        FILE.replace(b"<i4", b"|O4"),
+        FILE.replace(b"'fortran_order': False", b"'fortran_order': True "),
+        FILE.replace(b"(3, 2)", b"(2, 3)"),
+        FILE.replace(b"(3, 2)", b"(6,)  "),
+        FILE.replace(b"(3, 2)", b"()    "),
+        FILE.replace(b"(3, 2)", b"(3, 0)"),
+        FILE.replace(b"(3, 2)", b"(3 2) "),
+        FILE.replace(b"(3, 2)", b"(3, 3)"),
+        FILE.replace(b"(3, 2), }            ", b"(3, 99999999999999), }"),
+        FILE.replace(b"\x93NUMPY", b"\x93NUMPI"),
+    ],
+)
+def test_another_npy_file_is_refused(raw: bytes) -> None:
+    with pytest.raises(Rejected):
+        read(quoted(raw), npy=True)
+
+
+def test_a_npy_file_is_read_as_one_only_where_it_is_due() -> None:
+    flat, cut = read(in_npy(SIX), tokens=1 + len(FILE) // 4)
+    assert (cut.form, flat.shape, flat.stop) == ("base64", (1,), len(FILE) // 4)
+
+
+@pytest.mark.parametrize("spell", [in_lists, in_compact_lists])
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (3, 1), (3, 1, 2), (3, 2, 1), (1, 3, 2)])
+def test_nested_lists_are_written_again(spell: Spell, shape: tuple[int, ...]) -> None:
+    rows = np.arange(6)[: np.prod(shape)].reshape(shape)
+    tokens = 4 if shape == (6,) else shape[0] + 1
+    stored, cut = read(spell(rows), tokens=tokens)
+    assert stored.shape == ((2,) if shape == (6,) else shape[1:])
+    assert cut.form == "lists"
+    assert payloads.render(cut, rows_in(stored)) == spell(rows)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[[1,2], [3,4],[5,6]]",
+        b"[[1, 2],[3, 4],[5, 6]]",
+        b"[ [1,2],[3,4],[5,6]]",
+        b"[[1,2],[3,4],[5,6] ]",
+        b"[[1,2],\n[3,4],[5,6]]",
+        b"[[1,  2],  [3,  4],  [5,  6]]",
+        b"[[1\t,2],[3,4],[5,6]]",
+    ],
+)
+def test_lists_that_are_unevenly_spaced_stay_as_they_are(text: bytes) -> None:
+    stored, cut = read(text)
+    assert rows_in(stored).tolist() == SIX.tolist()
+    assert (stored.shape, cut.form, cut.length) == ((2,), "text", len(text))
+
+
+def test_a_negative_zero_stays_as_it_is() -> None:
+    stored, cut = read(b"[-0,1,2]")
+    assert (rows_in(stored).tolist(), cut.form) == ([[0], [1], [2]], "text")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[[1,2],[3,4],[5]]",
+        b"[[1,2],[3],[4,5,6]]",
+        b"[[1],2,[3]]",
+        b"[1,[2],3]",
+        b"[[[1],[2]],[[3],[4]],[[5]]]",
+        b"[[[[1]]],[[[2]]],[[[3]]]]",
+        b"[[1,2],[3,4]]",
+        b"[[1,2],[3,4],[5,6],[7,8]]",
+        b"[1.0,2,3]",
+        b"[1e0,2,3]",
+        b"[true,2,3]",
+        b"[null,2,3]",
+        b'["1",2,3]',
+        b"[[],[],[]]",
+        b"[{},2,3]",
+        b"[01,2,3]",
+        b"[+1,2,3]",
+        b"[1-2,3,4]",
+        b"[-,2,3]",
+        b"[1,,3]",
+        b"[1,2,3,]",
+        b"[1,2,2147483648]",
+        b"[1,2,18446744073709551616]",
+        b"[1,2,-1]",
+        b"[]",
+        b"[[]]",
+        b"[1,2,3,4]",
+        b"{}",
+        b"3",
+        b"true",
+    ],
+)
+def test_other_lists_and_values_are_refused(text: bytes) -> None:
+    with pytest.raises(Rejected):
+        read(text)
+
+
+def test_a_first_row_that_is_too_long_costs_nothing() -> None:
+    """What a list would be like is not written down before it is known that the text is as long."""
+    text = b"[[" + b",".join([b"1"] * 4000) + b"]]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(Rejected):
+            read(text, tokens=4001)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 * len(text)
+
+
+@pytest.mark.parametrize(
+    ("want", "ids"),
+    [
+        (EXPERTS, [0, 2**31 - 1]),
+        (POSITIONS, [-1, 2**31 - 1]),
+        (POSITIONS, [0, 5]),
+    ],
+)
+@pytest.mark.parametrize("spell", [in_base64, in_lists])
+def test_ids_at_the_bounds(want: Want, ids: list[int], spell: Spell) -> None:
+    stored, _ = read(spell(np.array(ids)), want, tokens=2)
+    assert rows_in(stored).tolist() == [ids]
+
+
+@pytest.mark.parametrize(("want", "low"), [(EXPERTS, -1), (EXPERTS, -(2**31)), (POSITIONS, -2)])
+@pytest.mark.parametrize("spell", [in_base64, in_lists])
+def test_an_id_below_the_bounds_is_refused(want: Want, low: int, spell: Spell) -> None:
+    with pytest.raises(Rejected):
+        read(spell(np.array([3, low])), want, tokens=2)
+
+
+@pytest.mark.parametrize("number", [2**31, 2**63])
+def test_a_wide_npy_file_may_hold_no_wide_id(number: int) -> None:
+    with pytest.raises(Rejected, match="out of range"):
+        read(in_npy(np.array([[number], [1], [1]], np.uint64), "<u8"), npy=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "dtype"),
+    [
+        ([0, 255], "uint8"),
+        ([0, 256], "uint16"),
+        ([65535], "uint16"),
+        ([65536], "int32"),
+        ([-1, 255], "int16"),
+        ([-1, 32767], "int16"),
+        ([-1, 32768], "int32"),
+    ],
+)
+def test_chunks_have_the_smallest_type_that_holds_them(ids: list[int], dtype: str) -> None:
+    [new] = read(in_base64(np.array(ids)), POSITIONS, tokens=2)[0].new
+    assert (new.chunk.dtype, new.chunk.size) == (dtype, len(ids) * np.dtype(dtype).itemsize)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "want", "ids", "shape"),
+    [
+        (4, Want("routed_experts", shape=(1, 2)), 6, (1, 2)),
+        (4, Want("routed_experts", shape=(2, 1)), 6, (2, 1)),
+        (4, Want("routed_experts", start=1), 6, (3,)),
+        (4, Want("routed_experts", start=2), 6, (6,)),
+        (4, Want("routed_experts", start=1, shape=(3,)), 6, (3,)),
+        (2, EXPERTS, 6, (6,)),
+        (1, EXPERTS, 0, ()),
+        (0, EXPERTS, 0, ()),
+        (4, Want("routed_experts", start=3), 0, ()),
+        (4, Want("routed_experts", start=3, shape=(1, 2)), 0, (1, 2)),
+    ],
+)
+def test_rows_are_tokens_less_one_and_the_start(tokens: int, want: Want, ids: int, shape: tuple[int, ...]) -> None:
+    for spell in (in_base64, in_lists):
+        stored, cut = read(spell(np.arange(ids)), want, tokens=tokens)
+        assert (stored.start, stored.sent, stored.shape) == (want.start, want.start, shape)
+        assert stored.stop == max(tokens - 1, want.start)
+        assert payloads.render(cut, rows_in(stored)) == spell(np.arange(ids))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "want", "ids"),
+    [
+        (4, EXPERTS, 0),
+        (4, EXPERTS, 2),
+        (4, EXPERTS, 5),
+        (4, EXPERTS, 7),
+        (4, Want("routed_experts", shape=(1, 2)), 3),
+        (4, Want("routed_experts", shape=(1, 2)), 12),
+        (4, Want("routed_experts", start=1, shape=(1, 2)), 6),
+        (4, Want("routed_experts", start=3), 6),
+        (4, Want("routed_experts", start=9), 6),
+        (1, EXPERTS, 6),
+        (1, Want("routed_experts", shape=(1, 2)), 2),
+    ],
+)
+def test_other_numbers_of_ids_are_refused(tokens: int, want: Want, ids: int) -> None:
+    for spell in (in_base64, in_lists):
+        with pytest.raises(Rejected, match=r"has \d+ ids"):
+            read(spell(np.arange(ids)), want, tokens=tokens)
+
+
+@pytest.mark.parametrize("spell", [in_lists, in_npy])
+def test_a_shape_of_its_own_must_be_the_one_expected(spell: Spell) -> None:
+    rows = np.arange(24).reshape(3, 4, 2)
+    npy = spell is in_npy
+    expected = Want("routed_experts", shape=(4, 2))
+    for one in (rows, rows.reshape(3, 8)):
+        assert read(spell(one), expected, npy=npy)[0].shape == (4, 2)
+    with pytest.raises(Rejected, match=r"shape \[2, 4\]"):
+        read(spell(rows.reshape(3, 2, 4)), expected, npy=npy)
+
+
+@st.composite
+def any_rows(draw: st.DrawFn, lowest: int = 0) -> Rows:
+    shape = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (3, 2), (4, 2, 2), (2, 1, 3)]))
+    high = draw(st.sampled_from([1, 255, 256, 32767, 32768, 65535, 65536, 2**31 - 1]))
+    count = int(np.prod(shape))
+    ids = draw(st.lists(st.integers(lowest, high), min_size=count, max_size=count))
+    return np.array(ids, np.int64).reshape(shape)
+
+
+@given(any_rows(lowest=-1), st.sampled_from([in_base64, in_npy, in_lists, in_compact_lists]))
+def test_any_rows_survive_to_the_byte(rows: Rows, spell: Spell) -> None:
+    text = spell(rows)
+    stored, cut = read(text, POSITIONS, tokens=len(rows) + 1, npy=spell is in_npy)
+    found = rows_in(stored)
+    assert found.reshape(rows.shape).tolist() == rows.tolist()
+    assert payloads.render(cut, found) == text
+    assert cut.form != "text"
+
+
+@pytest.mark.parametrize(
+    ("spell", "npy"), [(in_base64, False), (in_npy, True), (lambda rows: in_npy(rows, "<i8"), True), (in_lists, False)]
+)
+def test_long_payloads_survive_over_their_pieces(spell: Spell, npy: bool) -> None:
+    """Types differ from piece to piece, and no chunk is larger than it may be."""
+    rows = table(2500, 120)
+    rows[100, 3], rows[-1, -1] = 70_000, 300
+    text = spell(rows)
+    stored, cut = read(text, tokens=2501, npy=npy)
+    assert rows_in(stored).tolist() == rows.tolist()
+    assert payloads.render(cut, rows_in(stored)) == text
+    assert {new.chunk.dtype for new in stored.new} >= {"int32"}
+    assert all(new.chunk.size <= payloads.CHUNK_BYTES for new in stored.new)
