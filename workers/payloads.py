@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -111,7 +111,7 @@ def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Store
     if first == b'"':
         ids, dims, cut = _from_base64(text[1:-1], want.kind, npy)
     elif first == b"[":
-        ids, dims, cut = _from_lists(bytes(text), want.kind, rows)
+        ids, dims, cut = _from_lists(text, want.kind, rows)
     else:
         raise Rejected(f"{want.kind} must be base64 or nested lists")
     shape = _shape(want, ids.size, dims, rows)
@@ -180,18 +180,51 @@ def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
     return head, found[1].decode(), tuple(int(size) for size in found[2].replace(b" ", b"").split(b",") if size)
 
 
-def _from_lists(text: bytes, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
+def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
     """As `_from_base64`. Only lists that are evenly spaced and nested can be spelled so again."""
-    separator = ", " if b", " in text else ","
-    dims = _dims(text, separator.encode())
-    items = rows if dims else text.count(b",") + (text != b"[]")
-    if 2 * items * math.prod(dims) <= len(text) and _is_even(text, (items, *dims), separator.encode()):
-        ids = np.array(_decoded(_FLAT, b"[" + text.translate(None, b"[]") + b"]", kind), np.int64)
-        return (
-            _narrowed(ids, kind),
-            (rows, *dims) if dims else None,
-            Cut(kind, 0, "lists", dims=dims, separator=separator),
-        )
+    first = bytes(text[:PIECE])
+    separator = ", " if b", " in first else ","
+    dims = _dims(first, separator.encode())
+    outline = b"".join(piece.translate(None, b"0123456789-") for piece in _pieces(text))
+    items = rows if dims else outline.count(b",") + (len(text) > 2)
+    expected = items * math.prod(dims)
+    if 2 * expected <= len(text) and outline == _outline((items, *dims), separator.encode()):
+        del outline
+        ids, exact = _numbers(text, kind)
+        if ids.size != expected:
+            raise Rejected(f"{kind} holds something else than ids")
+        cut = Cut(kind, 0, "lists", dims=dims, separator=separator) if exact else None
+        return ids, (rows, *dims) if dims else None, cut
+    return _from_odd_lists(bytes(text), kind)
+
+
+def _pieces(text: memoryview) -> Iterator[bytes]:
+    return (bytes(text[at : at + PIECE]) for at in range(0, len(text), PIECE))
+
+
+def _numbers(text: memoryview, kind: str) -> tuple[Ids, bool]:
+    """All numbers in lists, a piece at a time; would each be spelled so again?"""
+    parts: list[Ids] = []
+    exact, carry = True, b""
+    for piece in _pieces(text):
+        flat = carry + piece.translate(None, b"[] ")
+        end = flat.rfind(b",")
+        if end >= 0:
+            exact = exact and b"-0" not in flat[:end]
+            parts.append(_narrowed(np.array(_decoded(flat[:end], kind), np.int64), kind))
+        carry = flat[end + 1 :]
+    parts.append(_narrowed(np.array(_decoded(carry, kind), np.int64), kind))
+    return _joined(parts), exact and b"-0" not in carry
+
+
+def _decoded(numbers: bytes, kind: str) -> Any:
+    try:
+        return _FLAT.decode(b"[" + numbers + b"]")
+    except msgspec.MsgspecError as error:
+        raise Rejected(f"{kind} holds something else than ids") from error
+
+
+def _from_odd_lists(text: bytes, kind: str) -> tuple[Ids, tuple[int, ...] | None, None]:
     for decoder in _NESTED:
         try:
             found = np.array(decoder.decode(text), np.int64)
@@ -201,24 +234,12 @@ def _from_lists(text: bytes, kind: str, rows: int) -> tuple[Ids, tuple[int, ...]
     raise Rejected(f"{kind} must be a list of integers, or lists of equal length of them, at most three deep")
 
 
-def _decoded(decoder: msgspec.json.Decoder[Any], text: bytes, kind: str) -> Any:
-    try:
-        return decoder.decode(text)
-    except msgspec.MsgspecError as error:
-        raise Rejected(f"{kind} holds something else than ids") from error
-
-
 def _dims(text: bytes, separator: bytes) -> tuple[int, ...]:
     """The shape of a row, read off the first one: (), (ids,) or (layers, ids)."""
     ids = text[: text.find(b"]")].count(separator) + 1
     if text.startswith(b"[[["):
         return text[2 : text.find(b"]]")].count(b"["), ids
     return (ids,) if text.startswith(b"[[") else ()
-
-
-def _is_even(text: bytes, shape: tuple[int, ...], separator: bytes) -> bool:
-    """Are these plain numbers in nested lists of this shape, all spaced alike?"""
-    return text.translate(None, b"0123456789-") == _outline(shape, separator) and b"-0" not in text
 
 
 def _outline(shape: tuple[int, ...], separator: bytes) -> bytes:
