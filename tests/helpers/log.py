@@ -8,6 +8,8 @@ from typing import Any
 
 from app.domain.events import (
     BlobRef,
+    ChunkRef,
+    PayloadRef,
     RolledBack,
     SessionConfig,
     SessionCreated,
@@ -67,3 +69,11 @@ def committed(turn: int, parent: int, fence: int, **fields: Any) -> TurnCommitte
 
 def rolled_back(to_turn: int, *discarded: int) -> RolledBack:
     return RolledBack(to_turn, discarded)
+
+
+def payload(fence: int, *numbers: int, shared: int = 0) -> PayloadRef:
+    """A payload that brings a row in each of these chunks, behind `shared` rows of its parent's."""
+    chunks = tuple(
+        ChunkRef(fence, number, shared + at, 1, "uint8", 2, digest("row")) for at, number in enumerate(numbers)
+    )
+    return PayloadRef("routed_experts", 0, shared + len(numbers), 0, (2,), chunks, shared)

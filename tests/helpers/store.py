@@ -13,9 +13,10 @@ from app.domain.session import Session, fold
 from app.store import incarnations, reads
 from app.store.dialect import Tx, now
 from app.store.engine import Database
-from app.store.log import Appended, StoredBlob
+from app.store.log import Appended, StoredBlob, StoredChunk
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
-from app.store.log_turns import Claim, Commit, Release
+from app.store.log_turns import Claim, Commit, Release, Stage
+from app.store.schema import chunks as chunks_table
 from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
 from app.store.writer import Writer
@@ -45,18 +46,24 @@ def commit(
     parent: int = 0,
     before: Sequence[Event] = (),
     text: bytes = b"{}",
+    after: Sequence[Event] = (),
     blobs: Sequence[StoredBlob] = (),
+    chunks: Sequence[StoredChunk] = (),
     at: float = 3.0,
     **fields: Any,
 ) -> Commit:
     facts = codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5])))
     wire = codec.pack(Wire(messages=[text], message=text, reply=text, headers=[]))
     event: TurnCommitted = committed(turn, parent, fence, **fields)
-    return Commit(session_id, fence, incarnation, at, [*before, event], facts, wire, blobs)
+    return Commit(session_id, fence, incarnation, at, [*before, event, *after], facts, wire, blobs, chunks)
 
 
 def release(session_id: str, fence: int, incarnation: int, *, turn: int = 1) -> Release:
     return Release(session_id, fence, incarnation, 3.0, TurnRejected(turn, fence, "upstream_error", 500))
+
+
+def stage(session_id: str, fence: int, incarnation: int, *chunks: StoredChunk) -> Stage:
+    return Stage(session_id, fence, incarnation, chunks)
 
 
 def reward(session_id: str, value: float, turn: int | None = None) -> AssignReward:
@@ -139,6 +146,13 @@ class Store:
     async def open_turns(self, session_id: str) -> list[Any]:
         query = select(open_turns).where(open_turns.c.session_id == session_id)
         return await self.database.read(lambda connection: list(connection.execute(query)))
+
+    async def chunks(self, session_id: str) -> dict[tuple[int, int], tuple[bytes | None, int | None]]:
+        """The stored chunks by fence and number: their bytes, and the event that made a tombstone of them."""
+        columns = (chunks_table.c.fence, chunks_table.c.number, chunks_table.c.data, chunks_table.c.tombstoned_by)
+        query = select(*columns).where(chunks_table.c.session_id == session_id)
+        rows = await self.database.read(lambda connection: list(connection.execute(query)))
+        return {(row[0], row[1]): (row[2], row[3]) for row in rows}
 
     async def horizon(self) -> reads.Position:
         return await self.database.read(reads.horizon)

@@ -281,6 +281,7 @@ def test_a_key_at_the_end_of_what_is_searched_at_a_time(short: int) -> None:
     padding = WINDOW - bare.index(b'"routed_experts"') - short
     body = sglang(TEXT, put(CONTENT, "x" * (padding + 1)))
     assert body.index(b'"routed_experts"') == WINDOW - short
+    assert job.base64_bytes(memoryview(body)) == len(TEXT)
     done = done_of(body)
     check(body, done, routed_experts=TEXT)
     assert TEXT.encode() not in wire_of(done).reply

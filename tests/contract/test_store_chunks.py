@@ -1,0 +1,355 @@
+"""Chunks of replay payloads and refused replies: staged, committed, tombstoned, freed; on both databases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.log import digest, payload, rolled_back
+from helpers.store import LEASE_S, Store, add_incarnation, commit, end_incarnation, reward, stage
+
+from app.domain import retention
+from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
+from app.domain.session import fold
+from app.store import reads
+from app.store.log import Appended, Refused, StoredChunk
+from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
+from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
+
+pytestmark = pytest.mark.anyio
+
+
+def chunk(number: int, text: bytes = b"ab") -> StoredChunk:
+    return StoredChunk(number, "routed_experts", len(text), digest("row"), text)
+
+
+def chunks(*numbers: int) -> list[StoredChunk]:
+    return [chunk(number) for number in numbers]
+
+
+async def claimed(store: Store, session_id: str = "s") -> int:
+    """A new session with an open turn; the turn's fence."""
+    await store.create(session_id)
+    await store.claim(session_id, 1)
+    return 2
+
+
+async def take(store: Store, *numbers: int, shared: int = 0, after: tuple[Any, ...] = ()) -> int:
+    """The session's next turn, with a payload of these chunks; its fence."""
+    session = await store.session("s")
+    assert session is not None
+    fence = session.version + 1
+    ref = payload(fence, *numbers, shared=shared)
+    await store.take_turn("s", payloads=(ref,), chunks=chunks(*numbers), after=after)
+    return fence
+
+
+async def test_a_commit_stores_its_chunks(store: Store) -> None:
+    fence = await claimed(store)
+    other = StoredChunk(1, "indexer_topk", 3, digest("x"), b"xyz")
+    assert isinstance(await store.commit("s", fence, chunks=[chunk(0), other]), Appended)
+    assert await store.chunks("s") == {(fence, 0): (b"ab", None), (fence, 1): (b"xyz", None)}
+    await store.head_equals_fold("s")
+
+
+async def test_staged_chunks_are_there_before_the_commit_and_stay(store: Store) -> None:
+    fence = await claimed(store)
+    for number in (0, 1):
+        assert await store.submit(stage("s", fence, store.me, chunk(number))) is True
+    assert await store.chunks("s") == {(fence, 0): (b"ab", None), (fence, 1): (b"ab", None)}
+    assert len(await store.log("s")) == 2
+    await store.head_equals_fold("s")
+    await store.commit("s", fence, payloads=(payload(fence, 0, 1),))
+    assert len(await store.chunks("s")) == 2
+    await store.head_equals_fold("s")
+
+
+async def test_some_chunks_staged_and_some_in_the_commit(store: Store) -> None:
+    fence = await claimed(store)
+    await store.submit(stage("s", fence, store.me, *chunks(0, 1)))
+    await store.commit("s", fence, chunks=chunks(2, 3))
+    assert sorted(await store.chunks("s")) == [(fence, number) for number in range(4)]
+
+
+async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
+    other = await add_incarnation(store.database)
+    assert await store.submit(stage("nobody", 2, store.me, chunk(0))) is False
+    fence = await claimed(store)
+    for session_id, number, holder in (("s", fence, other), ("s", fence + 1, store.me), ("s", 1, store.me)):
+        assert await store.submit(stage(session_id, number, holder, chunk(0))) is False
+    assert await store.chunks("s") == {}
+    await store.commit("s", fence)
+    assert await store.submit(stage("s", fence, store.me, chunk(0))) is False
+    assert await store.chunks("s") == {}
+
+
+async def test_a_release_takes_out_what_was_staged(store: Store) -> None:
+    kept = await take_two(store)
+    session = await store.session("s")
+    assert session is not None
+    fence = session.version + 1
+    await store.claim("s", session.version, turn=2, parent=1)
+    await store.submit(stage("s", fence, store.me, *chunks(0, 1)))
+    assert isinstance(await store.release("s", fence, turn=2), Appended)
+    assert sorted(await store.chunks("s")) == kept
+    await store.head_equals_fold("s")
+
+
+async def take_two(store: Store) -> list[tuple[int, int]]:
+    """A committed turn with two chunks, and their keys."""
+    await store.create("s")
+    fence = await take(store, 0, 1)
+    return [(fence, 0), (fence, 1)]
+
+
+async def test_a_release_under_another_fence_takes_out_nothing(store: Store) -> None:
+    fence = await claimed(store)
+    await store.submit(stage("s", fence, store.me, chunk(0)))
+    other = await add_incarnation(store.database)
+    assert await store.release("s", fence, incarnation=other) == Refused("open")
+    assert await store.release("s", fence + 1) == Refused("open")
+    assert sorted(await store.chunks("s")) == [(fence, 0)]
+
+
+async def test_a_close_takes_out_what_was_staged_and_leaves_the_rest(store: Store) -> None:
+    kept = await take_two(store)
+    session = await store.session("s")
+    assert session is not None
+    await store.claim("s", session.version, turn=2, parent=1)
+    await store.submit(stage("s", session.version + 1, store.me, chunk(0)))
+    closed = await store.close("s")
+    assert [type(recorded.event) for recorded in closed.events] == [TurnAbandoned, SessionClosed]
+    assert sorted(await store.chunks("s")) == kept
+    assert await store.submit(stage("s", session.version + 1, store.me, chunk(1))) is False
+
+
+@pytest.mark.parametrize("by_claim", [True, False])
+async def test_what_a_dead_process_staged_goes_with_its_claim(store: Store, by_claim: bool) -> None:
+    dead = await add_incarnation(store.database)
+    await store.create("s")
+    await store.claim("s", 1, incarnation=dead)
+    assert await store.submit(stage("s", 2, dead, *chunks(0, 1))) is True
+    await end_incarnation(store.database, dead)
+    if by_claim:
+        await store.claim("s", 1)
+    else:
+        await store.submit(AbandonDead("", 10, 9.0, LEASE_S))
+    assert await store.chunks("s") == {}
+    assert await store.submit(stage("s", 2, dead, chunk(0))) is False
+    assert (await store.commit("s", 2, incarnation=dead, chunks=chunks(0))) == Refused("open")
+    assert await store.chunks("s") == {}
+    await store.head_equals_fold("s")
+
+
+async def test_a_commit_that_lost_its_fence_stores_no_chunk(store: Store) -> None:
+    fence = await claimed(store)
+    await store.close("s")
+    lost = commit("s", fence, store.me, chunks=chunks(0))
+    first, last = await store.together(lost, lost)
+    assert (first, last) == (Refused("closed"), Refused("closed"))
+    assert await store.chunks("s") == {}
+
+
+async def test_a_commit_tombstones_what_its_event_frees(store: Store) -> None:
+    await store.create("s")
+    first = await take(store, 0, 1)
+    second = await take(store, 0, shared=1, after=(BlobsTombstoned((1,), ((first, 1),)),))
+    by = (await store.log("s"))[-1].seq
+    assert await store.chunks("s") == {(first, 0): (b"ab", None), (first, 1): (None, by), (second, 0): (b"ab", None)}
+    session = await store.session("s")
+    assert session is not None
+    assert sorted(session.payloads) == [2]
+    await store.head_equals_fold("s")
+
+
+async def test_a_tombstone_frees_the_chunks_of_its_own_session_alone(store: Store) -> None:
+    for name in ("s", "t"):
+        await store.create(name)
+        await store.take_turn(name, chunks=chunks(0))
+    await store.take_turn("s", after=(BlobsTombstoned((1,), ((2, 0),)),))
+    assert (await store.chunks("s"))[2, 0][0] is None
+    assert (await store.chunks("t"))[2, 0] == (b"ab", None)
+
+
+async def test_a_rollback_a_commit_and_its_tombstone_are_one(store: Store) -> None:
+    await take_two(store)
+    session = await store.session("s")
+    assert session is not None
+    fence = session.version + 1
+    await store.claim("s", session.version, turn=2, parent=0)
+    freed = BlobsTombstoned((1,), ((2, 0), (2, 1)))
+    done = await store.commit("s", fence, turn=2, before=[rolled_back(0, 1)], after=[freed], chunks=chunks(0))
+    assert [recorded.event for recorded in done.events][-1] == freed
+    live = await store.database.read(lambda connection: reads.load_live_chunks(connection, "s"))
+    assert live == {(fence, 0): b"ab"}
+
+
+async def test_chunks_are_read_by_key(store: Store) -> None:
+    await store.create("s")
+    first = await take(store, 0, 1)
+    await take(store, 0, after=(BlobsTombstoned((1,), ((first, 0),)),))
+    wanted = [(first, 0), (first, 1), (first, 9), (99, 0)]
+    found = await store.database.read(lambda connection: reads.load_chunks(connection, "s", wanted))
+    assert found == {(first, 0): None, (first, 1): b"ab"}
+    assert await store.database.read(lambda connection: reads.load_chunks(connection, "s", [])) == {}
+
+
+async def test_more_chunks_than_one_statement_takes_are_read(store: Store) -> None:
+    fence = await claimed(store)
+    many = reads.SPAN + 20
+    await store.commit("s", fence, chunks=chunks(*range(many)))
+    keys = [(fence, number) for number in range(many)]
+    found = await store.database.read(lambda connection: reads.load_chunks(connection, "s", keys))
+    assert sorted(found) == keys
+
+
+async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
+    await store.create("s")
+    fences = [await take(store, 0, 1) for _ in range(2)]
+    before = await store.log("s")
+    await store.close("s")
+    session = await store.session("s")
+    assert session is not None
+    event = retention.tombstone_all(session)
+    assert event is not None
+    assert await store.submit(FreeReplay("s", session.version - 1, 9.0, event)) == Appended(())
+    done = await store.submit(FreeReplay("s", session.version, 9.0, event))
+    assert [recorded.event for recorded in done.events] == [event]
+    by = done.events[0].seq
+    assert await store.database.read(lambda connection: reads.last_tombstone(connection, "s")) == by
+    assert [await store.submit(FreeChunks("s", by, 3)) for _ in range(3)] == [True, False, False]
+    assert await store.chunks("s") == {(fence, number): (None, by) for fence in fences for number in (0, 1)}
+    after = await store.session("s")
+    assert after is not None
+    assert (after.payloads, after.status, len(after.turns)) == ({}, "closed", 2)
+    assert (await store.log("s"))[: len(before)] == before
+    await store.head_equals_fold("s")
+
+
+async def test_only_a_closed_session_is_freed(store: Store) -> None:
+    await store.create("s")
+    fence = await take(store, 0)
+    event = BlobsTombstoned((1,), ((fence, 0),), "closed")
+    assert await store.submit(FreeReplay("s", 3, 9.0, event)) == Refused("open")
+    assert await store.submit(FreeReplay("nobody", 1, 9.0, event)) == Refused(None)
+    assert await store.submit(FreeChunks("s", 1, 8)) is False
+    assert await store.submit(FreeChunks("nobody", 1, 8)) is False
+    assert (await store.chunks("s"))[fence, 0] == (b"ab", None)
+    await store.close("s")
+    await store.erase("s")
+    assert await store.submit(FreeReplay("s", 5, 9.0, event)) == Refused("erased")
+    assert await store.chunks("s") == {}
+
+
+async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: Store) -> None:
+    async def held(name: str = "s", cutoff: float = 100.0) -> bool:
+        places = await store.database.read(
+            lambda connection: reads.closed_sessions(connection, cutoff, (0.0, ""), 10, holding=True)
+        )
+        return name in [session_id for _, session_id in places]
+
+    await store.create("s")
+    fence = await take(store, 0)
+    assert not await held()
+    await store.close("s")
+    assert await held()
+    assert not await held(cutoff=4.9)
+    await store.submit(FreeReplay("s", 4, 9.0, BlobsTombstoned((1,), ((fence, 0),), "closed")))
+    assert await held()
+    await store.submit(FreeChunks("s", 5, 8))
+    assert not await held()
+    await reject(store, "r")
+    await store.close("r")
+    assert await held("r")
+    await store.submit(FreeChunks("r", 0, 8))
+    assert not await held("r")
+
+
+async def test_an_idle_session_is_closed(store: Store) -> None:
+    await store.create("s", at=10.0)
+    assert await store.submit(CloseIdle("s", 20.0, 9.9)) == Refused("open")
+    done = await store.submit(CloseIdle("s", 20.0, 10.0))
+    assert [recorded.event for recorded in done.events] == [SessionClosed("idle")]
+    session = await store.session("s")
+    assert session is not None
+    assert (session.status, session.closed_at) == ("closed", 20.0)
+    assert await store.submit(CloseIdle("s", 30.0, 25.0)) == Refused("closed")
+    assert await store.submit(CloseIdle("nobody", 30.0, 25.0)) == Refused(None)
+    await store.head_equals_fold("s")
+
+
+async def test_a_session_with_a_turn_in_flight_is_not_idle(store: Store) -> None:
+    fence = await claimed(store)
+    assert await store.submit(CloseIdle("s", 1e9, 1e9)) == Refused("open")
+    found = await store.database.read(lambda connection: reads.idle_sessions(connection, 1e9, "", 10))
+    assert found == []
+    await store.release("s", fence)
+    found = await store.database.read(lambda connection: reads.idle_sessions(connection, 1e9, "", 10))
+    assert found == ["s"]
+    assert isinstance(await store.submit(CloseIdle("s", 1e9, 1e9)), Appended)
+
+
+async def test_a_reward_keeps_a_session_from_being_idle(store: Store) -> None:
+    await store.create("s")
+    await store.submit(reward("s", 1.0))
+    assert await store.submit(CloseIdle("s", 9.0, 3.9)) == Refused("open")
+    assert isinstance(await store.submit(CloseIdle("s", 9.0, 4.0)), Appended)
+
+
+async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> int:
+    """A turn that ends because of its reply; its fence."""
+    if await store.session(session_id) is None:
+        await store.create(session_id)
+    session = await store.session(session_id)
+    assert session is not None
+    fence = session.version + 1
+    await store.claim(session_id, session.version)
+    event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, len(text))
+    assert isinstance(await store.submit(Reject(session_id, fence, store.me, 3.0, event, 99, text)), Appended)
+    return fence
+
+
+async def refused(store: Store, fence: int, session_id: str = "s") -> tuple[int, bytes] | None:
+    return await store.database.read(lambda connection: reads.refused_reply(connection, session_id, fence))
+
+
+async def test_a_refused_reply_is_kept_and_ends_the_turn(store: Store) -> None:
+    fence = await claimed(store)
+    await store.submit(stage("s", fence, store.me, chunk(0)))
+    event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
+    done = await store.submit(Reject("s", fence, store.me, 3.0, event, 99, b"bad"))
+    assert [recorded.event for recorded in done.events] == [event]
+    assert await refused(store, fence) == (99, b"bad")
+    assert (await store.open_turns("s"), await store.chunks("s")) == ([], {})
+    await store.head_equals_fold("s")
+    assert await refused(store, fence + 1) is None
+    assert await refused(store, fence, "t") is None
+
+
+async def test_a_reject_that_lost_its_fence_keeps_nothing(store: Store) -> None:
+    fence = await claimed(store)
+    event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
+    other = await add_incarnation(store.database)
+    assert await store.submit(Reject("s", fence, other, 3.0, event, 99, b"bad")) == Refused("open")
+    await store.close("s")
+    assert await store.submit(Reject("s", fence, store.me, 3.0, event, 99, b"bad")) == Refused("closed")
+    assert await refused(store, fence) is None
+
+
+async def test_only_the_newest_refused_replies_of_a_session_are_kept(store: Store) -> None:
+    elsewhere = await reject(store, "t")
+    fences = [await reject(store, text=b"%d" % number) for number in range(REFUSED_KEPT + 3)]
+    found = [await refused(store, fence) for fence in fences]
+    assert found[:3] == [None] * 3
+    assert found[3:] == [(99, b"%d" % number) for number in range(3, REFUSED_KEPT + 3)]
+    assert REFUSED_KEPT == 8
+    assert await refused(store, elsewhere, "t") == (99, b"bad")
+
+
+async def test_an_erasure_leaves_neither_chunks_nor_refused_replies(store: Store) -> None:
+    fence = await reject(store)
+    await take(store, 0)
+    await store.close("s")
+    await store.erase("s")
+    assert (await store.chunks("s"), await refused(store, fence)) == ({}, None)
+    assert fold("s", await store.log("s")) is not None

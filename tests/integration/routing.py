@@ -1,0 +1,144 @@
+"""Replay payloads as a test sees them: in an engine's own bytes, in Turnlog's routes and in its store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from integration.proxy import RecordingProxy
+from integration.stand import Stand, Talk, serving
+from ops.verify import verify_url
+
+EXPERTS, POSITIONS = "routed_experts", "indexer_topk"
+KINDS = (EXPERTS, POSITIONS)
+BOTH = {"TURNLOG_REPLAY": "routed_experts,indexer_topk"}
+Rows = npt.NDArray[Any]
+
+
+class Session(Talk):
+    """A session whose payloads are looked at."""
+
+    def __init__(self, stand: Stand, session_id: str) -> None:
+        super().__init__(stand, session_id)
+        self.stand = stand
+
+
+def session_of(stand: Stand, **body: Any) -> Session:
+    """A new session."""
+    return Session(stand, stand.talk(**body).id)
+
+
+class Recorded:
+    """A stand whose engine's replies are kept as they were sent."""
+
+    def __init__(self, stand: Stand, proxy: RecordingProxy) -> None:
+        self.stand = stand
+        self.proxy = proxy
+
+    @property
+    def sent(self) -> bytes:
+        """The engine's last reply."""
+        return self.proxy.replies[-1]
+
+    def talk(self, **body: Any) -> Session:
+        return session_of(self.stand, **body)
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, engine: str, environment: Mapping[str, str]) -> Iterator[Recorded]:
+    """A server with this environment behind a recorder of the engine at that URL."""
+    with (
+        RecordingProxy(engine) as proxy,
+        serving(folder, proxy.base_url, environment=environment, engine_url=engine) as stand,
+    ):
+        yield Recorded(stand, proxy)
+
+
+def text_of(body: bytes, kind: str) -> bytes | None:
+    """A payload's raw JSON in a reply's body; None where there is none."""
+    choice = msgspec.json.decode(msgspec.json.decode(body, type=dict[str, msgspec.Raw])["choices"], type=list[Any])[0]
+    home = choice.get("meta_info", choice)
+    if kind not in home:
+        return None
+    start = body.index(f'"{kind}":'.encode()) + len(kind) + 3
+    end = start + len(json.dumps(home[kind], separators=(",", ":")))
+    assert json.loads(body[start:end]) == home[kind]
+    return body[start:end]
+
+
+def without(body: bytes, *kinds: str) -> bytes:
+    """The body with null for the values of these kinds."""
+    for kind in kinds:
+        text = text_of(body, kind)
+        if text is not None:
+            body = body.replace(text, b"null", 1)
+    return body
+
+
+def tokens_in(body: bytes) -> int:
+    usage = json.loads(body)["usage"]
+    return int(usage["prompt_tokens"] + usage["completion_tokens"])
+
+
+def rows_in(body: bytes, kind: str = EXPERTS) -> Rows:
+    """The rows in an engine's reply, as [rows, ids a row]."""
+    text = text_of(body, kind)
+    assert text is not None
+    value = json.loads(text)
+    if isinstance(value, list):
+        found = np.array(value)
+    else:
+        raw = base64.b64decode(value)
+        is_file = raw.startswith(b"\x93NUMPY")
+        found = np.load(io.BytesIO(raw)) if is_file else np.frombuffer(raw, "<i4").reshape(tokens_in(body) - 1, -1)
+    return found.reshape(len(found), -1)
+
+
+class Fetched(msgspec.Struct, frozen=True):
+    """What the payload's route gives; `shape` is that of all rows, rows first."""
+
+    rows: Rows
+    start: int
+    shape: list[int]
+    dtype: str
+
+
+def fetch(talk: Session, turn: int, kind: str = EXPERTS) -> httpx.Response:
+    return talk.stand.http.get(f"{talk.path}/turns/{turn}/{kind}")
+
+
+def fetched(talk: Session, turn: int, kind: str = EXPERTS) -> Fetched:
+    """A payload that must be there."""
+    response = fetch(talk, turn, kind)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/octet-stream"
+    shape, dtype = json.loads(response.headers["x-turnlog-shape"]), response.headers["x-turnlog-dtype"]
+    rows = np.frombuffer(response.content, np.dtype(dtype).newbyteorder("<"))
+    assert rows.size == np.prod(shape)
+    return Fetched(rows.reshape(shape[0], -1), int(response.headers["x-turnlog-row-start"]), shape, dtype)
+
+
+def live_payloads(talk: Talk, kind: str = EXPERTS) -> list[bool]:
+    """Of each live turn: is its payload's value in the record?"""
+    found = []
+    for record in talk.state()["records"]:
+        choice = record["response"]["choices"][0]
+        found.append(choice.get("meta_info", choice)[kind] is not None)
+    return found
+
+
+def problems(stand: Stand) -> list[str]:
+    """What `ops.verify` finds wrong in the stand's store."""
+    report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{stand.server.database_path}"))
+    return [f"{problem.session_id}: {problem.what}" for problem in report.problems]

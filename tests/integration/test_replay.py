@@ -1,0 +1,372 @@
+"""Replay payloads through a whole server: asked for, kept for the rollback window, given again, tombstoned."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.replies import encode
+from helpers.replies import sglang as sglang_reply
+from helpers.replies import vllm as vllm_reply
+
+from integration.routing import (
+    BOTH,
+    EXPERTS,
+    KINDS,
+    POSITIONS,
+    Recorded,
+    Rows,
+    Session,
+    fetch,
+    fetched,
+    live_payloads,
+    problems,
+    recorded,
+    rows_in,
+    session_of,
+    tokens_in,
+)
+from integration.stand import WEATHER, error_of, serving, user
+from ops.simulator.process import SimulatorProcess
+
+POOL = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
+NESTED = {"experts": {"nested": True}, "indexer_topk": {"nested": True}}
+
+
+@pytest.fixture(scope="module", params=["sglang", "sglang pool", "vllm", "vllm pool"])
+def line(
+    request: pytest.FixtureRequest,
+    sglang: SimulatorProcess,
+    vllm: SimulatorProcess,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Recorded]:
+    """A server that asks for both kinds; judged where it is, or all in the pool."""
+    kind, _, pool = request.param.partition(" ")
+    engine = sglang if kind == "sglang" else vllm
+    with recorded(tmp_path_factory.mktemp("replay"), engine.base_url, {**BOTH, **(POOL if pool else {})}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """A server that asks for nothing."""
+    with recorded(tmp_path_factory.mktemp("plain"), sglang.base_url, {}) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patches(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """A server that asks for new rows only."""
+    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_REPLAY_INCREMENTAL": "true"}
+    with recorded(tmp_path_factory.mktemp("patches"), sglang.base_url, environment) as made:
+        yield made
+
+
+def say(line: Recorded, talk: Session, text: str, **fields: Any) -> bytes:
+    """A turn; the engine's reply to it."""
+    talk.say(text, **fields)
+    return line.sent
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_payloads_are_kept_for_the_window_and_null_behind_it(line: Recorded, nested: bool) -> None:
+    talk = line.talk(rollback_window=1)
+    sent = [say(line, talk, text, sim=NESTED if nested else {}) for text in ("One", "Two", "Three", "Four")]
+    kinds = [kind for kind in KINDS if f'"{kind}"'.encode() in sent[0]]
+    assert EXPERTS in kinds
+    records = talk.state()["records"]
+    for kind in kinds:
+        assert live_payloads(talk, kind) == [False, False, True, True]
+        for turn in (3, 4):
+            found = fetched(talk, turn, kind)
+            assert (found.start, found.shape[0]) == (0, tokens_in(sent[turn - 1]) - 1)
+            assert np.array_equal(found.rows, rows_in(sent[turn - 1], kind))
+    assert [record["response"] for record in records[2:]] == [json.loads(body) for body in sent[2:]]
+    expected = json.loads(sent[0])
+    choice = expected["choices"][0]
+    for kind in kinds:
+        choice.get("meta_info", choice)[kind] = None
+    assert records[0]["response"] == expected
+
+
+def test_a_tombstone_names_what_it_was(line: Recorded) -> None:
+    talk = line.talk(rollback_window=0)
+    body = say(line, talk, "One")
+    shape = fetched(talk, 1).shape[1:]
+    say(line, talk, "Two")
+    response = fetch(talk, 1)
+    assert error_of(response) == (410, "payload_tombstoned")
+    events = talk.events()
+    [tombstone] = [event for event in events if event["type"] == "BlobsTombstoned"]
+    message = response.json()["error"]["message"]
+    for part in (EXPERTS, str(tokens_in(body) - 1), str(shape), f"event {tombstone['seq']}"):
+        assert part in message
+    assert (tombstone["turns"], events[-1], events[-2]["type"]) == ([1], tombstone, "TurnCommitted")
+
+
+def test_a_payload_that_never_was_is_not_found(line: Recorded) -> None:
+    talk = line.talk()
+    say(line, talk, "One")
+    assert error_of(fetch(talk, 2))[0] == 404
+    assert error_of(fetch(talk, 0))[0] in (400, 404)
+    assert error_of(line.stand.http.get(f"{talk.path}/turns/1/other"))[0] in (400, 404)
+    assert error_of(fetch(Session(line.stand, "nobody"), 1)) == (404, "session_not_found")
+    line.stand.http.delete(talk.path)
+    assert error_of(fetch(talk, 1)) == (404, "session_closed")
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_rollback_keeps_the_rows_of_what_is_live(line: Recorded, window: int) -> None:
+    talk = line.talk(rollback_window=window)
+    say(line, talk, "One")
+    history = talk.messages
+    first = rows_in(line.sent)
+    for number in range(window):
+        say(line, talk, f"Two {number}")
+    talk.messages = history
+    instead = say(line, talk, "Instead")
+    newest = window + 2
+    assert np.array_equal(fetched(talk, newest).rows, rows_in(instead))
+    assert np.array_equal(fetched(talk, 1).rows, first)
+    for discarded in range(2, newest):
+        assert error_of(fetch(talk, discarded)) == (410, "payload_tombstoned")
+    assert problems(line.stand) == []
+
+
+def test_retain_all_keeps_every_payload(line: Recorded) -> None:
+    talk = line.talk(retain="all", rollback_window=0)
+    sent = [say(line, talk, text) for text in ("One", "Two", "Three")]
+    for turn, body in enumerate(sent, 1):
+        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
+    assert "BlobsTombstoned" not in talk.types()
+
+
+def test_a_conversation_writes_its_rows_about_once(line: Recorded) -> None:
+    talk = line.talk()
+    for number in range(12):
+        say(line, talk, f"Question {number}")
+    chunks = [chunk for event in talk.committed() for one in event["payloads"] for chunk in one["chunks"]]
+    live = sum(fetched(talk, 12, one["kind"]).rows.size for one in talk.committed()[-1]["payloads"])
+    assert sum(chunk[5] for chunk in chunks) < 8 * live
+    assert problems(line.stand) == []
+
+
+def test_what_a_session_that_is_read_again_needs_is_in_the_store(line: Recorded) -> None:
+    """The folded state comes from the log alone."""
+    talk = line.talk()
+    sent = [say(line, talk, text) for text in ("One", "Two")]
+    line.stand.server.kill()
+    line.stand.server.start()
+    for turn, body in enumerate(sent, 1):
+        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
+    third = say(line, talk, "Three")
+    assert np.array_equal(fetched(talk, 3).rows, rows_in(third))
+    assert error_of(fetch(talk, 1))[0] == 410
+
+
+def test_a_damaged_chunk_makes_its_session_unreadable_and_no_other(line: Recorded) -> None:
+    talk, other = line.talk(), line.talk()
+    for one in (talk, other):
+        say(line, one, "One")
+    with closing(sqlite3.connect(line.stand.server.database_path)) as connection, connection:
+        changed = connection.execute(
+            "UPDATE chunks SET data = (SELECT data FROM chunks AS those WHERE those.session_id = ? LIMIT 1) "
+            "WHERE session_id = ? AND number = 0",
+            (other.id, talk.id),
+        )
+        assert changed.rowcount == 1
+        connection.execute("UPDATE chunks SET data = x'00' WHERE session_id = ? AND number = 0", (talk.id,))
+    assert error_of(fetch(talk, 1)) == (500, "session_unreadable")
+    assert fetched(other, 1).rows.size
+    assert error_of(line.stand.http.get(talk.path)) == (500, "session_unreadable")
+    assert line.stand.http.get(other.path).status_code == 200
+    talk.say("Going on")
+    assert [problem for problem in problems(line.stand) if talk.id not in problem] == []
+    assert problems(line.stand)
+    line.stand.http.delete(talk.path)
+    assert line.stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert problems(line.stand) == []
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
+    wish = {"experts": {"unasked": True, "nested": nested, "experts": 300}, "indexer_topk": {"nested": nested}}
+    talk = plain.talk()
+    body = say(plain, talk, "One", sim=wish)
+    for kind in KINDS:
+        found = fetched(talk, 1, kind)
+        assert np.array_equal(found.rows, rows_in(body, kind))
+        assert (len(found.shape) == 3) == nested
+    assert fetched(talk, 1).dtype == "uint16"
+    say(plain, talk, "Two")
+    assert np.array_equal(fetched(talk, 1).rows, rows_in(body))
+    assert error_of(fetch(talk, 2))[0] == 404
+
+
+@contextlib.contextmanager
+def silent_engine(reply: Any) -> Iterator[str]:
+    """An engine that always gives this reply, whatever it is asked for; its URL."""
+    body = encode(reply)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response_only(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kinds", "missing"),
+    [(sglang_reply(), KINDS, EXPERTS), (sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
+)
+def test_a_payload_that_was_asked_for_must_come(
+    reply: Any, kinds: Sequence[str], missing: str | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """But vLLM has no positions to give."""
+    environment = {"TURNLOG_REPLAY": ",".join(kinds)}
+    with silent_engine(reply) as url, serving(tmp_path_factory.mktemp("silent"), url, environment=environment) as made:
+        talk = session_of(made)
+        response = talk.chat([user("Hello")])
+        if missing is None:
+            assert response.status_code == 200
+            return
+        assert error_of(response) == (502, "upstream_invalid")
+        assert f"{missing} was asked for" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("layers", "top_k", "status"), [(4, 2, 200), (2, 4, 200), (4, 3, 502), (8, 2, 502)])
+def test_a_row_must_be_of_the_shape_that_is_known(
+    layers: int, top_k: int, status: int, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Base64 has no shape of its own: only the number of ids in a row can be wrong."""
+    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": str(layers), "TURNLOG_MOE_TOPK": str(top_k)}
+    with recorded(tmp_path_factory.mktemp("shape"), sglang.base_url, environment) as line:
+        talk = line.talk()
+        response = talk.chat([user("Hello")])
+        if status == 502:
+            assert error_of(response) == (502, "upstream_invalid")
+            assert talk.types()[-1] == "TurnRejected"
+            return
+        assert fetched(talk, 1).shape == [tokens_in(line.sent) - 1, layers, top_k]
+
+
+def test_rows_of_another_width_than_before_are_refused(plain: Recorded) -> None:
+    talk = plain.talk()
+    say(plain, talk, "One", sim={"experts": {"unasked": True}})
+    wider = {"experts": {"unasked": True, "top_k": 3}}
+    assert error_of(talk.chat([*talk.messages, user("Two")], sim=wider)) == (502, "upstream_invalid")
+    say(plain, talk, "Two", sim={"experts": {"unasked": True}})
+
+
+def patch_in(body: bytes) -> Rows:
+    """The rows in SGLang's reply, however many they are, of four layers and two experts."""
+    return np.frombuffer(base64.b64decode(json.loads(body)["choices"][0]["meta_info"][EXPERTS]), "<i4").reshape(-1, 8)
+
+
+def first_row(line: Recorded, talk: Session) -> int | None:
+    """The first row of experts that the engine was last asked for."""
+    asked = line.stand.sim.get("/sim/requests", params={"last": 1}).json()[0]["body"]
+    assert asked["messages"][-1] == talk.messages[-2]
+    found: int | None = asked.get("routed_experts_start_len")
+    return found
+
+
+def test_new_rows_only_are_asked_for_and_all_are_kept(patches: Recorded) -> None:
+    talk = patches.talk(retain="all")
+    known, rows = 0, np.zeros((0, 8))
+    for turn, text in enumerate(("One", "Two", "Three"), 1):
+        talk.say(text, return_routed_experts=True)
+        body = patches.sent
+        assert first_row(patches, talk) == (known if turn > 1 else None)
+        sent = patch_in(body)
+        assert len(sent) == tokens_in(body) - 1 - known
+        rows = np.concatenate([rows, sent])
+        found = fetched(talk, turn)
+        assert (found.start, np.array_equal(found.rows, rows)) == (0, True)
+        known = tokens_in(body) - 1
+        assert talk.state()["records"][-1]["response"] == json.loads(body)
+    assert problems(patches.stand) == []
+
+
+def test_a_retry_of_a_turn_with_new_rows_only_gets_the_same_bytes(patches: Recorded) -> None:
+    talk = patches.talk()
+    talk.say("One")
+    sent, key = [*talk.messages, user("Two")], {"idempotency-key": "k"}
+    one, again = (talk.chat(sent, headers=key, return_routed_experts=True) for _ in range(2))
+    assert one.content == again.content == patches.sent
+
+
+def test_rows_behind_a_drift_begin_at_the_first_one_sent(patches: Recorded) -> None:
+    """Tools stand at the beginning of the prompt, so it does not continue the tokens before."""
+    talk = patches.talk()
+    say(patches, talk, "One")
+    stop = fetched(talk, 1).shape[0]
+    body = say(patches, talk, "Two", tools=[WEATHER], return_routed_experts=True, sim={"tool_calls": False})
+    assert (talk.committed()[-1]["base_tokens"], talk.committed()[-1]["segment_cause"]) == (0, "drift")
+    found = fetched(talk, 2)
+    assert np.array_equal(found.rows, patch_in(body))
+    assert first_row(patches, talk) == found.start == stop
+    assert found.shape[0] == tokens_in(body) - 1 - stop
+    say(patches, talk, "Three", tools=[WEATHER], sim={"tool_calls": False})
+    following = fetched(talk, 3)
+    assert (following.start, following.shape[0]) == (stop, tokens_in(patches.sent) - 1 - stop)
+    assert np.array_equal(following.rows[: found.shape[0]], found.rows)
+    assert problems(patches.stand) == []
+
+
+def test_a_prompt_shorter_than_what_is_known_is_asked_for_again(patches: Recorded) -> None:
+    """Engines refuse a first row behind the prompt; that refusal is not the client's."""
+    talk = patches.talk()
+    say(patches, talk, "One", tools=[WEATHER] * 5, sim={"tool_calls": False, "completion_tokens": 2})
+    body = say(patches, talk, "Two")
+    found = fetched(talk, 2)
+    assert tokens_in(body) < fetched(talk, 1).shape[0]
+    assert talk.committed()[-1]["base_tokens"] == 0
+    assert (found.start, first_row(patches, talk)) == (0, None)
+    assert np.array_equal(found.rows, rows_in(body))
+    assert len(talk.committed()) == 2
+    assert problems(patches.stand) == []
+
+
+def test_rows_that_were_tombstoned_are_asked_for_again(patches: Recorded) -> None:
+    """A session whose parent's rows are gone gets all of them anew."""
+    talk = patches.talk(rollback_window=0)
+    say(patches, talk, "One")
+    say(patches, talk, "Two")
+    assert first_row(patches, talk) is not None
+    assert error_of(fetch(talk, 1))[0] == 410
+    assert fetched(talk, 2).start == 0
+    assert fetched(talk, 2).shape[0] == tokens_in(patches.sent) - 1
+
+
+def test_positions_need_no_asking_twice(line: Recorded) -> None:
+    """Each kind has an event's entry of its own, with its own rows."""
+    talk = line.talk()
+    body = say(line, talk, "One")
+    [event] = talk.committed()
+    kinds = [kind for kind in KINDS if f'"{kind}"'.encode() in body]
+    assert [one["kind"] for one in event["payloads"]] == kinds
+    assert (POSITIONS in kinds) == ("meta_info" in json.loads(body)["choices"][0])
