@@ -8,9 +8,20 @@ import sys
 
 import uvloop
 
-from ops.bench import clients, growth, latency, startup, turns
+from ops.bench import clients, curve, growth, health, large, latency, memory, replies, startup, turns
 
-BENCHMARKS = {"turns": turns, "latency": latency, "growth": growth, "startup": startup, "clients": clients}
+BENCHMARKS = {
+    "turns": turns,
+    "latency": latency,
+    "growth": growth,
+    "startup": startup,
+    "clients": clients,
+    "replies": replies,
+    "health": health,
+    "memory": memory,
+    "large": large,
+    "load-curve": curve,
+}
 
 
 def main() -> int:

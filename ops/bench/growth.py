@@ -51,7 +51,7 @@ async def _measured(made: Stand, arguments: argparse.Namespace) -> list[dict[str
             while conversation.turns < first - 1:
                 reply, _ = await timed(server, path, conversation.body())
                 conversation.answered(reply_message(reply), questions[0])
-            before = _stored_bytes(made)
+            before = stored_bytes(made)
             through, direct, sizes = list[float](), list[float](), list[int]()
             for _ in range(NEIGHBOURS):
                 body = conversation.body()
@@ -67,7 +67,7 @@ async def _measured(made: Stand, arguments: argparse.Namespace) -> list[dict[str
                     "engine directly ms": statistics.median(direct) * 1000,
                     "added ms": (statistics.median(through) - statistics.median(direct)) * 1000,
                     "request KiB": statistics.median(sizes) / 1024,
-                    "bytes on disk a turn": (_stored_bytes(made) - before) // NEIGHBOURS,
+                    "bytes on disk a turn": (stored_bytes(made) - before) // NEIGHBOURS,
                 }
             )
     return rows
@@ -83,7 +83,7 @@ async def _warm_up(made: Stand, arguments: argparse.Namespace) -> None:
             conversation.answered(reply_message(reply))
 
 
-def _stored_bytes(made: Stand) -> int:
+def stored_bytes(made: Stand) -> int:
     """Database and log file, after what the log file holds has been moved over."""
     connection = sqlite3.connect(made.server.database_path)
     try:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import re
+import secrets
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -32,6 +35,10 @@ CREATE_AHEAD = 1.25
 """Sessions created for the sessions that the warm-up's pace would use."""
 
 
+HEAD_BYTES = 65536
+"""A longer reply is bulk behind its message, which is looked for within so many bytes."""
+
+
 class _Choice(msgspec.Struct):
     message: msgspec.Raw
 
@@ -41,11 +48,20 @@ class _Reply(msgspec.Struct):
 
 
 _decode_reply = msgspec.json.Decoder(_Reply).decode
+_decode_head = json.JSONDecoder().raw_decode
+_MESSAGE = re.compile(rb'"choices": ?\[\{"index": ?0, ?"message": ?')
 
 
 def reply_message(body: bytes) -> bytes:
-    """The assistant's message of a chat reply, as the engine spelled it."""
-    return bytes(_decode_reply(body).choices[0].message)
+    """The assistant's message of a chat reply, as the engine spelled it.
+
+    The simulator writes it in front of ids and payloads, so that 50 MiB need not be read for 100 bytes.
+    """
+    begin = _MESSAGE.search(body, 0, HEAD_BYTES) if len(body) > HEAD_BYTES else None
+    if begin is None:
+        return bytes(_decode_reply(body).choices[0].message)
+    text = body[begin.end() : begin.end() + HEAD_BYTES].decode("latin-1")  # a character a byte
+    return body[begin.end() : begin.end() + _decode_head(text)[1]]
 
 
 def error_code(body: bytes) -> str:
@@ -84,10 +100,28 @@ def opening_messages(size: int, seed: int = 0) -> list[bytes]:
     return messages
 
 
+class Script(NamedTuple):
+    """What each session of a load says: its first messages, the wishes and fields of every request."""
+
+    opening: list[bytes]
+    sim: bytes = SIM
+    more: bytes = b""
+
+    def begin(self) -> Conversation:
+        return Conversation(self.opening, self.sim, self.more)
+
+
+def short_turns(request_bytes: int, turns_per_session: int) -> Script:
+    """Requests of `request_bytes` on the average, and replies that follow from them."""
+    growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
+    return Script(opening_messages(max(64, request_bytes - growth - 140)))
+
+
 class Tally(msgspec.Struct):
-    """What the clients saw within a stretch of time."""
+    """What the clients saw within a stretch of time; `late` turns ended after it."""
 
     latencies: list[float] = []
+    late: int = 0
     errors: dict[str, int] = {}
     request_bytes: int = 0
     reply_bytes: int = 0
@@ -101,12 +135,13 @@ class Tally(msgspec.Struct):
 class Load:
     """`clients` concurrent clients of `base_url`, started once, tallied over any number of stretches."""
 
-    def __init__(self, base_url: str, *, clients: int, request_bytes: int, turns_per_session: int) -> None:
+    def __init__(self, base_url: str, script: Script, *, clients: int, turns_per_session: int) -> None:
         self._base_url = base_url
+        self._name = f"bench-{secrets.token_hex(3)}"
+        self._script = script
         self._clients = clients
         self._turns_per_session = turns_per_session
-        growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
-        self._opening = opening_messages(max(64, request_bytes - growth - 140))
+        self.answered = 0
         self._ready: deque[str] = deque()
         self._names: Iterator[int] = itertools.count()
         self._tally = Tally()
@@ -137,7 +172,7 @@ class Load:
                 self._ready.append(await self._new_session(connection))
 
     async def _new_session(self, connection: Connection) -> str:
-        name = f"bench-{next(self._names)}"
+        name = f"{self._name}-{next(self._names)}"
         await connection.json("POST", "/sessions", {"session_id": name})
         return name
 
@@ -157,7 +192,7 @@ class Load:
         else:
             self._tally.created_within += 1
             name = await self._new_session(connection)
-        conversation = Conversation(self._opening)
+        conversation = self._script.begin()
         path = f"/sessions/{name}/v1/chat/completions"
         while conversation.turns < self._turns_per_session and time.perf_counter() < self._until:
             body = conversation.body()
@@ -167,7 +202,10 @@ class Load:
             if response.status != 200:
                 self._tally.failed(f"{response.status} {error_code(response.body)}")
                 return
-            if ended <= self._until:
+            self.answered += 1
+            if ended > self._until:
+                self._tally.late += 1
+            else:
                 self._tally.latencies.append(ended - began)
                 self._tally.request_bytes += sum(map(len, body))
                 self._tally.reply_bytes += len(response.body)

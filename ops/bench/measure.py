@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,17 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 def cpu_s(pid: int) -> float:
     """User and system seconds that a process, all of its threads and its living children have used."""
     return sum(_own_cpu_s(one) for one in family(pid))
+
+
+def foreign_cpu_s(*pids: int) -> float:
+    """What the machine has spent on anything but this process, its living children and `pids`, on all cores.
+
+    A benchmark that shares its cores with somebody else's work should say so.
+    """
+    ours = {one for pid in (os.getpid(), *pids) for one in family(pid)}
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) * _TICK_S - sum(map(_own_cpu_s, ours))
 
 
 def family(pid: int) -> list[int]:
@@ -62,10 +73,11 @@ def sync_once_s(descriptor: int, size: int = 4096) -> float:
     return time.perf_counter() - began
 
 
-def report(name: str, figures: Mapping[str, Any]) -> None:
-    """Print the figures, one a line, and keep them as JSON."""
-    width = max(len(key) for key in figures)
-    for key, value in figures.items():
+def report(name: str, figures: Mapping[str, Any], hidden: Container[str] = ()) -> None:
+    """Print the figures, one a line, less those that are `hidden`, and keep them all as JSON."""
+    shown = {key: value for key, value in figures.items() if key not in hidden}
+    width = max(map(len, shown))
+    for key, value in shown.items():
         print(f"{key:<{width}}  {_shown(value)}")
     print(f"written to {keep(name, figures)}")
     sys.stdout.flush()
@@ -89,4 +101,6 @@ def keep(name: str, figures: Any) -> Path:
 
 
 def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -20,9 +20,11 @@ class Cores(NamedTuple):
     others: set[int]
 
 
-def cores() -> Cores:
-    """The first two CPUs of this process."""
+def cores(spread: bool = False) -> Cores:
+    """The first two CPUs of this process, one each; with `spread`, both for all."""
     allowed = sorted(os.sched_getaffinity(0))
+    if spread:
+        return Cores(set(allowed[:2]), set(allowed[:2]))
     return Cores({allowed[0]}, {allowed[1 % len(allowed)]})
 
 
@@ -43,6 +45,7 @@ class Stand(NamedTuple):
     server: ServerProcess
     engine_url: str
     folder: Path
+    engine_pid: int
 
 
 @contextlib.contextmanager
@@ -53,18 +56,30 @@ def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def simulator(places: Cores, dialect: str = "sglang", port: int = 0) -> Iterator[SimulatorProcess]:
+    """An engine; the caller is pinned to the clients' core, which is the engine's too, for as long."""
+    with pinned(places.others), SimulatorProcess("--reasoning", "0", "--dialect", dialect, port=port) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
 def stand(
-    folder: Path | None = None, database_url: str | None = None, environment: Mapping[str, str] | None = None
+    folder: Path | None = None,
+    database_url: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    dialect: str = "sglang",
+    spread: bool = False,
 ) -> Iterator[Stand]:
     """Both processes, running; the caller is pinned to the clients' core for as long."""
-    places = cores()
-    with folder_for_bench(folder) as made, pinned(places.others), SimulatorProcess("--reasoning", "0") as engine:
+    places = cores(spread)
+    with folder_for_bench(folder) as made, simulator(places, dialect) as engine:
         server = ServerProcess(
             made, upstreams=[engine.base_url], database_url=database_url, environment=environment
         ).migrate()
         with pinned(places.server):
             server.start()
         try:
-            yield Stand(server, engine.base_url, made)
+            yield Stand(server, engine.base_url, made, engine.pid)
         finally:
             server.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ops.bench.client import Connection
-from ops.bench.load import Load, Tally
+from ops.bench.load import Load, Tally, short_turns
 from ops.bench.measure import cpu_s, percentile, report
 from ops.bench.profile import top_frames
 from ops.bench.stand import Stand, stand
@@ -52,8 +52,8 @@ async def main(arguments: argparse.Namespace) -> int:
 async def _measured(made: Stand, arguments: argparse.Namespace) -> dict[str, Any]:
     load = Load(
         made.server.base_url,
+        short_turns(arguments.request_bytes, arguments.turns_per_session),
         clients=arguments.clients,
-        request_bytes=arguments.request_bytes,
         turns_per_session=arguments.turns_per_session,
     )
     await load.create_ahead(arguments.clients)
