@@ -42,6 +42,7 @@ PIECE = 768 << 10
 """Base64 characters decoded at a time; a multiple of 16, so that each gives whole int32 ids."""
 
 _NPY_MAGIC = b"\x93NUMPY"
+_NPY_VERSIONS = (b"\x01\x00", b"\x02\x00", b"\x03\x00")
 _NPY_HEAD = re.compile(
     rb"\{'descr': '([<|][iu][1248])', 'fortran_order': False, 'shape': \((\d{1,10}(?:, \d{1,10})*),?\), \} *\n"
 )
@@ -151,6 +152,8 @@ def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int
             raise Rejected(f"{kind} is not base64") from error
         if not last and len(raw) != PIECE * 3 // 4:
             raise Rejected(f"{kind} is not base64: padding stands inside it")
+        if at == 0 and raw.startswith(_NPY_MAGIC) and not npy:
+            raise Rejected(f"{kind} is a .npy file where int32 was expected")
         if at == 0 and npy:
             head, dtype, dims = _npy_head(raw, kind)
             carry, body = b"", raw[len(head) :]
@@ -169,7 +172,7 @@ def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int
 
 def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
     """Head, dtype and shape of a .npy file; only what numpy itself writes for an array of integers."""
-    if not raw.startswith(_NPY_MAGIC):
+    if not raw.startswith(_NPY_MAGIC) or raw[6:8] not in _NPY_VERSIONS:
         raise Rejected(f"{kind} is not base64 of a .npy file")
     prefix = 10 if raw[6:7] == b"\x01" else 12
     length = int.from_bytes(raw[8:prefix], "little")
