@@ -106,7 +106,7 @@ class Child:
         """Can it still be given a job?"""
         return self._condemned is None and not self.ended.is_set()
 
-    async def run(self, job: bytes, *pieces: bytes | bytearray) -> tuple[Outcome, bytes]:
+    async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> tuple[Outcome, bytes]:
         """Have one job done on a body of these pieces: RESULT or REJECTED, with what goes with it. Raises Ended.
 
         Cancelled, it leaves the child at work; the answer is taken all the same and frees it.
@@ -122,7 +122,7 @@ class Child:
                 if answer is None or not answer.cancelled():
                     self._free()
 
-    async def _load(self, job: bytes, *pieces: bytes | bytearray) -> None:
+    async def _load(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> None:
         if not self.usable:
             raise Ended(None)
         at = CONTENT + len(job)

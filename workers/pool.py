@@ -107,7 +107,7 @@ class Pool:
         """Start the children, in the background: jobs wait until the first is ready."""
         self._places = [asyncio.create_task(self._keep_place()) for _ in range(self._size)]
 
-    async def run(self, job: bytes, *pieces: bytes | bytearray) -> bytes:
+    async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
         """The function's result for one job. Raises Rejected, Crashed, QueueFull, Stopped; OSError: no shared memory.
 
         `pieces` make up the body, and must not change meanwhile. The time that a job waits for a child is not limited.
@@ -151,7 +151,7 @@ class Pool:
         idle = sum(child.usable for child in self._idle)
         return Counters(self._size, alive, alive - idle, len(self._waiting), self._jobs, self._crashes)
 
-    async def _attempt(self, job: bytes, *pieces: bytes | bytearray) -> bytes:
+    async def _attempt(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
         reasons: list[Reason] = []
         again = False
         while len(reasons) < ATTEMPTS:

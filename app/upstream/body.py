@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 class Body:
     """`len(body)` bytes in `pieces`, none of them empty."""
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self.pieces = pieces
         self._size = sum(map(len, pieces))
 
@@ -16,7 +16,8 @@ class Body:
         return self._size
 
     def joined(self) -> bytes:
-        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
+        first = self.pieces[0] if len(self.pieces) == 1 else None
+        return first if isinstance(first, bytes) else b"".join(self.pieces)
 
     def slices(self, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop), without a copy."""

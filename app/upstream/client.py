@@ -5,6 +5,7 @@ httpx scans every pooled connection on each request, which costs milliseconds at
 
 from __future__ import annotations
 
+import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -17,6 +18,9 @@ from app.upstream.headers import Headers
 
 KEEPALIVE_S = 4.0
 """Idle connections are dropped before the engines' servers (uvicorn: 5 s) close them under our feet."""
+
+MAPPED = 4 << 20
+"""Bytes of a reply that is worth memory of its own."""
 
 PIECE = 256 << 10
 """A larger body is sent in pieces of so many bytes, so that other requests run between them."""
@@ -106,6 +110,8 @@ class EngineClient:
             if length > self._max_bytes:
                 raise TooLarge(f"{length} bytes")
             grow(length)
+            if length > MAPPED:
+                return await _mapped(response, length)
         pieces: list[bytes] = []
         size = 0
         async for piece in response.content.iter_any():
@@ -116,6 +122,19 @@ class EngineClient:
                 grow(len(piece))
             pieces.append(piece)
         return Body(pieces)
+
+
+async def _mapped(response: aiohttp.ClientResponse, length: int) -> Body:
+    """A very large reply in memory of its own, which the system has back as soon as it is done with.
+
+    Freed pieces would stay with the process's allocator. The pages come as they are written, not all at once.
+    """
+    area = mmap.mmap(-1, length)
+    at = 0
+    async for piece in response.content.iter_any():
+        area[at : at + len(piece)] = piece
+        at += len(piece)
+    return Body([memoryview(area)])
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
