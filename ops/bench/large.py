@@ -55,17 +55,24 @@ async def _small_turn(made: Stand) -> None:
 
 
 async def _round(made: Stand, script: Script, concurrent: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One turn in each of so many new sessions, all at once. The prober has some idle probes at both ends."""
+    """One turn in each of so many new sessions, all at once: once for the memory, once more for /health.
+
+    Not both at once: to count a process's pages holds up its every new one. The prober has some idle probes at
+    both ends.
+    """
     pid = made.server.pid
     before = family_pss(pid)
     loop = asyncio.get_running_loop()
-    with Sampler(pid) as sampler, Prober(made.server.base_url, arguments.interval_ms) as prober:
-        began, foreign = loop.time(), foreign_cpu_s()
+    with Sampler(pid) as sampler:
         failures = await _turns(made, script, [f"large-{number}" for number in range(concurrent)])
-        seconds, foreign = loop.time() - began, foreign_cpu_s() - foreign
-        probes, samples = prober.probes(), sampler.samples()
+        samples = sampler.samples()
     await asyncio.sleep(SETTLE_S)
     kept = family_pss(pid) - before
+    with Prober(made.server.base_url, arguments.interval_ms) as prober:
+        began, foreign = loop.time(), foreign_cpu_s()
+        failures += await _turns(made, script, [f"again-{number}" for number in range(concurrent)])
+        seconds, foreign = loop.time() - began, foreign_cpu_s() - foreign
+        probes = prober.probes()
     growth = samples.peak.total - samples.first.total
     health = {name: value for name, value in probes.figures().items() if name.startswith(("health", "probes"))}
     return {
