@@ -13,14 +13,14 @@ from alembic import command
 from filelock import FileLock
 from helpers.databases import alembic_config, migrate, run_module
 from helpers.store import Store
-from sqlalchemy import inspect
+from sqlalchemy import inspect, select
 from sqlalchemy.engine import make_url
 
 from app.domain.session import Session, fold
 from app.errors import StartupError
 from app.store import reads
 from app.store.engine import Database, create_engine, revision_head
-from app.store.schema import metadata
+from app.store.schema import metadata, sessions
 
 TABLES = set(metadata.tables)
 
@@ -78,6 +78,45 @@ def test_upgrade_with_data_keeps_it(empty_url: str) -> None:
     assert len(second.turns) == 2
 
 
+async def _close_as_the_first_revision_did(url: str) -> None:
+    """A session with a turn, closed, its events under the versions that the first revision wrote."""
+    database = Database(url)
+    await database.open()
+    try:
+        async with Store.over(database) as store:
+            await store.create("old")
+            await store.take_turn("old")
+            await store.close("old")
+    finally:
+        await database.close()
+    engine = create_engine(url)
+    async with engine.begin() as connection:
+        await connection.exec_driver_sql("UPDATE events SET version = 1")
+    await engine.dispose()
+
+
+async def _session_and_times(url: str) -> tuple[Session | None, float | None, float]:
+    database = Database(url)
+    await database.open()
+    try:
+        rows = await database.read(lambda c: c.execute(select(sessions.c.closed_at, sessions.c.updated_at)).one())
+        return fold("old", await database.read(lambda c: reads.load_events(c, "old"))), rows[0], rows[1]
+    finally:
+        await database.close()
+
+
+def test_a_database_of_the_first_revision_is_taken_over(empty_url: str) -> None:
+    migrate(empty_url)
+    asyncio.run(_close_as_the_first_revision_did(empty_url))
+    command.downgrade(alembic_config(empty_url), "0001")
+    assert not {"chunks", "refused_replies"} & tables(empty_url)
+    migrate(empty_url)
+    session, closed_at, updated_at = asyncio.run(_session_and_times(empty_url))
+    assert session is not None
+    assert (session.status, len(session.turns), session.payloads) == ("closed", 1, {})
+    assert closed_at == updated_at
+
+
 def test_the_schema_in_code_and_in_migrations_are_one(database_url: str) -> None:
     """It raises where they differ; the next test sees it do so."""
     command.check(alembic_config(database_url))
@@ -107,14 +146,16 @@ def test_postgres_columns_of_compressed_content_are_not_compressed_again(postgre
         async with engine.connect() as connection:
             rows = await connection.exec_driver_sql(
                 "SELECT c.relname || '.' || a.attname, a.attstorage::text FROM pg_attribute a "
-                "JOIN pg_class c ON c.oid = a.attrelid WHERE c.relname IN ('turns', 'blobs', 'snapshots')"
+                "JOIN pg_class c ON c.oid = a.attrelid WHERE c.relname IN "
+                "('turns', 'blobs', 'snapshots', 'chunks', 'refused_replies')"
             )
             found = {row[0]: row[1] for row in rows}
         await engine.dispose()
         return found
 
     storage = asyncio.run(look())
-    for column in ("turns.facts", "turns.wire", "blobs.data", "snapshots.data"):
+    compressed = ("turns.facts", "turns.wire", "blobs.data", "snapshots.data", "chunks.data", "refused_replies.data")
+    for column in compressed:
         assert storage[column] in ("e", b"e"), column
 
 
