@@ -31,7 +31,7 @@ WARM_UP_TURNS = 5
 WINDOW = 10
 """Turns around a place; what they write stands for it. A checkpoint writes for about as many."""
 
-PLACES = (5, 25, 50)
+PLACES = (5, 25, 50, 100, 200)
 
 
 USAGE_WITHIN = 4096
