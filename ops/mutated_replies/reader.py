@@ -162,7 +162,8 @@ def read(body: bytes, demand: Demand) -> Reading:
     reading.root = root
     _check_message(reading)
     if demand.judged:
-        _read_payloads(reading, choice if vllm else get(choice, "meta_info"), demand)
+        homes = [choice] if vllm else [get(choice, "meta_info"), get(root, "sglext")]
+        _read_payloads(reading, homes, demand)
     return reading
 
 
@@ -262,10 +263,11 @@ def _check_message(reading: Reading) -> None:
         raise Malformed("content is not a string")
 
 
-def _read_payloads(reading: Reading, home: Value, demand: Demand) -> None:
+def _read_payloads(reading: Reading, homes: list[Value], demand: Demand) -> None:
+    """The first home that has a payload counts; a second copy must be the same, which is not looked at here."""
     total = len(reading.prompt) + len(reading.output) - 1
     for kind in KINDS:
-        value = get(home, kind)
+        value = next((found for home in homes if (found := get(home, kind)) is not None), None)
         if value is not None:
             start = demand.start if kind == "routed_experts" else 0
             npy = reading.dialect == "vllm"
