@@ -57,18 +57,20 @@ class Prober(watch.Watcher):
 
 
 class _Line:
-    """One connection. `intended` is when the probe that it carries was due."""
+    """One connection. `intended` is when the probe that it carries was due; `asked`: it carries one."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.socket = socket.create_connection(address)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.intended = 0.0
+        self.asked = False
         self._data = b""
 
     def send(self, request: bytes, intended: float) -> None:
         """Raises OSError."""
         self.intended, self._data = intended, b""
         self.socket.sendall(request)
+        self.asked = True
 
     def answered(self) -> bool:
         """Read what there is; is it the whole of a 200? Raises OSError for anything else."""
@@ -104,9 +106,14 @@ class _Probing:
             return
         try:
             line = self._idle.pop() if self._idle else self._connected()
+        except OSError:
+            self._found.failures += 1
+            return
+        try:
             line.send(self._request, intended)
         except OSError:
             self._found.failures += 1
+            self._drop(line)
             return
         self.busy += 1
         self._found.lateness.append(time.perf_counter() - intended)
@@ -125,16 +132,24 @@ class _Probing:
                 return
 
     def _read(self, line: _Line) -> None:
+        if not line.asked:  # the server ends a connection that had nothing to do for some seconds
+            self._idle.remove(line)
+            self._drop(line)
+            return
         try:
             if not line.answered():
                 return
             self._found.latencies.append(time.perf_counter() - line.intended)
+            line.asked = False
             self._idle.append(line)
         except OSError:
             self._found.failures += 1
-            self._selector.unregister(line.socket)
-            line.socket.close()
+            self._drop(line)
         self.busy -= 1
+
+    def _drop(self, line: _Line) -> None:
+        self._selector.unregister(line.socket)
+        line.socket.close()
 
 
 def main() -> None:
