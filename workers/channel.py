@@ -107,7 +107,7 @@ class Child:
         return self._condemned is None and not self.ended.is_set()
 
     async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> tuple[Outcome, bytes]:
-        """Have one job done on a body of these pieces: RESULT or REJECTED, with what goes with it. Raises Ended.
+        """Have one job done on a body of these pieces: RESULT, or a refusal with its message. Raises Ended.
 
         Cancelled, it leaves the child at work; the answer is taken all the same and frees it.
         """

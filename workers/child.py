@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from workers.parse import Rejected
+from workers.parse import PromptDiffers, Rejected
 from workers.segment import Segment, room_for
 
 JOB = struct.Struct("<QQ")
@@ -65,10 +65,13 @@ class Outcome(enum.IntEnum):
     REJECTED = 2
     """With the message, in UTF-8."""
 
-    OUT_OF_MEMORY = 3
+    PROMPT_DIFFERS = 3
+    """The same for a `PromptDiffers`, which is another error to the caller."""
+
+    OUT_OF_MEMORY = 4
     """The process ends: what a failed allocation left behind is not worth finding out."""
 
-    FAULT = 4
+    FAULT = 5
     """The function raised what it should not have; the process ends."""
 
 
@@ -118,7 +121,8 @@ class _Worker:
             try:
                 outcome, result = Outcome.RESULT, self._call(function, job_end, end)
             except Rejected as refusal:
-                outcome, result = Outcome.REJECTED, str(refusal).encode(errors="backslashreplace")
+                outcome = Outcome.PROMPT_DIFFERS if isinstance(refusal, PromptDiffers) else Outcome.REJECTED
+                result = str(refusal).encode(errors="backslashreplace")
             self._memory.allow_beside(max(self._segment.size, room_for(end + len(result))))
             self._segment.grow(end + len(result))
             self._segment.write(end, result)

@@ -15,7 +15,7 @@ import numpy as np
 
 from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
-from workers.parse import REPLAY, Known, Parsed, Rejected, Span, parse_reply
+from workers.parse import REPLAY, Known, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
 
 WINDOW = 64 << 10
 """Bytes searched at a time: shared memory has no fast search, a copy in the processor's cache does."""
@@ -25,7 +25,10 @@ COPIES = 2
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a reply beforehand, and what is stored with it: see `parse_reply`, `Want` and `Wire`."""
+    """What is known of a reply beforehand, and what is stored with it: see `parse_reply`, `Want` and `Wire`.
+
+    `sent` is empty where the prompt was not sent as ids.
+    """
 
     dialect: Literal["auto", "sglang", "vllm"]
     known: Known | None
@@ -35,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     status: int
     rid: str
     own: bytes
+    protocol: Protocol = "chat"
+    sent: bytes = b""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +51,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`."""
+    """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
+
+    `output_ids` are there where the prompt was sent as ids: so will the next one be.
+    """
 
     dialect: Literal["sglang", "vllm"]
     message: bytes
@@ -60,6 +68,8 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     wire: bytes
     payloads: list[payloads.Stored]
     places: list[Place]
+    cached_tokens: int | None = None
+    output_ids: bytes = b""
 
 
 _JOB = msgspec.msgpack.Decoder(Job)
@@ -118,6 +128,8 @@ def work(job: Job, body: memoryview) -> Done:
         wire=codec.pack(_wire(job, found, edits, parsed.base + suffix_tokens)),
         payloads=stored,
         places=[value.place for value in found.values],
+        cached_tokens=parsed.cached_tokens,
+        output_ids=parsed.output_ids if job.sent else b"",
     )
 
 
@@ -157,17 +169,23 @@ def _parsed(job: Job, body: memoryview) -> _Found:
     if places:
         text = _marked(body, places)
         try:
-            parsed = parse_reply(text, job.dialect, job.known)
+            parsed = _judged(job, text)
             values = _values(parsed, text, places, body)
             if values is not None:
                 return _Found(parsed, text, values, marked=True)
+        except PromptDiffers:
+            raise
         except Rejected:
             # The cut may have done it: the whole reply decides.
             pass
     text = bytes(body)
-    parsed = parse_reply(text, job.dialect, job.known)
+    parsed = _judged(job, text)
     whole = [_place(text, kind, raw) for kind, raw in parsed.payloads]
     return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
+
+
+def _judged(job: Job, text: bytes) -> Parsed:
+    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None)
 
 
 def _mark(number: int) -> bytes:
@@ -278,7 +296,7 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
 def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
     """What is stored of the reply, without what is stored elsewhere."""
     text, prompt = found.text, found.parsed.prompt_text
-    separator = codec.prompt_ids_separator(prompt, prompt_tokens)
+    separator = codec.prompt_ids_separator(prompt, prompt_tokens) if prompt else None
     if separator is not None:
         edits = [*edits, *_prompt_edit(text, prompt, edits)]
     parts: list[bytes] = []

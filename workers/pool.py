@@ -8,6 +8,7 @@ One channel a child: a child that dies harms only its own job, which is tried on
     ├── NoWorker    none has been ready for a while
     └── Stopped     the pool is stopping
     Rejected        (workers.parse) the job's own answer
+    └── PromptDiffers
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import msgspec
 
 from workers.channel import START_S, Child, Ended, Reason, Settings
 from workers.child import Outcome
-from workers.parse import Rejected
+from workers.parse import PromptDiffers, Rejected
 
 log = logging.getLogger("turnlog.workers")
 
@@ -168,6 +169,8 @@ class Pool:
             self._jobs += 1
             if outcome == Outcome.REJECTED:
                 raise Rejected(content.decode())
+            if outcome == Outcome.PROMPT_DIFFERS:
+                raise PromptDiffers(content.decode())
             return content
         raise Crashed(reasons, self._settings.deadline_s)
 

@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _CHAT = "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
 
 
 class Simulator:
@@ -33,6 +34,7 @@ class Simulator:
         self.engine = Engine(self.config)
         self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
         self.control = Control(self.engine, self.requests)
+        self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
@@ -45,18 +47,19 @@ class Simulator:
         if body is None:
             return
         path = scope["path"]
-        if path == _CHAT and scope["method"] == "POST":
-            reply = await self._chat(scope, body, receive)
+        if path in self._generating and scope["method"] == "POST":
+            reply = await self._generated(scope, body, receive)
         else:
             reply = await self._controlled(scope, path, body)
         if reply is not None:
             await _deliver(reply, receive, send)
 
-    async def _chat(self, scope: Scope, body: bytes, receive: Receive) -> Reply | None:
+    async def _generated(self, scope: Scope, body: bytes, receive: Receive) -> Reply | None:
         headers = scope["headers"]
         self.requests.add(Seen(scope["path"], headers, body))
         key = next((value for name, value in headers if name == b"x-smg-routing-key"), b"")
-        return await self.engine.chat(body, key.decode("latin-1"), lambda: _hung_up(receive))
+        answer = self._generating[scope["path"]]
+        return await answer(body, key.decode("latin-1"), lambda: _hung_up(receive))
 
     async def _controlled(self, scope: Scope, path: str, body: bytes) -> Reply:
         handler = self.control.find(scope["method"], path)

@@ -61,7 +61,7 @@ class Latency(Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    """Everything but chat. Unknown routes are not found, as on an engine."""
+    """Everything but generations. Unknown routes are not found, as on an engine."""
 
     def __init__(self, engine: Engine, requests: RequestLog) -> None:
         self._engine = engine

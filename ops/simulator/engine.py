@@ -1,4 +1,4 @@
-"""One chat request from body to reply: the simulator without its routes."""
+"""One request from body to reply: the simulator without its routes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Protocol
 
 import msgspec
 
-from ops.simulator import sglang, vllm
+from ops.simulator import completion, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault
 from ops.simulator.generate import Draft, Policy
-from ops.simulator.generation import Generation, Span, Writer
+from ops.simulator.generation import Generation, R, Span, Writer
 from ops.simulator.payloads import Payloads
 from ops.simulator.records import Counters, PrefixCache
 from ops.simulator.running import Run, Runs
 from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
 from ops.simulator.tokenizer import Encoded, Tokenizer
-from ops.simulator.wire import BadRequest, ChatRequest, FaultOrder, Reply, Sim
+from ops.simulator.wire import MAX_ID, BadRequest, ChatRequest, CompletionRequest, FaultOrder, Reply, Request, Sim
 
-_MAX_ID = 2**31 - 1
+HungUp = Callable[[], Awaitable[None]]
+
+_REFUSALS = (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Wire(Protocol):
@@ -30,10 +32,10 @@ class Wire(Protocol):
     def error(self, message: str, status: int = 400) -> Reply:
         """An error object."""
 
-    def render(self, generation: Generation, writer: Writer) -> Reply:
+    def render(self, generation: Generation[ChatRequest], writer: Writer) -> Reply:
         """A whole reply."""
 
-    def stream(self, generation: Generation, writer: Writer) -> Reply:
+    def stream(self, generation: Generation[ChatRequest], writer: Writer) -> Reply:
         """A reply as events."""
 
 
@@ -54,6 +56,7 @@ class Engine:
         self.latency_s = config.latency_s
         self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
         self._decode = msgspec.json.Decoder(ChatRequest).decode
+        self._decode_completion = msgspec.json.Decoder(CompletionRequest).decode
         self._decode_ids = msgspec.json.Decoder(list[int]).decode
         self._opening = self.tokenizer.encode(GENERATION_PROMPT).packed
         self._number = 0
@@ -73,16 +76,51 @@ class Engine:
         self.weight_version = self.config.weight_version
         self.latency_s = self.config.latency_s
 
-    async def chat(self, body: bytes, key: str, hung_up: Callable[[], Awaitable[None]]) -> Reply | None:
+    async def chat(self, body: bytes, key: str, hung_up: HungUp) -> Reply | None:
         """Answer a chat body under a routing ``key``; ``None`` once the client left."""
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
             order = self.faults.take(request.sim)
             prompt = self._prompt(request, conversation)
-        except (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.counters.refused += 1
-            return self.error(str(error) or "the request is nested too deeply")
+        except _REFUSALS as error:
+            return self._refused(error)
+        generation = await self._generate(request, prompt, conversation, order, key, hung_up)
+        if not isinstance(generation, Generation):
+            return generation
+        if not request.stream:
+            return self._spoiled(self._dialect.render(generation, self.writer), order)
+        reply = self._dialect.stream(generation, self.writer)
+        return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
+
+    async def complete(self, body: bytes, key: str, hung_up: HungUp) -> Reply | None:
+        """Answer a completion's body under a routing ``key``; ``None`` once the client left."""
+        try:
+            request = self._decode_completion(body)
+            self._check(request)
+            completion.check(request)
+            order = self.faults.take(request.sim)
+            prompt = completion.read_prompt(request.prompt, self.tokenizer)
+            self._check_start(request, prompt)
+        except _REFUSALS as error:
+            return self._refused(error)
+        conversation = completion.conversation(prompt)
+        generation = await self._generate(request, prompt, conversation, order, key, hung_up)
+        if not isinstance(generation, Generation):
+            return generation
+        render = completion.vllm if self.config.dialect == "vllm" else completion.sglang
+        return self._spoiled(render(generation, self.writer), order)
+
+    async def _generate(
+        self,
+        request: R,
+        prompt: Encoded,
+        conversation: Conversation,
+        order: FaultOrder | None,
+        key: str,
+        hung_up: HungUp,
+    ) -> Generation[R] | Reply | None:
+        """Take the time and the tokens of a generation; a reply where a fault stands for it."""
         fault = FAULTS[order.fault] if order else None
         self._number += 1
         sim = request.sim or Sim()
@@ -101,12 +139,33 @@ class Engine:
         if run.gone:
             return None
         self.counters.finished += 1
-        return self._reply(request, prompt, self._cut(draft, run, share), run, key, order)
+        draft = self._cut(draft, run, share)
+        cached = self.prefixes.cached(key, prompt.packed)
+        self.prefixes.served(key, prompt.packed, array("i", draft.ids).tobytes())
+        spans = _spans(run, request.sim, len(draft.ids))
+        return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+
+    def _refused(self, error: Exception) -> Reply:
+        self.counters.refused += 1
+        return self.error(str(error) or "the request is nested too deeply")
+
+    def _spoiled(self, reply: Reply, order: FaultOrder | None) -> Reply:
+        if order is None:
+            return reply
+        self.counters.faulted += 1
+        return FAULTS[order.fault].spoil(reply, order)
+
+    def _check(self, request: Request) -> None:
+        if request.n not in (None, 1):
+            raise BadRequest("this simulator answers with one choice; n must be 1")
+
+    def _check_start(self, request: Request, prompt: Encoded) -> None:
+        if self.config.dialect == "sglang":
+            sglang.check_start(request, prompt.count)
 
     def _read(self, body: bytes) -> ChatRequest:
         request = self._decode(body)
-        if request.n not in (None, 1):
-            raise BadRequest("this simulator answers with one choice; n must be 1")
+        self._check(request)
         for name in ("max_tokens", "max_completion_tokens"):
             limit = getattr(request, name)
             if limit is not None and limit < 0:
@@ -121,46 +180,28 @@ class Engine:
             prompt = self.template.prompt(conversation)
         else:
             ids = self._decode_ids(raw)
-            if not ids or min(ids) < 0 or max(ids) > _MAX_ID:
+            if not ids or min(ids) < 0 or max(ids) > MAX_ID:
                 raise BadRequest("input_ids must be a non-empty list of token ids")
             prompt = Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
-        if self.config.dialect == "sglang":
-            sglang.check_start(request, prompt.count)
+        self._check_start(request, prompt)
         return prompt
 
-    def _draft(self, conversation: Conversation, request: ChatRequest, prompt: Encoded, finish: str | None) -> Draft:
+    def _draft(self, conversation: Conversation, request: R, prompt: Encoded, finish: str | None) -> Draft:
+        wish: ChatRequest | CompletionRequest = request
         if finish is not None:
             sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
-            request = msgspec.structs.replace(request, sim=sim)
+            wish = msgspec.structs.replace(request, sim=sim)
         continuing = not prompt.packed.endswith(self._opening)
-        return self.policy.draft(conversation, request, continuing)
+        draft = self.policy.draft(conversation, wish, continuing)
+        if isinstance(request, CompletionRequest) and request.stop:
+            stops = [request.stop] if isinstance(request.stop, str) else request.stop
+            draft = self.policy.stopped(draft, stops)
+        return draft
 
     def _cut(self, draft: Draft, run: Run, share: float) -> Draft:
         if not run.aborted:
             return draft
         return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
-
-    def _reply(
-        self,
-        request: ChatRequest,
-        prompt: Encoded,
-        draft: Draft,
-        run: Run,
-        key: str,
-        order: FaultOrder | None,
-    ) -> Reply:
-        cached = self.prefixes.cached(key, prompt.packed)
-        self.prefixes.served(key, prompt.packed, array("i", draft.ids).tobytes())
-        spans = _spans(run, request.sim, len(draft.ids))
-        generation = Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
-        if request.stream:
-            reply = self._dialect.stream(generation, self.writer)
-            return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
-        reply = self._dialect.render(generation, self.writer)
-        if order is None:
-            return reply
-        self.counters.faulted += 1
-        return FAULTS[order.fault].spoil(reply, order)
 
 
 # The faults that a stream knows too.

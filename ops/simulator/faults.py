@@ -73,7 +73,8 @@ def _redirect(reply: Reply, order: FaultOrder) -> Reply:
 
 def _bad_utf8(reply: Reply, order: FaultOrder) -> Reply:
     def edit(value: dict[str, Any]) -> None:
-        value["choices"][0]["message"]["content"] = "@@broken@@"
+        choice = _choice(value)
+        choice.get("message", choice)["content" if "message" in choice else "text"] = "@@broken@@"
 
     return reply.with_body(_edited(edit)(reply, order).body.replace(b"@@broken@@", b"\xff\xfe\x80"))
 
@@ -96,6 +97,7 @@ def _set_logprob(logprob: object) -> Edit:
             entry["logprob"] = logprob
         for entry in choice.get("meta_info", {}).get("output_token_logprobs", [])[:1]:
             entry[0] = logprob
+        (choice.get("logprobs") or {}).get("token_logprobs", [])[:1] = [logprob]
 
     return edit
 
@@ -130,6 +132,7 @@ def _shorten_logprobs(value: dict[str, Any]) -> None:
     choice = _choice(value)
     for entries in (
         (choice.get("logprobs") or {}).get("content", []),
+        (choice.get("logprobs") or {}).get("token_logprobs", []),
         choice.get("meta_info", {}).get("output_token_logprobs", []),
     ):
         del entries[-1:]
@@ -144,7 +147,8 @@ def _two_choices(value: dict[str, Any]) -> None:
 
 
 def _null_message(value: dict[str, Any]) -> None:
-    _choice(value)["message"] = None
+    choice = _choice(value)
+    choice["text" if "text" in choice else "message"] = None
 
 
 def _bool_completion_tokens(value: dict[str, Any]) -> None:
@@ -158,13 +162,25 @@ def _drop_prompt_ids(value: dict[str, Any]) -> None:
     _choice(value).pop("prompt_token_ids", None)
 
 
+def _change_prompt_id(value: dict[str, Any]) -> None:
+    """One id in the middle of the reported prompt is its neighbour."""
+    for holder in (value, _choice(value)):
+        ids = holder.get("prompt_token_ids")
+        if ids:
+            ids[len(ids) // 2] ^= 1
+
+
 def _nest_deeply(value: dict[str, Any]) -> None:
     value["nested"] = _bare("[" * 5000 + "]" * 5000)
 
 
 def _duplicate_meta_key(reply: Reply, order: FaultOrder) -> Reply:
+    """A completion has no ``meta_info``; what it tells of its tokens is in ``logprobs``."""
+    body = reply.body
+    if b'"object":"text_completion"' in body:
+        return reply.with_body(body.replace(b'"logprobs":{', b'"logprobs":{"token_logprobs":[-1.0],', 1))
     first = b'"meta_info":{'
-    return reply.with_body(reply.body.replace(first, first + b'"completion_tokens":1,', 1))
+    return reply.with_body(body.replace(first, first + b'"completion_tokens":1,', 1))
 
 
 def _experts_holder(value: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +250,7 @@ FAULTS: dict[str, Fault] = {
     "deep_nesting": Fault(_edited(_nest_deeply)),
     "completion_tokens_bool": Fault(_edited(_bool_completion_tokens)),
     "missing_prompt_ids": Fault(_edited(_drop_prompt_ids)),
+    "other_prompt": Fault(_edited(_change_prompt_id)),
     "bad_experts_base64": Fault(_edited(_break_experts)),
     "misaligned_experts": Fault(_edited(_misalign_experts)),
     "wrong_experts_rows": Fault(_edited(_drop_experts_row)),

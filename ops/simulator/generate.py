@@ -6,7 +6,9 @@ import hashlib
 import json
 import random
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ops.simulator.arguments import draw_arguments
 from ops.simulator.config import Config
@@ -14,7 +16,7 @@ from ops.simulator.lru import Lru
 from ops.simulator.prose import Prose
 from ops.simulator.template import Conversation, assistant_text
 from ops.simulator.tokenizer import IM_END, Tokenizer
-from ops.simulator.wire import ChatRequest, Sim, Tool
+from ops.simulator.wire import ChatRequest, Request, Sim, Tool
 
 _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _SECOND_CALL_SHARE = 0.25
@@ -36,6 +38,8 @@ class Draft:
 
     ``ids`` ends with the end token where ``finish`` is ``stop`` or
     ``tool_calls`` and then ``text`` (which lacks it) is what the ids decode to.
+    ``stop_text`` is the stop string that ended a completion; ``ids`` then ends with
+    the token that completed it, and ``text`` before it began.
     """
 
     text: str
@@ -46,6 +50,7 @@ class Draft:
     finish: str
     logprob_offset: int
     digest: str
+    stop_text: str | None = None
 
 
 class Policy:
@@ -73,7 +78,7 @@ class Policy:
         """Start counting earlier generations anew."""
         self._asked.clear()
 
-    def draft(self, conversation: Conversation, request: ChatRequest, continuing: bool) -> Draft:
+    def draft(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
         """Sample an answer to ``conversation``, within ``request``'s limits.
 
         ``continuing``: the prompt ends inside an assistant turn.
@@ -83,10 +88,13 @@ class Policy:
         key = hashlib.blake2b(self._seed + conversation.digest + asked.to_bytes(8, "little"), digest_size=16).digest()
         rng = random.Random(key)
         sim = request.sim or Sim()
-        limit = request.max_completion_tokens
-        if limit is None:
-            limit = request.max_tokens
-        calls = () if continuing else self._calls(conversation, request, sim, rng)
+        limit = request.max_tokens
+        calls: tuple[Call, ...] = ()
+        if isinstance(request, ChatRequest):
+            if request.max_completion_tokens is not None:
+                limit = request.max_completion_tokens
+            if not continuing:
+                calls = self._calls(conversation, request, sim, rng)
         draft = self._compose(sim, calls, rng, limit, continuing, key.hex())
         if limit is not None and len(draft.ids) > limit:
             draft = self.cut(draft, limit, "length", exact=True)
@@ -184,7 +192,30 @@ class Policy:
                 ids, text = shorter, shown
                 break
         reasoning, content, calls = parse(text, draft.calls)
-        return replace(draft, text=text, content=content, reasoning=reasoning, calls=calls, ids=ids, finish=finish)
+        return replace(
+            draft,
+            text=text,
+            content=content,
+            reasoning=reasoning,
+            calls=calls,
+            ids=ids,
+            finish=finish,
+            stop_text=None,
+        )
+
+    def stopped(self, draft: Draft, stops: list[str]) -> Draft:
+        """``draft`` up to the first of these strings in its text, as engines cut a completion."""
+        ids = draft.ids[:-1] if draft.ids[-1:] == [self._end] else draft.ids
+        pieces = [self._tokenizer.token_bytes[token] for token in ids]
+        whole = b"".join(pieces)
+        found = [(whole.find(stop.encode()), stop) for stop in stops if stop and stop.encode() in whole]
+        if not found:
+            return draft
+        at, stop = min(found)
+        ends = list(accumulate(map(len, pieces)))
+        count = bisect_left(ends, at + len(stop.encode())) + 1
+        text = whole[:at].decode("utf-8", "replace")
+        return replace(draft, text=text, content=text, ids=ids[:count], finish="stop", stop_text=stop)
 
 
 def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[Call, ...]]:

@@ -6,6 +6,8 @@ import math
 import random
 from array import array
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -13,7 +15,7 @@ from ops.simulator.config import Config
 from ops.simulator.generate import Draft
 from ops.simulator.payloads import Payloads, Shape
 from ops.simulator.tokenizer import IM_END, Encoded, Tokenizer
-from ops.simulator.wire import ChatRequest, Experts, Sim
+from ops.simulator.wire import ChatRequest, CompletionRequest, Experts, Sim
 
 _LOGPROBS = 8191
 
@@ -29,13 +31,16 @@ class Span:
     end: int
 
 
+R = TypeVar("R", ChatRequest, CompletionRequest)
+
+
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Generic[R]):
     """All that a reply is written from."""
 
     id: str
     created: int
-    request: ChatRequest
+    request: R
     prompt: Encoded
     draft: Draft
     cached_tokens: int
@@ -57,9 +62,9 @@ class Generation:
         return len(self.draft.ids)
 
     @property
-    def matched_stop(self) -> bool:
-        """Whether the model ended the turn itself."""
-        return self.draft.finish in ("stop", "tool_calls")
+    def ended_itself(self) -> bool:
+        """Whether the end token was sampled, and not a stop string found or a limit met."""
+        return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None
 
 
 class Writer:
@@ -69,6 +74,7 @@ class Writer:
         self.config = config
         self.payloads = payloads
         self.end_id = tokenizer.special_ids[IM_END]
+        self._tokenizer = tokenizer
         rng = random.Random(f"logprobs {config.seed}")
         values = [math.log1p(-rng.random()) * rng.random() - 1e-9 for _ in range(_LOGPROBS)]
         self._numbers = [repr(value).encode() for value in values]
@@ -101,7 +107,29 @@ class Writer:
         entries = b",".join([heads[token] + number + b',"top_logprobs":[]}' for number, token in pairs])
         return b'{"content":[' + entries + b"]}"
 
-    def experts(self, generation: Generation, asked: bool, start: int, npy: bool = False) -> bytes | None:
+    def token_logprobs(self, ids: list[int], numbers: list[bytes], counted: bool, alternatives: bool) -> bytes:
+        """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
+
+        ``numbers`` has ``null`` where there is none. Offsets are ``counted`` in characters, or -1;
+        ``alternatives`` names for each token the one there is, itself.
+        """
+        known = len(self._tokenizer.texts)
+        lengths = [len(self._tokenizer.texts[token]) if token < known else 0 for token in ids]
+        texts = [self._tokenizer.json_texts[token] if token < known else b'""' for token in ids]
+        offsets = [0, *accumulate(lengths)][: len(ids)] if counted else [-1] * len(ids)
+        tops = [b"{%s:%s}" % pair if pair[1] != b"null" else b"null" for pair in zip(texts, numbers, strict=True)]
+        return b'{"text_offset":%s,"token_logprobs":[%s],"tokens":[%s],"top_logprobs":[%s]}' % (
+            encode(offsets),
+            b",".join(numbers),
+            b",".join(texts),
+            b",".join(tops) if alternatives else b"",
+        )
+
+    def text_of(self, ids: list[int]) -> str:
+        """What ids stand for, as an echoed prompt."""
+        return self._tokenizer.decode(ids)
+
+    def experts(self, generation: Generation[R], asked: bool, start: int, npy: bool = False) -> bytes | None:
         """The ``routed_experts`` value, or ``None`` where none is due."""
         wish = generation.sim.experts
         if not asked and not (wish and wish.unasked):
@@ -111,7 +139,7 @@ class Writer:
         shape = Shape(wish.layers or layers, wish.top_k or top_k, wish.experts or experts)
         return self._payload(generation, shape, wish, start, npy)
 
-    def indexer(self, generation: Generation) -> bytes | None:
+    def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
         """The ``indexer_topk`` value, or ``None`` where none is due."""
         wish = generation.sim.indexer_topk
         if not generation.request.return_indexer_topk and wish is None:
@@ -120,7 +148,7 @@ class Writer:
         wish = wish or Experts()
         return self._payload(generation, Shape(wish.layers or layers, wish.top_k or top_k, 0), wish, 0, False)
 
-    def _payload(self, generation: Generation, shape: Shape, wish: Experts, start: int, npy: bool) -> bytes:
+    def _payload(self, generation: Generation[R], shape: Shape, wish: Experts, start: int, npy: bool) -> bytes:
         stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
         write = self.payloads.nested if wish.nested else self.payloads.npy if npy else self.payloads.base64
         head = generation.prompt.packed[:64] + array("i", generation.draft.ids[:16]).tobytes()

@@ -10,7 +10,7 @@ from ops.simulator.generation import (
     event,
     message_json,
 )
-from ops.simulator.wire import BadRequest, ChatRequest, Reply, json_reply
+from ops.simulator.wire import BadRequest, ChatRequest, Reply, Request, json_reply
 
 _NOT_STREAMED = ("return_prompt_token_ids", "return_token_ids", "return_meta_info")
 
@@ -29,13 +29,13 @@ def check(request: ChatRequest) -> None:
                 raise BadRequest(f"{name} is not supported with streaming; set stream=false.")
 
 
-def check_start(request: ChatRequest, prompt_tokens: int) -> None:
+def check_start(request: Request, prompt_tokens: int) -> None:
     """Refuse a first row outside the prompt. Raises :class:`BadRequest`."""
     if not 0 <= request.routed_experts_start_len <= prompt_tokens:
         raise BadRequest(f"routed_experts_start_len must be in [0, {prompt_tokens}].")
 
 
-def render(generation: Generation, writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
@@ -47,7 +47,7 @@ def render(generation: Generation, writer: Writer) -> Reply:
         b',"logprobs":',
         writer.content_logprobs(draft, numbers) if request.logprobs else b"null",
         b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        str(writer.end_id).encode() if generation.matched_stop else b"null",
+        str(writer.end_id).encode() if generation.ended_itself else b"null",
     ]
     if request.return_prompt_token_ids or request.return_token_ids:
         head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
@@ -62,18 +62,20 @@ def render(generation: Generation, writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _finish(generation: Generation, writer: Writer) -> dict[str, object]:
+def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, object]:
     finish = generation.draft.finish
     if finish == "length":
         return {"type": "length", "length": generation.completion_tokens}
     if finish == "abort":
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    if generation.matched_stop:
+    if generation.ended_itself:
         return {"type": "stop", "matched": writer.end_id}
     return {"type": finish}
 
 
-def _meta_info(generation: Generation, writer: Writer, numbers: list[bytes], experts: bytes | None) -> list[bytes]:
+def _meta_info(
+    generation: Generation[ChatRequest], writer: Writer, numbers: list[bytes], experts: bytes | None
+) -> list[bytes]:
     facts = {
         "id": generation.id,
         "finish_reason": _finish(generation, writer),
@@ -94,7 +96,7 @@ def _meta_info(generation: Generation, writer: Writer, numbers: list[bytes], exp
     return [*parts, b"}"]
 
 
-def _usage(generation: Generation) -> dict[str, object]:
+def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
     prompt, completion = generation.prompt.count, generation.completion_tokens
     return {
         "prompt_tokens": prompt,
@@ -105,12 +107,12 @@ def _usage(generation: Generation) -> dict[str, object]:
     }
 
 
-def _tail(generation: Generation) -> bytes:
+def _tail(generation: Generation[ChatRequest]) -> bytes:
     metadata = {"weight_version": generation.weight_version}
     return b',"usage":%s,"metadata":%s' % (encode(_usage(generation)), encode(metadata))
 
 
-def stream(generation: Generation, writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     """The reply as server-sent events."""
     request, draft = generation.request, generation.draft
     common = {
@@ -126,7 +128,7 @@ def stream(generation: Generation, writer: Writer) -> Reply:
         "delta": {},
         "logprobs": None,
         "finish_reason": draft.finish,
-        "matched_stop": writer.end_id if generation.matched_stop else None,
+        "matched_stop": writer.end_id if generation.ended_itself else None,
     }
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:

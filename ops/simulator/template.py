@@ -27,8 +27,8 @@ GENERATION_PROMPT = f"{IM_START}assistant\n"
 _TURN_END = f"{IM_END}\n"
 _TOOL_TURN_START = f"{IM_START}user"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_TOOLS_INTRO = "\n\n# Tools\n\nThese functions can be called; their signatures are in JSON:\n<tools>"
-_TOOLS_OUTRO = (
+TOOLS_INTRO = "\n\n# Tools\n\nThese functions can be called; their signatures are in JSON:\n<tools>"
+TOOLS_OUTRO = (
     "\n</tools>\n\nA call is one JSON object inside tool_call tags:\n"
     '<tool_call>\n{"name": <function>, "arguments": <object>}\n</tool_call>'
 )
@@ -186,5 +186,5 @@ class Template:
         text = ""
         if tools:
             lines = [json.dumps(tool, ensure_ascii=False) for tool in msgspec.json.decode(raw)]
-            text = _TOOLS_INTRO + "".join("\n" + line for line in lines) + _TOOLS_OUTRO
+            text = TOOLS_INTRO + "".join("\n" + line for line in lines) + TOOLS_OUTRO
         return self._toolboxes.put(raw, Toolbox(tuple(tools or ()), text), 400 + 4 * len(raw))

@@ -147,8 +147,8 @@ class Tokenizer:
         self.token_bytes = [
             name.encode() if name in self.special_ids else bytes(byte_of[char] for char in name) for name in names
         ]
-        texts = [value.decode("utf-8", "replace") for value in self.token_bytes]
-        self.json_texts = [msgspec.json.encode(text) for text in texts]
+        self.texts = [value.decode("utf-8", "replace") for value in self.token_bytes]
+        self.json_texts = [msgspec.json.encode(text) for text in self.texts]
         self._cache: Lru[str, Encoded] = Lru(96 * 2**20)
 
     def ids(self, text: str) -> list[int]:

@@ -10,7 +10,7 @@ from ops.simulator.generation import (
     event,
     message_json,
 )
-from ops.simulator.wire import Reply, json_reply
+from ops.simulator.wire import ChatRequest, Reply, json_reply
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
@@ -18,7 +18,7 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
     return json_reply({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
 
 
-def _logprobs(generation: Generation, writer: Writer) -> bytes:
+def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
     """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
     request = generation.request
     if not request.logprobs:
@@ -28,7 +28,7 @@ def _logprobs(generation: Generation, writer: Writer) -> bytes:
     return writer.content_logprobs(generation.draft, writer.logprobs(generation.draft))
 
 
-def render(generation: Generation, writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
@@ -41,6 +41,8 @@ def render(generation: Generation, writer: Writer) -> Reply:
         b',"finish_reason":"%s","stop_reason":null,"token_ids":' % draft.finish.encode(),
         encode(draft.ids) if request.return_token_ids else b"null",
     ]
+    if request.return_weight_versions:
+        head += [b',"weight_versions":', encode(generation.versions)]
     parts = [b"".join(head)]
     if experts is not None:
         parts += [b',"routed_experts":', experts]
@@ -52,7 +54,7 @@ def render(generation: Generation, writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _usage(generation: Generation) -> dict[str, object]:
+def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
     prompt, completion = generation.prompt.count, generation.completion_tokens
     return {
         "prompt_tokens": prompt,
@@ -62,7 +64,7 @@ def _usage(generation: Generation) -> dict[str, object]:
     }
 
 
-def stream(generation: Generation, writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     """The reply as server-sent events, token ids as deltas where asked for."""
     request, draft = generation.request, generation.draft
     common = {

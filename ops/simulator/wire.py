@@ -14,6 +14,9 @@ from msgspec import Raw, Struct
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
+MAX_ID = 2**31 - 1
+"""The largest token id there can be."""
+
 
 class ToolFunction(Struct):
     """The ``function`` of a tool definition."""
@@ -102,31 +105,47 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class ChatRequest(Struct):
-    """The body of a chat request, both dialects; messages stay raw as cache keys."""
+class Request(Struct, kw_only=True):
+    """What chat requests and completions have in common, in both dialects."""
 
-    messages: list[Raw]
     model: str = "default"
-    tools: Raw = Raw(b"")
-    tool_choice: str | dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
     temperature: float | None = None
-    input_ids: Raw = Raw(b"")
     rid: str | None = None
-    return_meta_info: bool = False
-    return_prompt_token_ids: bool = False
     return_token_ids: bool | None = None
+    return_weight_versions: bool = False
     return_routed_experts: bool = False
-    return_indexer_topk: bool = False
     routed_experts_start_len: int = 0
     routed_experts_prompt_start: int = 0
     sim: Sim | None = None
+
+
+class ChatRequest(Request, kw_only=True):
+    """The body of a chat request, both dialects; messages stay raw as cache keys."""
+
+    messages: list[Raw]
+    tools: Raw = Raw(b"")
+    tool_choice: str | dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
+    input_ids: Raw = Raw(b"")
+    return_meta_info: bool = False
+    return_prompt_token_ids: bool = False
+    return_indexer_topk: bool = False
+
+
+class CompletionRequest(Request, kw_only=True):
+    """The body of a completion, both dialects. ``logprobs`` is how many alternatives a token gets, 0 being none."""
+
+    prompt: Raw
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = None
+    stop: str | list[str] | None = None
 
 
 class BadRequest(Exception):

@@ -113,3 +113,35 @@ async def test_stream_chunks_fit_the_published_model(protocol: ModuleType) -> No
         assert lines.pop() == "[DONE]"
         for line in lines:
             protocol.ChatCompletionStreamResponse.model_validate_json(line)
+
+
+COMPLETION_ASKS = {"logprobs": 1, "return_token_ids": True, "return_routed_experts": True}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        COMPLETION_ASKS,
+        {**COMPLETION_ASKS, "prompt": [5, 6, 7], "max_tokens": 500},
+        {**COMPLETION_ASKS, "echo": True},
+        {**COMPLETION_ASKS, "stop": [" ", "a"]},
+        {**COMPLETION_ASKS, "sim": {"finish_reason": "abort"}},
+        {**COMPLETION_ASKS, "sim": {"weight_versions": ["1", "2"]}},
+    ],
+)
+async def test_completions_fit_the_published_models(protocol: ModuleType, fields: dict[str, Any]) -> None:
+    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    body = {"prompt": "hi", **fields}
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+        response = await client.post("/v1/completions", json=body)
+        reply = protocol.CompletionResponse.model_validate_json(response.content)
+        sent = response.json()
+        written = json.loads(reply.model_dump_json())
+        assert written["choices"] == sent["choices"]
+        assert sent["usage"].items() <= written["usage"].items()
+        same(reply, {**sent, "usage": written["usage"]})
+        asked = protocol.CompletionRequest.model_validate(body)
+        assert {name for name in fields if name != "sim"} <= set(asked.model_dump())
+        refused = await client.post("/v1/completions", json={"prompt": ""})
+        same(protocol.ErrorResponse.model_validate_json(refused.content), refused.json())

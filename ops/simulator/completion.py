@@ -1,0 +1,134 @@
+"""``/v1/completions``: what it takes for a prompt, and its replies in the shapes of SGLang 0.5.23 and vLLM 0.33."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import msgspec
+
+from ops.simulator.generation import Generation, Writer, encode
+from ops.simulator.template import Conversation, Toolbox
+from ops.simulator.tokenizer import Encoded, Tokenizer
+from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
+
+
+def check(request: CompletionRequest) -> None:
+    """Refuse what engines refuse, and what this simulator has only for chat. Raises :class:`BadRequest`."""
+    if request.stream:
+        raise BadRequest("this simulator does not stream completions; set stream=false")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise BadRequest("max_tokens must be positive")
+    if request.logprobs is not None and request.logprobs < 0:
+        raise BadRequest("logprobs must be a positive value")
+
+
+def read_prompt(raw: msgspec.Raw, tokenizer: Tokenizer) -> Encoded:
+    """The ids as they are, or those of a text; one prompt in a list is that prompt. Raises :class:`BadRequest`."""
+    prompt: str | int | list[int | str | list[int]] | list[int]
+    prompt = msgspec.json.decode(raw, type=str | list[int | str | list[int]])
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) != 1:
+            raise BadRequest(f"this simulator answers with one choice, not one for each of {len(prompt)} prompts")
+        prompt = prompt[0]
+    if not prompt:
+        raise BadRequest("Prompt cannot be empty")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    ids = msgspec.convert(prompt, list[int])
+    if min(ids) < 0 or max(ids) > MAX_ID:
+        raise BadRequest("prompt must hold token ids")
+    return Encoded(",".join(map(str, ids)).encode(), array("i", ids).tobytes(), len(ids))
+
+
+def conversation(prompt: Encoded) -> Conversation:
+    """What the policy looks at: a prompt without messages or tools, known by its ids."""
+    digest = hashlib.blake2b(prompt.packed, digest_size=16).digest()
+    return Conversation((), Toolbox((), ""), digest, digest, 0)
+
+
+def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+    """SGLang's reply: no ``meta_info``, payloads in ``sglext``, weight versions in ``metadata``."""
+    request, draft = generation.request, generation.draft
+    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
+    choice = [
+        _head(generation, generation.id),
+        _text(generation, writer, with_prompt=bool(request.echo)),
+        b',"logprobs":',
+        _logprobs(generation, writer, with_prompt=bool(request.echo and request.logprobs)),
+        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
+        encode(draft.stop_text or (writer.end_id if generation.ended_itself else None)),
+    ]
+    if request.return_token_ids:
+        choice += [b',"token_ids":', encode(draft.ids), b',"prompt_token_ids":[', generation.prompt.json, b"]"]
+    versions = encode(generation.weight_version)
+    metadata = b'{"weight_version":%s' % versions
+    if writer.config.weight_versions or len(generation.versions) > 1:
+        metadata += b',"weight_versions":' + encode(generation.versions)
+    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**_usage(generation), "reasoning_tokens": 0}), metadata)
+    parts = [b"".join(choice), tail]
+    if experts is not None:
+        parts += [b',"sglext":{"routed_experts":', experts, b"}"]
+    return Reply(writer.padded(parts, generation.sim.body_bytes))
+
+
+def vllm(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+    """vLLM's reply: everything that belongs to the tokens is on the choice."""
+    request, draft = generation.request, generation.draft
+    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
+    ids = (encode(draft.ids), b"[" + generation.prompt.json + b"]") if request.return_token_ids else (b"null", b"null")
+    choice = [
+        _head(generation, f"cmpl-{generation.id}"),
+        # With return_token_ids an echoed prompt is in the ids alone.
+        _text(generation, writer, with_prompt=bool(request.echo and not request.return_token_ids)),
+        b',"logprobs":',
+        _logprobs(generation, writer, with_prompt=bool(request.echo), counted=True),
+        b',"finish_reason":"%s","stop_reason":%s,"token_ids":%s'
+        % (draft.finish.encode(), encode(draft.stop_text), ids[0]),
+        b',"prompt_logprobs":null,"prompt_token_ids":%s,"weight_versions":' % ids[1],
+        encode(generation.versions) if request.return_weight_versions else b"null",
+        b',"routed_experts":',
+    ]
+    tail = b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"kv_transfer_params":null' % (
+        encode(_usage(generation))
+    )
+    return Reply(writer.padded([b"".join(choice), experts or b"null", tail], generation.sim.body_bytes))
+
+
+def _head(generation: Generation[CompletionRequest], name: str) -> bytes:
+    return b'{"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[{"index":0,"text":' % (
+        encode(name),
+        generation.created,
+        encode(generation.request.model),
+    )
+
+
+def _text(generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool) -> bytes:
+    text = generation.draft.text
+    return encode(writer.text_of(generation.prompt.ids()) + text if with_prompt else text)
+
+
+def _logprobs(
+    generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool, counted: bool = False
+) -> bytes:
+    """An echoed prompt's tokens stand before the sampled ones; nothing predicted the first, so it has no logprob."""
+    draft, prompt = generation.draft, generation.prompt
+    if generation.request.logprobs is None:
+        return b"null"
+    numbers = writer.logprobs(draft)
+    # Asked for 0 alternatives, vLLM still names the sampled token.
+    alternatives = counted or generation.request.logprobs > 0
+    if not with_prompt:
+        return writer.token_logprobs(draft.ids, numbers, counted, alternatives)
+    before = [b"null", *[b"-1.5"] * (prompt.count - 1)]
+    return writer.token_logprobs(prompt.ids() + draft.ids, before + numbers, counted, alternatives)
+
+
+def _usage(generation: Generation[CompletionRequest]) -> dict[str, object]:
+    prompt, completion = generation.prompt.count, generation.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+    }

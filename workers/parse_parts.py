@@ -1,0 +1,174 @@
+"""What a sound reply says, and where the parts that chat and completions share stand in it.
+
+Parsed.suffix_ids, .output_ids   little-endian int32, one per token
+Parsed.logprobs                  little-endian float64, one per output token, natural log
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from workers.parse_json import NULL, Fields, Rejected, is_null, object_at, typed, value_at
+from workers.parse_prompt import MAX_TOKEN_ID, Known
+
+Dialect = Literal["sglang", "vllm"]
+DialectChoice = Literal["auto", "sglang", "vllm"]
+
+MISSING_LOGPROB = -9999.0
+"""vLLM's stand-in for a logprob it does not have."""
+
+REPLAY = ("routed_experts", "indexer_topk")
+"""The replay payloads: in SGLang's `meta_info` or `sglext`, or on vLLM's choice."""
+
+MAX_VERSION = 256
+"""Characters of a weight version: it is a name, repeated in every event and row."""
+
+UNKNOWN_VERSION = "unknown"
+"""The weight version of an engine that names none."""
+
+Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB)]
+CachedTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled under weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Parsed(msgspec.Struct, frozen=True):
+    """A sound reply. `message` is the raw JSON of the assistant message, of a completion that of its text (a string);
+    `prompt_text` is that of the prompt's ids, empty where they were sent and the reply does not repeat them.
+
+    The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
+    prompt and output together, as the next turn will know them. `payloads` are the replay payloads'
+    kinds and raw values, not looked at; a kind may be there twice. `cached_tokens` is how many of the prompt's
+    tokens the engine says it had cached, where it says so.
+    """
+
+    dialect: Dialect
+    message: bytes
+    prompt_text: bytes
+    base: int
+    suffix_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    sequence: Known
+    finish_reason: str | None
+    weight_versions: list[Span]
+    payloads: list[tuple[str, msgspec.Raw]] = []
+    cached_tokens: int | None = None
+
+
+class Top(msgspec.Struct):
+    """What stands beside the choices in every shape of reply."""
+
+    prompt_token_ids: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
+    sglext: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: CachedTokens | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+_SPANS = msgspec.json.Decoder(list[Span])
+_CACHED = msgspec.json.Decoder(CachedTokens)
+_USAGE = msgspec.json.Decoder(_Usage)
+
+
+def only_choice(choices: list[Any]) -> Any:
+    """The one choice there may be. Raises Rejected."""
+    if len(choices) != 1:
+        raise Rejected(f"choices must hold one choice, not {len(choices)}")
+    return choices[0]
+
+
+def payloads_in(*homes: Fields) -> list[tuple[str, msgspec.Raw]]:
+    """The replay payloads that stand in these objects, kind and raw value."""
+    return [(name, fields[name]) for fields in homes for name in REPLAY if not is_null(fields.get(name))]
+
+
+def extension(top: Top) -> Fields:
+    """Where SGLang puts payloads without `return_meta_info`; some builds put them here as well."""
+    return _fields(top.sglext, "sglext")
+
+
+def metadata(top: Top) -> Fields:
+    """Where SGLang tells the weight versions outside of `meta_info`."""
+    return _fields(top.metadata, "metadata")
+
+
+def _fields(raw: msgspec.Raw, where: str) -> Fields:
+    return {} if bytes(memoryview(raw)[:1]) != b"{" else object_at(raw, where)
+
+
+def finish_reason(choice: Fields, meta: Fields) -> str | None:
+    """Of the choice, else of SGLang's `meta_info`. Raises Rejected."""
+    reason = value_at(choice.get("finish_reason"), "choices[0].finish_reason")
+    if reason is None and "finish_reason" in meta:
+        reason = value_at(meta["finish_reason"], "choices[0].meta_info.finish_reason")
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+    if reason is not None and not isinstance(reason, str):
+        raise Rejected("choices[0].finish_reason must be a string")
+    return reason
+
+
+def weight_versions(
+    spans_raw: msgspec.Raw | None, where: str, version_raw: msgspec.Raw | None, tokens: int
+) -> list[Span]:
+    """Spans that cover the output; an engine's own list of them wins over its single version. Raises Rejected."""
+    if spans_raw is not None and not is_null(spans_raw):
+        spans: list[Span] = typed(_SPANS, spans_raw, where)
+        ends = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
+            raise Rejected(f"{where} must cover the {tokens} output tokens in order")
+        return [Span(_version(span.version), span.start, span.end) for span in spans]
+    version = value_at(version_raw, "weight_version")
+    if isinstance(version, bool) or not isinstance(version, str | int | None):
+        raise Rejected("weight_version must be a string")
+    return [Span(_version(version), 0, tokens)] if tokens else []
+
+
+def _version(version: str | int | None) -> str:
+    """A number of thousands of digits is none that Python would write."""
+    if isinstance(version, int) and abs(version) >= 10**MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    text = UNKNOWN_VERSION if version is None else str(version)
+    if len(text) > MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    return text
+
+
+def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
+    """As SGLang's `meta_info` has it (`raw`), else as `usage` does. A statistic: what is no count is None."""
+    found: int | None = None
+    try:
+        if raw is not None and not is_null(raw):
+            found = _CACHED.decode(raw)
+        elif not is_null(usage):
+            details = _USAGE.decode(usage).prompt_tokens_details
+            found = None if details is None else details.cached_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found
+
+
+def int32(ids: list[int]) -> bytes:
+    """Little-endian, four bytes a token."""
+    return array("i", ids).tobytes()
+
+
+def float64(values: list[float]) -> bytes:
+    """Little-endian, eight bytes a token."""
+    return array("d", values).tobytes()
