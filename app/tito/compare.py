@@ -1,0 +1,145 @@
+"""The comparator behind `metadata.tito_session_mismatch`: stored ids beside a full rendering of the same messages.
+
+The kinds and the fields `type`, `segment_index`, `expected_text`, `actual_text`, `detail` are those of miles'
+`TokenSeqComparator`; where a difference is (`expected_start`, `actual_start` and lengths, in tokens) is added.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from app.tito.junction import Junction
+
+_SHOWN = 8
+"""Segments that the description of a differing structure shows, from the first difference on."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """Ids `[start, end)` of a sequence: one special token, or all between two."""
+
+    start: int
+    end: int
+    special: bool
+
+
+class Comparator:
+    """Compares sequences of one tokenizer. A difference in spelling alone (another BPE of the same text) is none."""
+
+    def __init__(self, junction: Junction, special: frozenset[int], decode: Callable[[array[int]], str]) -> None:
+        self._junction = junction
+        self._special = special
+        self._decode = decode
+        role = itertools.takewhile(lambda token: token not in special, junction.opening[1:])
+        self._role = decode(array("i", role))
+        self._ends = junction.openings | frozenset(junction.tail[:1])
+
+    def differences(self, expected: array[int], actual: array[int]) -> list[dict[str, Any]]:
+        """Where `actual`, which ends with a reply, is not `expected`, a rendering without a generation prompt.
+
+        Only what differs in text counts. `special_token_count`: not the same segments, so nothing more can be said;
+        `special_token_type`, `non_assistant_text`: the prompt is another; `assistant_text`: what the policy wrote is
+        not what the template makes of the message, as with reasoning that it drops.
+        """
+        expected, actual = self._without_ends(expected, actual)
+        segments, found = self._segments(expected), self._segments(actual)
+        if [one.special for one in segments] != [one.special for one in found]:
+            return [self._structure(expected, segments, actual, found)]
+        mismatches = []
+        spoken = self._spoken(expected, segments)
+        for index, (ours, theirs, assistant) in enumerate(zip(segments, found, spoken, strict=True)):
+            one, other = expected[ours.start : ours.end], actual[theirs.start : theirs.end]
+            if one == other:
+                continue
+            texts = self._decode(one), self._decode(other)
+            if ours.special:
+                mismatches.append(_mismatch("special_token_type", index, texts, (ours, theirs)))
+            elif texts[0] != texts[1]:
+                kind = "assistant_text" if assistant else "non_assistant_text"
+                mismatches.append(_mismatch(kind, index, texts, (ours, theirs)))
+        return mismatches
+
+    def _without_ends(self, expected: array[int], actual: array[int]) -> tuple[array[int], array[int]]:
+        """Less what belongs to the next prompt: a sampled role token, or what of the tail was not sampled."""
+        junction = self._junction
+        if junction.stops:
+            return expected, actual[:-1] if actual and actual[-1] in junction.stops else actual
+        tail = len(junction.tail)
+        if expected[-tail:] != junction.tail:
+            return expected, actual
+        unsampled = tail - junction.sampled_of_tail(actual[-tail:], junction.tail)
+        return expected[: len(expected) - unsampled], actual
+
+    def _segments(self, ids: array[int]) -> list[Segment]:
+        segments: list[Segment] = []
+        start = 0
+        for index, token in enumerate(ids):
+            if token in self._special:
+                if index > start:
+                    segments.append(Segment(start, index, False))
+                segments.append(Segment(index, index + 1, True))
+                start = index + 1
+        if start < len(ids):
+            segments.append(Segment(start, len(ids), False))
+        return segments
+
+    def _spoken(self, ids: array[int], segments: list[Segment]) -> Iterator[bool]:
+        """For each segment: is it inside an assistant's message?"""
+        inside = opened = False
+        for segment in segments:
+            if segment.special:
+                token = ids[segment.start]
+                opened = token == self._junction.opening[0]
+                inside = (opened and not self._role) or (inside and token not in self._ends)
+            elif opened and self._role:
+                head = ids[segment.start : segment.start + 2 * len(self._junction.opening)]
+                inside, opened = self._decode(head).startswith(self._role), False
+            yield inside
+
+    def _structure(
+        self, expected: array[int], ours: list[Segment], actual: array[int], theirs: list[Segment]
+    ) -> dict[str, Any]:
+        """Sequences of other segments, from the first on that is another special token, or none."""
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        unlike = (
+            index
+            for index, (one, other) in pairs
+            if one.special != other.special or (one.special and expected[one.start] != actual[other.start])
+        )
+        index = next(unlike, min(len(ours), len(theirs)))
+        here = Segment(_start(ours, index, expected), len(expected), True)
+        there = Segment(_start(theirs, index, actual), len(actual), True)
+        texts = self._outline(expected, ours[index:]), self._outline(actual, theirs[index:])
+        detail = f"{len(ours)} segments expected, {len(theirs)} found, the first difference at segment {index}"
+        return {**_mismatch("special_token_count", -1, texts, (here, there)), "detail": detail}
+
+    def _outline(self, ids: array[int], segments: list[Segment]) -> str:
+        return " ".join(
+            f"[{self._decode(ids[segment.start : segment.end])}]"
+            if segment.special
+            else f"({segment.end - segment.start} tokens)"
+            for segment in segments[:_SHOWN]
+        )
+
+
+def _start(segments: list[Segment], index: int, ids: array[int]) -> int:
+    return segments[index].start if index < len(segments) else len(ids)
+
+
+def _mismatch(kind: str, index: int, texts: tuple[str, str], places: tuple[Segment, Segment]) -> dict[str, Any]:
+    expected, actual = places
+    return {
+        "type": kind,
+        "segment_index": index,
+        "expected_text": texts[0],
+        "actual_text": texts[1],
+        "detail": "",
+        "expected_start": expected.start,
+        "expected_length": expected.end - expected.start,
+        "actual_start": actual.start,
+        "actual_length": actual.end - actual.start,
+    }

@@ -1,0 +1,59 @@
+"""What cannot be read off a chat template, per model family; and, for a family that is named, what must be found there.
+
+A new family is one more row. Rows exist only for families whose real template the tests and `ops.tito_check` run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from app.errors import StartupError
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One row.
+
+    `pinned` are template arguments that are always passed, where the template reads them: without them it would render
+    the reasoning of earlier turns otherwise once a user message follows. `ends_with` is the text that the template puts
+    behind an assistant message, `stops` are the role tokens a generation may end with instead; None: as derived. What
+    is given here is compared with what was derived, so that a template which is not the family's stops the start.
+    """
+
+    name: str
+    pinned: Mapping[str, Any]
+    ends_with: str | None = None
+    stops: tuple[str, ...] | None = None
+
+
+_KEEPS_REASONING: Mapping[str, Any] = {"clear_thinking": False, "preserve_thinking": True}
+"""GLM-4.7 and later read the first, Qwen3.6 and later the second."""
+
+
+def _chatml(name: str) -> Family:
+    return Family(name, _KEEPS_REASONING, "<|im_end|>\n", ())
+
+
+FAMILIES: Mapping[str, Family] = {
+    row.name: row
+    for row in (
+        Family("auto", _KEEPS_REASONING),
+        _chatml("qwen2.5"),
+        _chatml("qwen3"),
+        _chatml("qwen3-2507"),
+        _chatml("qwen3.5"),
+        _chatml("qwen3.6"),
+        _chatml("qwen3.8"),
+        Family("glm-4.5", _KEEPS_REASONING, "", ("<|observation|>", "<|user|>")),
+    )
+}
+
+
+def family(name: str) -> Family:
+    """The row of that name; StartupError, which names the value and what is accepted, where there is none."""
+    row = FAMILIES.get(name)
+    if row is None:
+        raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: accepted are {', '.join(FAMILIES)}")
+    return row

@@ -1,0 +1,164 @@
+"""Messages and tools as an engine hands them to a chat template.
+
+The reference is SGLang 0.5.23: its pydantic models (`entrypoints/openai/protocol.py`) decide which fields a template
+sees and in which order, its `serving_chat.py` what becomes of content and arguments. vLLM differs in the order of a
+tool's keys and reads `reasoning` beside `reasoning_content`; the latter is honoured here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.errors import InvalidRequest, Unsupported
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_TEXT_PARTS = frozenset({"text", "input_text"})
+_KEPT = ("tool_call_id", "name")
+_ARGUMENTS = msgspec.json.Decoder()
+
+
+def messages(items: Sequence[Mapping[str, Any]], part_separator: str, first: int = 0) -> list[dict[str, Any]]:
+    """Messages for a template; `part_separator` joins the text parts of a content list.
+
+    Raises Unsupported for parts that are not text and InvalidRequest for shapes no engine takes; both name the place
+    by its index in the request, where the first of `items` has the index `first`.
+    """
+    return [_message(item, index, part_separator) for index, item in enumerate(items, first)]
+
+
+def _message(item: Mapping[str, Any], index: int, part_separator: str) -> dict[str, Any]:
+    role = item.get("role")
+    role = role.lower() if isinstance(role, str) else None
+    if role not in _ROLES:
+        raise InvalidRequest(f"messages[{index}]: role must be one of {', '.join(sorted(_ROLES))}")
+    separator = " " if role == "tool" else part_separator
+    seen: dict[str, Any] = {"role": role, "content": _content(item.get("content"), index, separator)}
+    if role == "user":
+        return seen
+    for field in _KEPT:
+        if item.get(field) is not None:
+            seen[field] = item[field]
+    reasoning = item.get("reasoning_content")
+    if reasoning is None:
+        reasoning = item.get("reasoning")
+    if isinstance(reasoning, str):
+        seen["reasoning_content"] = reasoning
+    calls = item.get("tool_calls")
+    if calls is not None:
+        seen["tool_calls"] = _calls(calls, index)
+    return seen
+
+
+def _content(content: Any, index: int, separator: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"messages[{index}]: content must be text, a list of parts or null")
+    return separator.join(_part(part, index, number) for number, part in enumerate(content))
+
+
+def _part(part: Any, index: int, number: int) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise InvalidRequest(f"messages[{index}]: content part {number} must be an object")
+    if part.get("type") not in _TEXT_PARTS:
+        raise Unsupported(
+            f"messages[{index}]: content part {number} is not text; with a tokenizer only text is supported"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"messages[{index}]: content part {number} has no text")
+    return text
+
+
+def _calls(calls: Any, index: int) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"messages[{index}]: tool_calls must be a list")
+    return [_call(call, index, number) for number, call in enumerate(calls)]
+
+
+def _call(call: Any, index: int, number: int) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"messages[{index}]: tool call {number} has no function")
+    return {
+        "id": call.get("id"),
+        "index": call.get("index"),
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))},
+    }
+
+
+def _arguments(arguments: Any) -> Any:
+    """The object that JSON text holds. Other text stays text: a policy may well have written it, and SGLang's 400
+    would end the session over a reply that it gave itself; most templates render text as it stands."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = _ARGUMENTS.decode(arguments)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def tools(items: Sequence[Any] | None, *, flat: bool) -> list[dict[str, Any]] | None:
+    """Tool schemas as SGLang's models dump them: the client's order of keys, absent defaults behind. None for none.
+
+    `flat`: without the `{"type", "function"}` wrapper, for templates that cannot take it.
+    """
+    if not items:
+        return None
+    return [_tool(item, number, flat) for number, item in enumerate(items)]
+
+
+def _tool(item: Any, number: int, flat: bool) -> dict[str, Any]:
+    function = item.get("function") if isinstance(item, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"tool {number} must have a function with a name")
+    deferred = item.get("defer_loading")
+    own = function.get("defer_loading")
+    fields = {
+        "description": function.get("description"),
+        "name": function["name"],
+        "parameters": function.get("parameters"),
+        "strict": function.get("strict"),
+        "defer_loading": deferred if own is None else own,
+    }
+    for optional in ("strict", "defer_loading"):
+        if fields[optional] is None:
+            del fields[optional]
+    ordered = {key: fields[key] for key in function if key in fields}
+    dumped = {**ordered, **{key: value for key, value in fields.items() if key not in ordered}}
+    if flat:
+        return dumped
+    return {"type": item.get("type", "function"), "function": dumped, "defer_loading": deferred}
+
+
+def offered(items: Sequence[Any] | None, tool_choice: Any) -> Sequence[Any] | None:
+    """The tools that a template gets to see: SGLang shows none with `"none"`, and only the one that is asked for."""
+    if not items or tool_choice == "none":
+        return None
+    wanted = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    if not isinstance(wanted, Mapping):
+        return items
+    name = wanted.get("name")
+    return [item for item in items if isinstance(item, Mapping) and _name(item) == name] or None
+
+
+def _name(item: Mapping[str, Any]) -> Any:
+    function = item.get("function")
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def arguments(chat_template_kwargs: Mapping[str, Any] | None, reasoning_effort: Any) -> dict[str, Any]:
+    """A request's template arguments: SGLang passes its `reasoning_effort` on as one, below `chat_template_kwargs`."""
+    effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    return {**effort, **(chat_template_kwargs or {})}

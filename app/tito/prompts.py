@@ -1,0 +1,309 @@
+"""Prompts as token ids: the first whole, later ones as what follows the stored ids. Pure and thread-safe."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from app.errors import InvalidRequest, StartupError
+from app.tito import normalise
+from app.tito.compare import Comparator
+from app.tito.extension import Extension, NotAnExtension
+from app.tito.families import Family
+from app.tito.families import family as family_of
+from app.tito.junction import Dummies, Junction, digest
+from app.tito.template import Message, Template
+
+RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""What `apply_chat_template` takes for itself, as every name that begins with `return_`: no template's arguments."""
+
+_CACHED_VARIANTS = 64
+"""Pairs of tools and arguments whose heads are kept: one pair a task in most runs."""
+
+_PARTS_PROBE = ("turnlog-part-one", "turnlog-part-two")
+
+_PROBES: tuple[tuple[Message, ...], ...] = tuple(
+    (*opening, *middle, *ending)
+    for opening in ([], [{"role": "system", "content": "a rule"}])
+    for middle in (
+        [
+            {"role": "user", "content": "a question"},
+            {"role": "assistant", "content": "an answer", "reasoning_content": "a thought"},
+        ],
+        [
+            {"role": "user", "content": "a question"},
+            {
+                "role": "assistant",
+                "content": "a remark",
+                "reasoning_content": "a thought",
+                "tool_calls": [
+                    {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+                ],
+            },
+            {"role": "tool", "content": "a result", "tool_call_id": "call_0"},
+            {"role": "assistant", "content": "an answer", "reasoning_content": "another thought"},
+        ],
+    )
+    for ending in ([], [{"role": "user", "content": "thanks"}])
+)
+"""Conversations in which a template that treats history by its arguments has something to treat."""
+
+_JSON = msgspec.json.Encoder()
+_VARIANT = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any]])
+_FLIP = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any], dict[str, Any]])
+
+
+class Prompts:
+    """One tokenizer with its chat template and what was derived from it.
+
+    Ids are `array("i")`: int32, as engines count. Cost is in the size of what is new, the tools included.
+    """
+
+    def __init__(self, tokenizer: Any, row: Family) -> None:
+        """Raises StartupError where the template's junction cannot be derived, or is not the family's."""
+        self._backend = tokenizer.backend_tokenizer
+        self._template = Template(tokenizer)
+        reads = self._template.reads()
+        self._pinned = {name: value for name, value in row.pinned.items() if name in reads}
+        added = self._backend.get_added_tokens_decoder()
+        self._dummies = Dummies(self._template)
+        self._junction = self._dummies.derive(self._encode, frozenset(added), self._pinned)
+        _check_family(row, self._junction, self.decode)
+        self._separator = "" if self._joins_parts() else " "
+        self._flat_tools = self._needs_flat_tools()
+        special = {token for token, what in added.items() if what.special} | set(tokenizer.all_special_ids)
+        self._comparator = Comparator(self._junction, frozenset(special), self.decode)
+        self._heads = functools.lru_cache(_CACHED_VARIANTS)(self._derive_heads)
+        self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
+
+    @classmethod
+    def load(cls, path_or_name: str, family: str) -> Prompts:
+        """From a folder, or a hub's name: the local cache first, then the hub. Code that a model brings is never run.
+
+        StartupError: no such tokenizer, no fast one, no chat template, no junction, an unknown family.
+        """
+        row = family_of(family)
+        tokenizer = _tokenizer(_transformers(), path_or_name)
+        if not tokenizer.is_fast:
+            raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
+        if not tokenizer.chat_template:
+            raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: the tokenizer has no chat template")
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        try:
+            return cls(tokenizer, row)
+        except StartupError as error:
+            raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: {error}") from error
+
+    @property
+    def max_trim_tokens(self) -> int:
+        """How many of the last stored ids an extension may leave out: 1 where a generation ends with a role token."""
+        return self._junction.max_trim_tokens
+
+    def first(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
+    ) -> array[int]:
+        """A whole prompt with the generation prompt. Raises InvalidRequest and Unsupported, without content."""
+        return self._encode(self._render(messages, tools, arguments, generation_prompt=True))
+
+    def after(
+        self,
+        tail: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        arguments: Mapping[str, Any],
+        first: int = 0,
+    ) -> Extension:
+        """What follows stored ids that end with `tail` (a reply's last token is its last), for the new `messages`.
+
+        `first` is the index of the first of them in the request, for errors.
+
+        Raises NotAnExtension where the template would render what is stored otherwise now that these messages follow.
+        """
+        shown = normalise.messages(messages, self._separator, first)
+        schemas = normalise.tools(tools, flat=self._flat_tools)
+        every = {**arguments, **self._pinned}
+        head, text = self._dummies.render_new(self._junction.text, shown, schemas, every)
+        variant = _key(schemas, every)
+        if digest(head) not in self._heads(variant):
+            self._heads.cache_clear()  # a template that writes the date has other heads after midnight
+            if digest(head) not in self._heads(variant):
+                raise NotAnExtension("the chat template renders the messages before these otherwise")
+        return self._junction.join(tail, self._encode(text))
+
+    def rewrites_history(self, before: Mapping[str, Any], now: Mapping[str, Any], tools: Sequence[Any] | None) -> bool:
+        """Do the template arguments `now` render earlier messages otherwise than those `before`?
+
+        Judged by conversations that hold reasoning, calls, results and a system message, without generation prompt:
+        `enable_thinking` of Qwen3 touches only the generation prompt, that of Qwen3.8 the system message.
+        InvalidRequest where the template refuses the arguments `now`.
+        """
+        one, other = {**before, **self._pinned}, {**now, **self._pinned}
+        if _key(one) == _key(other):  # 1 and true are equal in Python, and not to a template
+            return False
+        return self._rewrites(_key(normalise.tools(tools, flat=self._flat_tools), one, other))
+
+    def check_arguments(self, arguments: object) -> None:
+        """InvalidRequest for `chat_template_kwargs` that are no object, or that set what is not a client's to set."""
+        if not isinstance(arguments, Mapping):
+            raise InvalidRequest("chat_template_kwargs must be an object")
+        for name, value in arguments.items():
+            if name in RESERVED or name.startswith("return_"):
+                raise InvalidRequest(f"chat_template_kwargs.{name} is set by the server")
+            if name in self._pinned and (value != self._pinned[name] or type(value) is not type(self._pinned[name])):
+                pinned = _JSON.encode(self._pinned[name]).decode()
+                raise InvalidRequest(f"chat_template_kwargs.{name} is always {pinned}: otherwise history would change")
+
+    def mismatch(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        arguments: Mapping[str, Any],
+    ) -> list[dict[str, Any]]:
+        """Where stored ids, which end with a reply, differ from a rendering of all messages with that reply.
+
+        See `compare.Comparator`; O(all tokens). InvalidRequest where the template cannot render them.
+        """
+        expected = self._encode(self._render(messages, tools, arguments, generation_prompt=False))
+        return self._comparator.differences(expected, array("i", ids))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens included."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        arguments: Mapping[str, Any],
+        *,
+        generation_prompt: bool,
+    ) -> str:
+        shown = normalise.messages(messages, self._separator)
+        schemas = normalise.tools(tools, flat=self._flat_tools)
+        every = {**arguments, **self._pinned}
+        return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
+
+    def _encode(self, text: str) -> array[int]:
+        """Special tokens are recognised, none is added: templates write their own, as engines expect.
+
+        The batch call is the one that leaves offsets out: three fifths of the time for short text, a sixth for long.
+        """
+        if not text.isascii():
+            _check_text(text)
+        return array("i", self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _derive_heads(self, variant: bytes) -> frozenset[bytes]:
+        return self._dummies.heads(*_VARIANT.decode(variant))
+
+    def _derive_rewrites(self, flip: bytes) -> bool:
+        tools, before, now = _FLIP.decode(flip)
+        judged = False
+        for probe in _PROBES:
+            try:
+                rendered = self._template.render(probe, tools, before, generation_prompt=False)
+            except InvalidRequest:
+                continue  # no system messages or no calls in this template
+            judged = True
+            if rendered != self._template.render(probe, tools, now, generation_prompt=False):
+                return True
+        return not judged
+
+    def _joins_parts(self) -> bool:
+        """Does the template join a content list's text parts itself? SGLang then leaves it to it, and else puts a space
+        between them."""
+        parts = [{"type": "text", "text": text} for text in _PARTS_PROBE]
+        try:
+            text = self._template.render([{"role": "user", "content": parts}], None, {}, generation_prompt=False)
+        except InvalidRequest:
+            return False
+        return "".join(_PARTS_PROBE) in text
+
+    def _needs_flat_tools(self) -> bool:
+        """Does the template fail on `{"type", "function"}` and take the function alone? SGLang then sends that."""
+        tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {}}}
+        for flat in (False, True):
+            try:
+                schemas = normalise.tools([tool], flat=flat)
+                self._template.render(
+                    [{"role": "user", "content": "a"}], schemas, self._pinned, generation_prompt=False
+                )
+            except InvalidRequest:
+                continue
+            return flat
+        return False
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("the messages hold a lone surrogate, which is no text") from error
+
+
+def _key(*parts: object) -> bytes:
+    """JSON that tells variants apart and from which they are read again; a surrogate in a tool's schema is no text."""
+    try:
+        return _JSON.encode(parts)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("tools or chat_template_kwargs hold a lone surrogate, which is no text") from error
+
+
+def _check_family(row: Family, junction: Junction, decode: Any) -> None:
+    if row.ends_with is not None and row.ends_with != junction.text:
+        raise StartupError(
+            f"the chat template is not that of TURNLOG_TITO_FAMILY={row.name!r}: its messages end otherwise"
+        )
+    stops = tuple(sorted(decode([token]) for token in junction.stops))
+    if row.stops is not None and row.stops != stops:
+        raise StartupError(f"the chat template is not that of TURNLOG_TITO_FAMILY={row.name!r}: its role tokens differ")
+
+
+def _transformers() -> ModuleType:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would miss PyTorch aloud
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise StartupError("TURNLOG_TOKENIZER needs the package transformers: pip install 'turnlog[tito]'") from error
+
+
+def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:
+    load = transformers.AutoTokenizer.from_pretrained
+    try:
+        return load(path_or_name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if Path(path_or_name).exists():
+            raise _not_loaded(path_or_name, error) from error
+    try:
+        return load(path_or_name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded(path_or_name, error) from error
+
+
+def _not_loaded(path_or_name: str, error: Exception) -> StartupError:
+    return StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({type(error).__name__})")

@@ -1,0 +1,239 @@
+"""Prompts on real templates: equal to a whole rendering, arguments, errors, threads."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tokenizers import load_prompts, needs_templates, tokenizer_folder
+
+from app.errors import InvalidRequest, StartupError, Unsupported
+from app.tito.prompts import Prompts
+from ops.tito_check.tokenizers import load, save_with
+
+pytestmark = needs_templates
+
+CHATML = ("qwen2.5", "qwen3", "qwen3-2507", "qwen3.5", "qwen3.6", "qwen3.8")
+ALL = (*CHATML, "glm-4.5", "llama3")
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look at it."}]
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+LONE: str = json.loads('"\\ud800"')
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "  it\n\n is there \n"}
+
+
+@pytest.fixture(params=ALL)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def prompts(tmp_path_factory: pytest.TempPathFactory, family: str) -> Prompts:
+    return load_prompts(tmp_path_factory, family)
+
+
+def qwen3(factory: pytest.TempPathFactory) -> Prompts:
+    return load_prompts(factory, "qwen3")
+
+
+def answered(prompts: Prompts, text: str, end: str) -> array[int]:
+    return prompts.first(QUESTION, TOOLS, {}) + prompts._encode(text + end)
+
+
+def test_a_prompt_is_int32_and_the_tokenizers_own_rendering(
+    tmp_path_factory: pytest.TempPathFactory, prompts: Prompts, family: str
+) -> None:
+    tokenizer = load(tokenizer_folder(tmp_path_factory, family))
+    ids = prompts.first(QUESTION, None, {})
+    assert ids.itemsize == 4
+    pinned = {"preserve_thinking": True} if family in ("qwen3.6", "qwen3.8") else {}
+    rendering = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, tokenize=True, return_dict=False, **pinned
+    )
+    assert ids.tolist() == rendering
+    assert prompts.decode(ids) == tokenizer.decode(rendering)
+
+
+@pytest.mark.parametrize("text", ["Yes.", " Yes ", "Yes\n", "Yes \n\n", "é🙂", "1000"])
+@pytest.mark.parametrize("new", ["No.", "\n No", " \n", "é\u0301", "10"])
+def test_no_boundary_merges_whatever_stands_at_it(
+    tmp_path_factory: pytest.TempPathFactory, text: str, new: str
+) -> None:
+    """This template shows a message as it is, so that the whole can be encoded at once and compared."""
+    prompts = load_prompts(tmp_path_factory, "qwen3-2507")
+    before = prompts.first(QUESTION, None, {})
+    stored = before + prompts._encode(text + "<|im_end|>")
+    more = prompts.after(stored[-64:], [{"role": "user", "content": new}], None, {})
+    whole = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": new}]
+    assert stored + more.ids == prompts.first(whole, None, {})
+
+
+@pytest.mark.parametrize("end", ["<|user|>", "<|observation|>", ""])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_glm_keeps_the_role_token_it_sampled_or_trims_it(
+    tmp_path_factory: pytest.TempPathFactory, end: str, role: str
+) -> None:
+    prompts = load_prompts(tmp_path_factory, "glm-4.5")
+    assert prompts.max_trim_tokens == 1
+    stored = answered(prompts, "\n<think></think>\nYes", end)
+    opens = "<|user|>" if role == "user" else "<|observation|>"
+    more = prompts.after(stored[-64:], [{"role": role, "content": "so"}], TOOLS, {})
+    assert more.trim == (1 if end and end != opens else 0)
+    text = prompts.decode(stored[: len(stored) - more.trim] + more.ids)
+    assert "Yes" + opens + "\n" in text
+    assert (prompts.decode(more.ids)[: len(opens)] == opens) is (end != opens)
+
+
+def test_an_end_token_gets_its_newline_and_a_cut_reply_both(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = qwen3(tmp_path_factory)
+    new = [{"role": "user", "content": "so"}]
+    rest = "<|im_start|>user\nso<|im_end|>\n<|im_start|>assistant\n"
+    for end, begins in (("<|im_end|>", "\n"), ("", "<|im_end|>\n"), ("<|endoftext|>", "<|im_end|>\n")):
+        more = prompts.after(answered(prompts, "Yes", end)[-64:], new, TOOLS, {})
+        assert (more.trim, prompts.decode(more.ids)) == (0, begins + rest)
+
+
+def test_only_the_tail_of_what_is_stored_matters(prompts: Prompts) -> None:
+    stored = prompts.first(QUESTION, TOOLS, {})
+    for new in (
+        [],
+        [RESULT],
+        [RESULT, RESULT],
+        [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
+    ):
+        assert prompts.after(stored[-1:], new, TOOLS, {}) == prompts.after(stored[-64:], new, TOOLS, {})
+
+
+def test_injected_messages_are_prompt(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = qwen3(tmp_path_factory)
+    new = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        RESULT,
+        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "so"},
+    ]
+    text = prompts.decode(prompts.after(answered(prompts, "Yes", "<|im_end|>"), new, TOOLS, {}).ids)
+    assert '<tool_call>\n{"name": "look", "arguments": {"at": "it"}}\n</tool_call><|im_end|>' in text
+    assert "<tool_response>\n  it\n\n is there \n\n</tool_response>" in text
+    assert "<|im_start|>system\na b<|im_end|>" in text
+
+
+def test_template_arguments_reach_the_new_part(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = qwen3(tmp_path_factory)
+    stored = answered(prompts, "Yes", "<|im_end|>")
+    new = [{"role": "user", "content": "so"}]
+    assert prompts.decode(prompts.after(stored, new, None, {"enable_thinking": False}).ids).endswith("</think>\n\n")
+    assert prompts.decode(prompts.after(stored, new, None, {}).ids).endswith("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now", "rewrites"),
+    [
+        ("qwen3", {}, {"enable_thinking": False}, False),
+        ("qwen3", {"enable_thinking": True}, {"unknown": 1}, False),
+        ("qwen3.5", {"enable_thinking": False}, {"enable_thinking": True}, False),
+        ("qwen3.8", {"enable_thinking": False}, {"enable_thinking": True}, True),
+        ("qwen3.8", {}, {"reasoning_effort": "low"}, True),
+        ("glm-4.5", {}, {"enable_thinking": False}, True),
+        ("llama3", {}, {"enable_thinking": False}, False),
+    ],
+)
+def test_arguments_that_render_history_otherwise_are_told_from_those_that_do_not(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    rewrites: bool,
+) -> None:
+    prompts = load_prompts(tmp_path_factory, name)
+    for tools in (None, TOOLS):
+        assert prompts.rewrites_history(before, now, tools) is rewrites
+        assert prompts.rewrites_history(now, now, tools) is False
+
+
+def test_what_is_not_a_clients_to_set_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = load_prompts(tmp_path_factory, "qwen3.6")
+    prompts.check_arguments({"enable_thinking": False, "preserve_thinking": True})
+    for name in ("tokenize", "add_generation_prompt", "messages", "tools", "chat_template", "return_dict", "return_x"):
+        with pytest.raises(InvalidRequest, match=f"chat_template_kwargs.{name} is set by the server"):
+            prompts.check_arguments({name: True})
+    for value in (False, 1, None):
+        with pytest.raises(InvalidRequest, match="preserve_thinking is always true"):
+            prompts.check_arguments({"preserve_thinking": value})
+    with pytest.raises(InvalidRequest, match="must be an object"):
+        prompts.check_arguments([])
+    qwen3(tmp_path_factory).check_arguments({"preserve_thinking": False})
+
+
+def test_pinned_arguments_keep_earlier_reasoning(tmp_path_factory: pytest.TempPathFactory) -> None:
+    messages = [
+        *QUESTION,
+        {"role": "assistant", "content": "a", "reasoning_content": "earlier"},
+        {"role": "user", "content": "b"},
+    ]
+    for name, kept in (("qwen3.5", False), ("qwen3.6", True), ("qwen3.8", True)):
+        prompts = load_prompts(tmp_path_factory, name)
+        assert ("earlier" in prompts.decode(prompts.first(messages, None, {}))) is kept
+
+
+def test_errors_hold_no_content(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prompts = load_prompts(tmp_path_factory, "qwen3.5")
+    stored = answered(prompts, "Yes", "<|im_end|>")
+    system = [{"role": "system", "content": "secret"}]
+    with pytest.raises(InvalidRequest, match=r"refuses these messages: System message must be at the beginning\.$"):
+        prompts.after(stored, system, None, {})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "secret"}}
+    injected = [{"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION[1:]]
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(\w+\)$"):
+        prompts.after(stored, injected, None, {})
+    small = load_prompts(tmp_path_factory, "qwen3.8")
+    with pytest.raises(InvalidRequest, match=r"cannot render these messages \(TemplateError\)$"):
+        small.first(QUESTION, None, {"reasoning_effort": "secret"})
+    with pytest.raises(InvalidRequest, match=r"\(TemplateError\)$"):
+        small.rewrites_history({}, {"reasoning_effort": "secret"}, None)
+
+
+def test_images_and_lone_surrogates_are_refused(prompts: Prompts) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    with pytest.raises(Unsupported, match=r"messages\[1\]: content part 0"):
+        prompts.first([QUESTION[1], image], None, {})
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        prompts.first([{"role": "user", "content": LONE}], None, {})
+    tools = [{"type": "function", "function": {"name": LONE}}]
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        prompts.after(prompts.first(QUESTION, None, {}), [RESULT], tools, {})
+
+
+def test_two_threads_get_what_one_gets(prompts: Prompts, family: str) -> None:
+    stored = prompts.first(QUESTION, TOOLS, {})
+
+    def work(number: int) -> list[int]:
+        new = [{"role": "user", "content": f"question {number} " * 20}]
+        tools = TOOLS if number % 2 else None
+        arguments = {"enable_thinking": number % 3 == 0}
+        return [*prompts.first(new, tools, arguments), *prompts.after(stored, new, tools, arguments).ids]
+
+    alone = [work(number) for number in range(60)]
+    prompts._heads.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(60))) == alone
+
+
+def test_what_is_no_tokenizer_stops_the_start_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="no tokenizer can be loaded") as error:
+        Prompts.load(str(tmp_path), "auto")
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_template_stops_the_start(tmp_path: Path) -> None:
+    folder = save_with(tmp_path / "t", "{{ messages }}", ("<|end|>",), ())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=r"has no chat template$"):
+        Prompts.load(str(folder), "auto")
