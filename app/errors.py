@@ -28,6 +28,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── Overloaded              503 overloaded            past a bound; try again later
     ├── StoreUnavailable        503 store_unavailable
     ├── StoreFull               507 store_full
+    ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
     └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
 
 `StartupError` is no reply: it stops the process with one line.
@@ -162,6 +163,12 @@ class StoreUnavailable(AppError):
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
     retry_after_s = 30
+
+
+class TokenPrefixMismatch(AppError):
+    """The tokens do not line up; nothing is committed, because what would be trained on was never seen so."""
+
+    status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
 
 
 class SessionUnreadable(AppError):

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,19 +23,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest, StartupError
-from app.http import service, sessions
-from app.http.chat import CHAT, INTERNAL, ChatRoutes
+from app.http import groups, service, sessions
 from app.http.limits import Inflight
 from app.http.replies import error_parts
 from app.http.state import Services
+from app.http.turns import INTERNAL, TurnRoutes, protocol_of
 from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.export import Exporter
+from app.service.feed import Feed
 from app.service.follow import Followers
 from app.service.janitor import Janitor
 from app.service.judge import Judge
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
+from app.service.samples import Samples
 from app.service.sessions import Sessions
+from app.service.token_in import TokenIn
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
 from app.store.engine import Database
@@ -42,6 +46,9 @@ from app.store.writer import Writer
 from app.upstream.client import EngineClient
 from app.upstream.engines import Engines
 from workers.pool import Pool
+
+if TYPE_CHECKING:
+    from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
 
@@ -84,6 +91,8 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             incarnation=incarnation,
             lease_s=lease_s,
         )
+        token_in = TokenIn(cache, await _prompts(settings))
+        stack.callback(token_in.close)
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
         stack.push_async_callback(pool.stop, 0)
         made_turns = Turns(
@@ -92,12 +101,14 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             writer=writer,
             engines=engines,
             judge=Judge(pool, settings),
+            token_in=token_in,
             settings=settings,
             clock=time.time,
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)
         made_sessions.on_close(made_turns.close)
+        exporter = Exporter(database, release)
         janitor = Janitor(database, writer, made_sessions, settings, time.time)
         stack.push_async_callback(janitor.stop)
         janitor.start()
@@ -110,28 +121,41 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             engines=engines,
             sessions=made_sessions,
             turns=made_turns,
-            exporter=Exporter(database, release),
+            exporter=exporter,
+            feed=Feed(database, writer, exporter),
+            samples=Samples(cache, token_in, release),
             pool=pool,
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )
 
 
-class Turnlog(FastAPI):
-    """FastAPI with a short way for chat, and a start-up that fails with one line instead of a traceback.
+async def _prompts(settings: Settings) -> Prompts | None:
+    """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
+    if settings.tokenizer is None:
+        return None
+    try:
+        from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
+    except ImportError as error:
+        raise StartupError("TURNLOG_TOKENIZER needs further packages: pip install 'turnlog[tito]'") from error
+    return await asyncio.to_thread(Loader.load, settings.tokenizer, settings.tito_family)
 
-    The chat routes take no part in FastAPI's middleware and routing, which cost a tenth of a turn.
+
+class Turnlog(FastAPI):
+    """FastAPI with a short way for turns, and a start-up that fails with one line instead of a traceback.
+
+    The routes that generate take no part in FastAPI's middleware and routing, which cost a tenth of a turn.
     """
 
     def __init__(self, settings: Settings, release: str) -> None:
         super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
-        self._chat = ChatRoutes()
+        self._turns = TurnRoutes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith(CHAT):
+        if scope["type"] == "http" and protocol_of(scope["path"]) is not None:
             scope["app"] = self
-            if await self._chat.serve(scope, receive, send):
+            if await self._turns.serve(scope, receive, send):
                 return
         if scope["type"] == "lifespan":
             await self._live(receive, send)
@@ -199,6 +223,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
     app.include_router(service.router)
+    app.include_router(groups.router)
     app.add_exception_handler(AppError, _app_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -221,7 +246,8 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-    return await _app_error(request, InvalidRequest(f"{place or 'the body'}: {first['msg']}"))
+    given = f"={first['input']!s:.64}" if isinstance(first["input"], str) else ""
+    return await _app_error(request, InvalidRequest(f"{place or 'the body'}{given}: {first['msg']}"))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -231,7 +257,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     code, message = "method_not_allowed", f"{request.method} is not possible on {path}"
     if error.status_code == 404:
         code, message = "not_found", f"there is no route {request.method} {path}"
-        if path.endswith(("/chat/completions", "/models")):
+        if path.endswith(("/completions", "/models")):
             message += "; an OpenAI base URL ends in /v1"
     body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
     return JSONResponse({"error": body}, error.status_code, error.headers)

@@ -28,7 +28,6 @@ LATER = frozenset(
         "ADMIN_TOKEN",
         "ENGINE_SESSIONS",
         "ON_ABORT",
-        "TOKENIZER",
         "TRUSTED_NETWORKS",
     )
 )
@@ -42,6 +41,10 @@ def _workers() -> int:
 def _off(value: object) -> object:
     """`off`, or nothing, for a limit that is not in force."""
     return None if isinstance(value, str) and value.strip().lower() in ("", "off") else value
+
+
+def _unset(value: object) -> object:
+    return None if isinstance(value, str) and not value.strip() else value
 
 
 Limit = Annotated[float | None, BeforeValidator(_off)]
@@ -61,6 +64,8 @@ class Settings(BaseSettings):
     upstream_api_key: str | None = None
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
+    tokenizer: Annotated[str | None, BeforeValidator(_unset)] = None
+    tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
@@ -81,6 +86,7 @@ class Settings(BaseSettings):
     idle_close_s: Limit = Field(default=None, gt=0)
     closed_replay_ttl_s: Limit = Field(default=86400, ge=0)
     closed_ttl_s: Limit = Field(default=None, gt=0)
+    retain_until_ack: bool = False
     max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
 
     @field_validator("upstreams", mode="before")
@@ -99,6 +105,15 @@ class Settings(BaseSettings):
     def _both_or_none(self) -> Settings:
         if (self.moe_layers is None) != (self.moe_topk is None):
             raise ValueError("TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
+        return self
+
+    @model_validator(mode="after")
+    def _takes_ids(self) -> Settings:
+        if self.tokenizer is not None and self.upstream_dialect == "vllm":
+            raise ValueError(
+                "TURNLOG_TOKENIZER: vLLM's chat route takes no token ids; accepted is TURNLOG_UPSTREAM_DIALECT "
+                "auto or sglang, or no tokenizer"
+            )
         return self
 
     @field_validator("upstreams")

@@ -13,13 +13,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
-from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, func, select, union
+from sqlalchemy import Connection, func, select
 
-from app.domain import upcast
 from app.domain.events import (
     BlobRef,
     BlobsTombstoned,
@@ -36,8 +35,10 @@ from app.domain.session import Session, fold
 from app.errors import AppError, StartupError
 from app.service.replay import keys_of
 from app.settings import load_settings
-from app.store import reads
-from app.store.engine import Database, revision_head
+from app.store import heads, reads
+from app.store.dialect import AlchemyTx
+from app.store.engine import Database
+from app.store.heads import Log
 from app.store.reads import ChunkKey
 from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
 from workers import codec, payloads
@@ -53,6 +54,9 @@ _CHUNK = (
     chunks.c.data.is_not(None),
 )
 
+TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
+"""A session may be stored in parts only."""
+
 PAGE = 500
 """Sessions listed at a time."""
 
@@ -60,6 +64,12 @@ TURNS_AT_ONCE = 100
 """Turns whose content is in memory at a time."""
 
 LOGPROB_BYTES = 8
+
+MAX_TRIM = 1
+"""The most tokens of its parent's end that a turn leaves out."""
+
+_Chains = dict[tuple[int, int], tuple[int, Any]]
+"""By turn and how many of its last tokens are left out: how many tokens there are then, and their hash so far."""
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -84,20 +94,11 @@ async def verify(database: Database) -> Report:
     """Check every session of a database, which need not be open. Raises AppError where it cannot be read."""
     report = Report()
     after = ""
-    while ids := await database.read(lambda connection, start=after: _page(connection, start)):  # type: ignore[misc]
+    while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
         for session_id in ids:
             await database.read(lambda connection, one=session_id: _Check(connection, one, report).run())  # type: ignore[misc]
         after = ids[-1]
     return report
-
-
-def _page(connection: Connection, after: str) -> list[str]:
-    """The next sessions, also those of which only parts are stored."""
-    tables = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
-    parts = (select(table.c.session_id).where(table.c.session_id > after) for table in tables)
-    named = union(*parts).subquery()
-    query = select(named.c.session_id).order_by(named.c.session_id).limit(PAGE)
-    return list(connection.execute(query).scalars())
 
 
 class _Check:
@@ -107,15 +108,16 @@ class _Check:
         self._connection = connection
         self._session_id = session_id
         self._report = report
-        self._log: list[Recorded] = []
+        self._log: Sequence[Recorded] = ()
 
     def run(self) -> None:
         self._report.sessions += 1
-        session = self._folded()
-        if session is None:
+        log = self._folded()
+        if log is None:
             return
-        self._head(session)
-        self._open_turns(session)
+        session, self._log = log
+        self._report.events += len(self._log)
+        self._derived(log)
         self._fences()
         self._retry_keys()
         self._snapshot(session)
@@ -137,68 +139,20 @@ class _Check:
     def _rows(self, table: Any, *columns: Any) -> Sequence[Any]:
         return self._connection.execute(select(*columns).where(table.c.session_id == self._session_id)).all()
 
-    def _folded(self) -> Session | None:
+    def _folded(self) -> Log | None:
         """The log without a gap, each event readable, folded."""
-        query = (
-            select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
-            .where(events.c.session_id == self._session_id)
-            .order_by(events.c.seq)
-        )
         try:
-            for place, (seq, at, name, version, data) in enumerate(self._connection.execute(query), 1):
-                if seq != place:
-                    self._found(f"the log has event {seq} where {place} should be")
-                    return None
-                self._log.append(Recorded(seq, at, upcast.decode(name, version, data)))
-            self._report.events += len(self._log)
-            session = fold(self._session_id, self._log)
+            log = heads.read_log(AlchemyTx(self._connection), self._session_id)
         except UnknownEvent as error:
             self._found(f"the log cannot be read: {error}")
             return None
-        if session is None:
+        if log is None:
             self._found("rows without a log")
-        return session
+        return log
 
-    def _head(self, session: Session) -> None:
-        heads = self._rows(
-            sessions,
-            sessions.c.version,
-            sessions.c.status,
-            sessions.c.turns,
-            sessions.c.open_turns,
-            sessions.c.group_id,
-            sessions.c.reward,
-            sessions.c.body_hash,
-        )
-        if not heads:
-            self._found("a log without a head")
-            return
-        expected = {
-            "version": session.version,
-            "status": session.status,
-            "turns": len(session.turns),
-            "open_turns": 0 if session.open_turn is None else 1,
-            "group_id": session.config.group_id,
-            "reward": None if session.reward is None else session.reward.reward,
-            "body_hash": session.body_hash,
-        }
-        for (name, value), stored in zip(expected.items(), heads[0], strict=True):
-            self._must(stored == value, f"the head's {name} is {stored!r}, the log says {value!r}")
-
-    def _open_turns(self, session: Session) -> None:
-        stored = self._rows(
-            open_turns,
-            open_turns.c.turn,
-            open_turns.c.parent_turn,
-            open_turns.c.fence,
-            open_turns.c.incarnation,
-            open_turns.c.body_hash,
-            open_turns.c.retry_key,
-        )
-        held = session.open_turn
-        expected = [] if held is None else [msgspec.structs.astuple(held)]
-        found = [tuple(row) for row in stored]
-        self._must(found == expected, f"the open turns are {found}, the log says {expected}")
+    def _derived(self, log: Log) -> None:
+        for difference in heads.differences(AlchemyTx(self._connection), self._session_id, log):
+            self._found(str(difference))
 
     def _fences(self) -> None:
         """Every turn that ended was opened under the fence that it names, ended once, and in order."""
@@ -277,7 +231,7 @@ class _Check:
         stored = sorted(tuple(row) for row in self._rows(turns, *columns))
         expected = sorted((turn.turn, turn.parent, turn.segment, turn.choice_index) for turn in committed)
         self._must(stored == expected, f"{len(stored)} turns are stored, not as the log's {len(expected)}")
-        chains: dict[int, tuple[int, Any]] = {0: (0, hashlib.sha256())}
+        chains: _Chains = {(0, 0): (0, hashlib.sha256())}
         for start in range(0, len(committed), TURNS_AT_ONCE):
             part = committed[start : start + TURNS_AT_ONCE]
             frames = reads.load_frames(self._connection, self._session_id, [turn.turn for turn in part])
@@ -287,9 +241,7 @@ class _Check:
                 except CorruptContent as error:
                     self._found(f"turn {turn.turn}: {error}")
 
-    def _turn(
-        self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: dict[int, tuple[int, Any]]
-    ) -> None:
+    def _turn(self, turn: TurnCommitted, facts: bytes | None, wire: bytes | None, chains: _Chains) -> None:
         if facts is None or wire is None:
             raise CorruptContent("the content is not there")
         if codec.content_hash(facts, wire) != turn.content_hash:
@@ -303,14 +255,16 @@ class _Check:
         }
         for name, (size, said) in sizes.items():
             self._must(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
-        length, hasher = chains.get(turn.parent if turn.base_tokens else 0, (-1, None))
+        length, hasher = chains.get((turn.parent, turn.trimmed) if turn.base_tokens else (0, 0), (-1, None))
         if hasher is None or length != turn.base_tokens:
             raise CorruptContent(f"it continues {turn.base_tokens} tokens of turn {turn.parent}, which has {length}")
         hasher = hasher.copy()
-        for ids in (tokens.suffix_ids, tokens.output_ids):
-            hasher.update(token_text(memoryview(ids).cast("i")))
-        total = length + turn.suffix_tokens + turn.output_tokens
-        chains[turn.turn] = (total, hasher)
+        own = memoryview(tokens.suffix_ids + tokens.output_ids).cast("i")
+        total = length + len(own)
+        for trimmed in range(min(MAX_TRIM, len(own)), -1, -1):
+            part, own = own[: len(own) - trimmed], own[len(own) - trimmed :]
+            hasher.update(token_text(part))
+            chains[turn.turn, trimmed] = (total - trimmed, hasher.copy())
         self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
 
     def _chunks(self, session: Session) -> None:
@@ -359,18 +313,11 @@ class _Check:
         self._must(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
 
 
-async def _require_revision(database: Database) -> None:
-    """Raises StartupError where the tables are not those that this code reads."""
-    found = await database.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
-    if found != revision_head():
-        raise StartupError(f"the database is at revision {found or 'none'}, this version reads {revision_head()}")
-
-
 async def verify_url(url: str) -> Report:
     """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
     database = Database(url)
     try:
-        await _require_revision(database)
+        await heads.require_revision(database)
         return await verify(database)
     finally:
         await database.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from collections.abc import Iterator
 from typing import Literal
 
@@ -13,6 +14,7 @@ from app.domain.events import (
     BlobRef,
     Event,
     PayloadRef,
+    Protocol,
     Recorded,
     RewardAssigned,
     RolledBack,
@@ -20,7 +22,7 @@ from app.domain.events import (
     TurnOpened,
     VersionSpan,
 )
-from app.domain.history import Incoming, Plan
+from app.domain.history import Plan
 from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, SessionClosed, SessionNotFound
 
@@ -34,21 +36,31 @@ def require_open(session: Session | None, session_id: str) -> Session:
     return session
 
 
-def open_turn(session: Session, plan: Plan, *, incarnation: int, body_hash: str, retry_key: str | None) -> TurnOpened:
+def open_turn(
+    session: Session,
+    plan: Plan,
+    *,
+    incarnation: int,
+    body_hash: str,
+    retry_key: str | None,
+    protocol: Protocol = "chat",
+) -> TurnOpened:
     return TurnOpened(
         turn=len(session.turns) + 1,
         parent=plan.parent,
         incarnation=incarnation,
         body_hash=body_hash,
         retry_key=retry_key,
+        protocol=protocol,
     )
 
 
 class Reply(msgspec.Struct, frozen=True):
     """What the log keeps of an engine's validated reply.
 
-    Its prompt continues `base` tokens of the parent (0: none) by `suffix_tokens` new ones; `tokens_hash` and
-    `tokens_text_bytes` are of all of them and the output. `message_hash` is the canonical hash of its message.
+    Its prompt continues `base` tokens of the parent (0: none), which are all but the last `trimmed`, by
+    `suffix_tokens` new ones; `tokens_hash` and `tokens_text_bytes` are of all of them and the output. `message_hash`
+    is the canonical hash of its message.
     """
 
     dialect: Literal["sglang", "vllm"]
@@ -62,6 +74,9 @@ class Reply(msgspec.Struct, frozen=True):
     weight_versions: tuple[VersionSpan, ...]
     message_hash: str
     requested_at: float
+    trimmed: int = 0
+    cached_tokens: int | None = None
+    sent_ids: bool = False
 
 
 class TurnBlobs(msgspec.Struct, frozen=True):
@@ -92,12 +107,22 @@ def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["dri
     return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
+class Messages(typing.Protocol):
+    """A request's messages as the log keeps them: how many there are, and hashes of them."""
+
+    def __len__(self) -> int: ...
+
+    def canonical(self, index: int) -> str: ...
+
+    def spelling(self, count: int) -> str: ...
+
+
 def commit_turn(
     session: Session,
     opened: TurnOpened,
     fence: int,
     plan: Plan,
-    incoming: Incoming,
+    incoming: Messages,
     reply: Reply,
     *,
     blobs: TurnBlobs,
@@ -136,6 +161,10 @@ def commit_turn(
         tools=blobs.tools,
         new_blobs=blobs.new,
         payloads=blobs.payloads,
+        protocol=opened.protocol,
+        trimmed=reply.trimmed if reply.base else 0,
+        cached_tokens=reply.cached_tokens,
+        sent_ids=reply.sent_ids,
     )
     events: list[Event] = [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.payloads or blobs.payloads:

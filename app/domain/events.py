@@ -14,18 +14,22 @@ import msgspec
 
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 
+Protocol = Literal["chat", "completions"]
+"""Which of the OpenAI API's routes a turn was taken over."""
+
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The base of all events. `omit_defaults` keeps rows small; a default is therefore part of a version."""
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the creator of a session chose."""
+    """What the creator of a session chose. `on_drift` came with version 2 of SessionCreated."""
 
     rollback_window: int
     matcher: Matcher = "tolerant"
     on_divergence: Literal["reject", "segment"] = "reject"
     retain: Literal["window", "all"] = "window"
+    on_drift: Literal["segment", "reject"] = "segment"
     history: Literal["linear"] = "linear"
     group_id: str | None = None
     attempt: int | None = None
@@ -47,6 +51,11 @@ class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: str
     start: int
     end: int
+
+
+def is_number(version: str) -> bool:
+    """Is a weight version a number that a 64-bit integer holds?"""
+    return version.isascii() and version.isdigit() and len(version) < 19
 
 
 ReplayKind = Literal["routed_experts", "indexer_topk"]
@@ -104,7 +113,7 @@ class TurnOpened(Event, frozen=True):
     incarnation: int
     body_hash: str
     retry_key: str | None = None
-    protocol: Literal["chat"] = "chat"
+    protocol: Protocol = "chat"
 
 
 class TurnCommitted(Event, frozen=True):
@@ -120,6 +129,10 @@ class TurnCommitted(Event, frozen=True):
     text (decimal, a comma after each), which has `tokens_text_bytes` bytes.
 
     `payloads` (since version 2) are the replay payloads that came with the reply.
+
+    Since version 3: `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that
+    much shorter; `cached_tokens` of the prompt were in the engine's prefix cache, if it says; `sent_ids` says that the
+    engine was sent token ids rather than messages or text.
     """
 
     turn: int
@@ -147,9 +160,12 @@ class TurnCommitted(Event, frozen=True):
     retry_key: str | None = None
     new_blobs: tuple[BlobRef, ...] = ()
     segment_cause: Literal["drift", "divergence"] | None = None
-    protocol: Literal["chat"] = "chat"
+    protocol: Protocol = "chat"
     choice_index: int = 0
     payloads: tuple[PayloadRef, ...] = ()
+    trimmed: int = 0
+    cached_tokens: int | None = None
+    sent_ids: bool = False
 
 
 class TurnRejected(Event, frozen=True):
@@ -233,7 +249,14 @@ TYPES: dict[str, type[Event]] = {
     )
 }
 
-VERSIONS: dict[str, int] = {**dict.fromkeys(TYPES, 1), "TurnCommitted": 2, "TurnRejected": 2, "SessionClosed": 2}
+VERSIONS: dict[str, int] = {
+    **dict.fromkeys(TYPES, 1),
+    "SessionCreated": 2,
+    "TurnOpened": 2,
+    "TurnCommitted": 3,
+    "TurnRejected": 2,
+    "SessionClosed": 2,
+}
 
 EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")
 """Events after which a session's export rows may differ from before."""

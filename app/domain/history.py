@@ -154,6 +154,18 @@ class Incoming:
         sent = turn.message_count - 1
         return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
 
+    def new(self, plan: Plan) -> list[bytes]:
+        """The raw messages that the stored history does not have."""
+        return [bytes(raw) for raw in self.raws[plan.base_messages :]]
+
+    def join(self, session: Session) -> Plan:
+        """As `match`."""
+        return match(session, self)
+
+    def reply_hash(self, message: bytes) -> str:
+        """The canonical hash of the reply's raw message. Raises InvalidRequest where it is none."""
+        return canonical_hash(decode_message(message, "the reply's message"), self.matcher)
+
     def check(self, leaf: Turn | None) -> None:
         """Raises InvalidRequest for a message of the wrong shape; what repeats `leaf`'s request was checked then."""
         known = leaf.message_count - 1 if leaf is not None and self.repeats(leaf) else 0
@@ -198,6 +210,8 @@ def match(session: Session, incoming: Incoming) -> Plan:
     leaf = session.leaf
     if leaf is None:
         return Plan(0, 0)
+    if leaf.protocol != "chat":
+        return diverging(session, HistoryMismatch("the session's last turn is a completion, not a chat"))
     if (
         len(incoming) >= leaf.message_count
         and incoming.repeats(leaf)
@@ -213,8 +227,13 @@ def match(session: Session, incoming: Incoming) -> Plan:
     error = _refusal(session, incoming, equal, len(discarded))
     if error is None:
         return Plan(session.turn(discarded[0]).parent, kept[-1].message_count if kept else 0, discarded)
-    if session.config.on_divergence == "segment":
-        return Plan(leaf.number, 0)
+    return diverging(session, error)
+
+
+def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Plan:
+    """Where a request joins that is not the stored history: it begins a segment, if the session allows that."""
+    if session.config.on_divergence == "segment" and session.leaf is not None:
+        return Plan(session.leaf.number, 0)
     raise error
 
 

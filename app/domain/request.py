@@ -1,4 +1,4 @@
-"""A chat request's body: what Turnlog must know of it, the rest as the raw JSON that goes on to the engine."""
+"""A request's body: what Turnlog must know of it, the rest as the raw JSON that goes on to the engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,38 @@ import msgspec
 
 from app.errors import InvalidRequest, Unsupported
 from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
 
 
+class TokenIds(msgspec.Struct, frozen=True):
+    """A prompt's ids as a client spelled them: how many, and their decimal text with a comma between two."""
+
+    count: int
+    text: bytes
+
+
 class ChatRequest(msgspec.Struct, frozen=True):
-    """`params` are all other top-level fields, raw and in the client's order; `messages[i]` is raw JSON."""
+    """`params` are all other top-level fields, raw and in the client's order; `messages[i]` is raw JSON.
+
+    `ids` are the prompt's, where the client sends them itself as `input_ids`.
+    """
 
     messages: list[msgspec.Raw]
     tools: msgspec.Raw | None
+    params: dict[str, msgspec.Raw]
+    stream: bool
+    body_hash: str
+    ids: TokenIds | None = None
+
+
+class CompletionRequest(msgspec.Struct, frozen=True):
+    """As `ChatRequest`, with a prompt for messages: as text, or as `ids`."""
+
+    text: str | None
+    ids: TokenIds | None
     params: dict[str, msgspec.Raw]
     stream: bool
     body_hash: str
@@ -27,11 +49,17 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
+_TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
-def hash_body(body: bytes) -> str:
-    """What tells a retry from another request: 128 bits over the body's bytes, as hex."""
-    return hashlib.sha256(body).hexdigest()[:32]
+def hash_body(body: bytes, route: bytes = b"") -> str:
+    """What tells a retry from another request: 128 bits over the body's bytes and its route, as hex.
+
+    A chat's route is no part of it, so that stored hashes stay what they are.
+    """
+    hasher = hashlib.sha256(body)
+    hasher.update(route)
+    return hasher.hexdigest()[:32]
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -42,16 +70,78 @@ def parse_chat(body: bytes) -> ChatRequest:
     fields = _split(body)
     messages = _messages(fields.pop("messages", None))
     tools = fields.pop("tools", None)
+    ids = _ids(fields.pop("input_ids", None), "input_ids")
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
-    for name in OURS:
-        fields.pop(name, None)
-    for name, raw in (("tools", tools), *fields.items()):
-        if raw is not None and too_deep(bytes(raw)):
-            raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
+    params = _params({"tools": tools, **fields} if tools is not None else fields)
+    params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
-    return ChatRequest(messages, tools, fields, stream, hash_body(body))
+    return ChatRequest(messages, tools, params, stream, hash_body(body), ids)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequest, which names the field, and Unsupported for what a turn has one of."""
+    fields = _split(body)
+    text, ids = _prompt(fields.pop("prompt", None))
+    stream = _flag(fields.pop("stream", None), "stream")
+    _one_choice(fields.pop("n", None))
+    if _flag(fields.pop("echo", None), "echo"):
+        raise Unsupported("echo must be false: the reply would hold tokens that were not sampled")
+    _one_choice(fields.pop("best_of", None), "best_of")
+    return CompletionRequest(text, ids, _params(fields), stream, hash_body(body, b"completions"))
+
+
+def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep."""
+    params = {name: raw for name, raw in fields.items() if name not in OURS}
+    for name, raw in params.items():
+        if too_deep(bytes(raw)):
+            raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
+    return params
+
+
+def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
+    """A prompt as text or as ids; a list with one of either is that one."""
+    if raw is None:
+        raise InvalidRequest("prompt is missing")
+    if _is_list(raw):
+        items = _items(raw)
+        if items and not bytes(items[0])[:1].isdigit():
+            if len(items) > 1:
+                raise Unsupported("prompt must be one prompt: a session has one continuation")
+            raw = items[0]
+    if _is_list(raw):
+        return None, _ids(raw, "prompt")
+    value = _value(raw, "prompt")
+    if not isinstance(value, str):
+        raise InvalidRequest("prompt must be text or a list of token ids")
+    return value, None
+
+
+def _is_list(raw: msgspec.Raw) -> bool:
+    return bytes(raw).lstrip().startswith(b"[")
+
+
+def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    try:
+        return _MESSAGES.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest("prompt is not a value that can be read") from error
+
+
+def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
+    """Token ids. Raises InvalidRequest for what is no list of them, and for an empty one."""
+    if raw is None or bytes(raw) == b"null":
+        return None
+    text = bytes(raw).translate(None, b" \t\r\n")
+    try:
+        count = len(_TOKEN_IDS.decode(text))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}") from error
+    if not count or b"-" in text:
+        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
+    return TokenIds(count, text[1:-1])
 
 
 def _split(body: bytes) -> dict[str, msgspec.Raw]:
@@ -95,13 +185,13 @@ def _flag(raw: msgspec.Raw | None, name: str) -> bool:
     raise InvalidRequest(f"{name} must be true or false")
 
 
-def _one_choice(raw: msgspec.Raw | None) -> None:
-    value = _value(raw, "n")
+def _one_choice(raw: msgspec.Raw | None, name: str = "n") -> None:
+    value = _value(raw, name)
     if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
         return
     if isinstance(value, int) and not isinstance(value, bool) and value > 1:
-        raise Unsupported("n must be 1: a session has one continuation")
-    raise InvalidRequest("n must be 1")
+        raise Unsupported(f"{name} must be 1: a session has one continuation")
+    raise InvalidRequest(f"{name} must be 1")
 
 
 def join_object(fields: Mapping[str, bytes]) -> bytes:

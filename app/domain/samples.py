@@ -1,22 +1,26 @@
 """What a trainer reads: one sample per segment of a session, from the facts of its live turns.
 
-A segment is a run of turns in which every prompt continues the tokens before it exactly. Nothing is
-guessed, padded or cut: where a prompt did not continue them, a new segment began when it was committed.
+A segment is a run of turns in which every prompt continues the tokens before it exactly, less the trailing
+tokens that its turn says were trimmed. Nothing is guessed, padded or cut: where a prompt did not continue
+them, a new segment began when it was committed.
 """
 
 from __future__ import annotations
 
 import bisect
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from app.domain.events import TurnCommitted, VersionSpan
+from app.domain.events import TurnCommitted, VersionSpan, is_number
 from app.domain.session import Session
 
 Status = Literal["completed", "truncated", "aborted"]
+
+Array = npt.NDArray[Any]
 
 
 class TurnTokens(msgspec.Struct, frozen=True):
@@ -39,22 +43,23 @@ class TurnSpan(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """T tokens with, for each, its masks, logprob (0.0 where not sampled) and weight version.
+    """T tokens (int32) with, for each, its masks (uint8), logprob (float64, 0.0 where not sampled) and weight version.
 
-    `weight_versions` holds numbers where every version of the sample is one, else indices into
-    `weight_version_names`; −1 where not sampled. `prompt_length` counts the tokens before the first
-    sampled one.
+    `weight_versions` (int64) holds numbers where every version of the sample is one, else indices into
+    `weight_version_names`; −1 where not sampled. `version_spans` are the same as the engines' own names.
+    `prompt_length` counts the tokens before the first sampled one.
     """
 
     segment: int
     cause: str | None
     parent_turn: int
-    tokens: Sequence[int]
-    loss_mask: Sequence[int]
-    sampled_mask: Sequence[int]
-    logprobs: Sequence[float]
-    weight_versions: Sequence[int]
+    tokens: Array
+    loss_mask: Array
+    sampled_mask: Array
+    logprobs: Array
+    weight_versions: Array
     weight_version_names: Sequence[str]
+    version_spans: Sequence[VersionSpan]
     prompt_length: int
     response_length: int
     status: Status
@@ -89,70 +94,76 @@ def _fitting(turns: Sequence[TurnTokens], max_seq_len: int | None) -> int:
 
 
 def _sample(turns: Sequence[TurnTokens], cut: bool) -> Sample:
-    tokens, logprobs, mask = array("i"), array("d"), array("b")
+    ends = [turn.event.base_tokens for turn in turns[1:]]
+    tokens: list[Array] = []
+    logprobs: list[Array] = []
     versions: list[VersionSpan] = []
     spans: list[TurnSpan] = []
-    for turn in turns:
-        event, start = turn.event, len(tokens)
-        if event.base_tokens != start:
-            raise Inconsistent(f"turn {event.turn} continues {event.base_tokens} tokens, {start} are stored")
-        tokens.frombytes(turn.suffix_ids)
-        sampled_from = len(tokens)
-        tokens.frombytes(turn.output_ids)
-        sampled = len(tokens) - sampled_from
-        logprobs.extend([0.0] * (sampled_from - start))
-        logprobs.frombytes(turn.logprobs)
-        mask.extend([0] * (sampled_from - start) + [1] * sampled)
-        _check(event, sampled_from - start, sampled, len(tokens), len(logprobs))
+    before = 0
+    for turn, end in zip(turns, [*ends, None], strict=True):
+        event = turn.event
+        suffix, output = np.frombuffer(turn.suffix_ids, "<i4"), np.frombuffer(turn.output_ids, "<i4")
+        sampled = np.frombuffer(turn.logprobs, "<f8")
+        _check(event, before, len(suffix), len(output), len(sampled))
+        start = event.base_tokens
+        output_start = start + len(suffix)
+        before = output_start + len(output)
+        end = before if end is None else min(end, before)
+        kept = end - output_start
+        if kept < 0:
+            raise Inconsistent(f"turn {event.turn} is continued from token {end}, before its output")
+        tokens += [suffix, output[:kept]]
+        logprobs += [np.zeros(len(suffix)), sampled[:kept]]
         versions += [
-            VersionSpan(span.version, sampled_from + span.start, sampled_from + span.end)
+            VersionSpan(span.version, output_start + span.start, min(output_start + span.end, end))
             for span in event.weight_versions
+            if output_start + span.start < end
         ]
-        spans.append(TurnSpan(event.turn, start, sampled_from, len(tokens), event.finish_reason))
-    by_token, names = _versions(versions, len(tokens))
-    prompt_length = next((i for i, sampled in enumerate(mask) if sampled), len(tokens))
+        spans.append(TurnSpan(event.turn, start, output_start, end, event.finish_reason))
+    joined = np.concatenate(tokens)
+    mask = np.zeros(len(joined), np.uint8)
+    for span in spans:
+        mask[span.output_start : span.end] = 1
+    by_token, names = _versions(versions, len(joined))
+    prompt_length = next((span.output_start for span in spans if span.end > span.output_start), len(joined))
     first, last = turns[0].event, turns[-1].event
-    masked = mask.tolist()
     return Sample(
         segment=first.segment,
         cause=first.segment_cause,
         parent_turn=first.parent,
-        tokens=tokens.tolist(),
-        loss_mask=masked,
-        sampled_mask=masked,
-        logprobs=logprobs.tolist(),
+        tokens=joined,
+        loss_mask=mask,
+        sampled_mask=mask,
+        logprobs=np.concatenate(logprobs),
         weight_versions=by_token,
         weight_version_names=names,
+        version_spans=versions,
         prompt_length=prompt_length,
-        response_length=len(tokens) - prompt_length,
+        response_length=len(joined) - prompt_length,
         status="truncated" if cut else status_of(last.finish_reason),
         turns=spans,
     )
 
 
-def _check(event: TurnCommitted, suffix: int, output: int, tokens: int, logprobs: int) -> None:
-    if suffix != event.suffix_tokens or output != event.output_tokens or tokens != logprobs:
+def _check(event: TurnCommitted, before: int, suffix: int, output: int, logprobs: int) -> None:
+    if event.base_tokens + event.trimmed != before:
+        raise Inconsistent(f"turn {event.turn} continues {event.base_tokens} tokens, {before} are stored")
+    if suffix != event.suffix_tokens or output != event.output_tokens or output != logprobs:
         raise Inconsistent(
-            f"turn {event.turn} has {suffix} + {output} tokens and {logprobs} logprobs for {tokens}; "
+            f"turn {event.turn} has {suffix} + {output} tokens and {logprobs} logprobs; "
             f"the log says {event.suffix_tokens} + {event.output_tokens}"
         )
 
 
-def _versions(spans: Sequence[VersionSpan], length: int) -> tuple[list[int], list[str]]:
-    by_token = [-1] * length
+def _versions(spans: Sequence[VersionSpan], length: int) -> tuple[Array, list[str]]:
+    by_token = np.full(length, -1, np.int64)
     names: list[str] = []
-    numeric = all(_is_number(span.version) for span in spans)
+    numeric = all(is_number(span.version) for span in spans)
     for span in spans:
         if not numeric and span.version not in names:
             names.append(span.version)
-        value = int(span.version) if numeric else names.index(span.version)
-        by_token[span.start : span.end] = [value] * (span.end - span.start)
+        by_token[span.start : span.end] = int(span.version) if numeric else names.index(span.version)
     return by_token, names
-
-
-def _is_number(version: str) -> bool:
-    """One that a 64-bit integer holds."""
-    return version.isascii() and version.isdigit() and len(version) < 19
 
 
 def status_of(finish_reason: str | None) -> Status:

@@ -18,6 +18,7 @@ from app.domain.events import (
     ChunkRef,
     Event,
     PayloadRef,
+    Protocol,
     Recorded,
     ReplayKind,
     RewardAssigned,
@@ -55,6 +56,9 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     retry_key: str | None
     body_hash: str
     seq: int
+    params: int
+    tools: int | None
+    protocol: Protocol
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -224,6 +228,9 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
         retry_key=event.retry_key,
         body_hash=event.body_hash,
         seq=seq,
+        params=event.params,
+        tools=event.tools,
+        protocol=event.protocol,
     )
     changes: dict[str, Any] = {
         "turns": (*session.turns, turn),

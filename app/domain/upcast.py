@@ -18,7 +18,10 @@ def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 STEPS: Mapping[tuple[str, int], Step] = {
+    ("SessionCreated", 1): _only_added,
+    ("TurnOpened", 1): _only_added,
     ("TurnCommitted", 1): _only_added,
+    ("TurnCommitted", 2): _only_added,
     ("TurnRejected", 1): _only_added,
     ("SessionClosed", 1): _only_added,
 }

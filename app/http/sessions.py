@@ -15,11 +15,11 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from app.domain.events import SessionConfig
-from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
 from app.http.state import Services, begun, services, whole_body
 from app.service import replay, transcript
-from app.service.sessions import NewSession, summary
+from app.service.cache import Live
+from app.service.sessions import NewSession
 from app.store import reads
 from app.upstream import headers as http_headers
 
@@ -62,6 +62,7 @@ class CreateSession(BaseModel):
     retain: Literal["window", "all"] = "window"
     history: Literal["linear", "tree"] = "linear"
     on_divergence: Literal["reject", "segment"] = "reject"
+    on_drift: Literal["segment", "reject"] = "segment"
     matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
     adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
     on_abort: Literal["return", "continue", "fail"] = "return"
@@ -75,6 +76,14 @@ class Reward(BaseModel):
     reward: FiniteFloat = Field(strict=True)
     components: dict[str, Annotated[FiniteFloat, Field(strict=True)]] = {}
     turn: int | None = Field(default=None, ge=1, strict=True)
+
+
+class SamplesWish(BaseModel):
+    """The body of `POST /sessions/{id}/samples`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_seq_len: int | None = Field(default=None, ge=1, strict=True)
 
 
 def require_session_id(session_id: str) -> str:
@@ -108,6 +117,7 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
             rollback_window=default_window if body.rollback_window is None else body.rollback_window,
             matcher=body.matcher,
             on_divergence=body.on_divergence,
+            on_drift=body.on_drift,
             retain=body.retain,
             group_id=body.group_id,
             attempt=body.attempt,
@@ -151,24 +161,30 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     """The live turns as they were sent and answered."""
     app = services(request)
     live = await app.sessions.require(session_id)
-    content, _ = await begun(_session_json(app, live.session))
+    content, _ = await begun(_session_json(app, live))
     return StreamingResponse(content, media_type="application/json")
 
 
-async def _session_json(app: Services, session: Session) -> AsyncIterator[bytes]:
+async def _session_json(app: Services, live: Live) -> AsyncIterator[bytes]:
+    session = live.session
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
         separator = b","
     if separator != b",":
         yield separator
-    ids = b"" if session.leaf is None else await transcript.token_ids(app.database, session, session.leaf.number)
-    metadata = {
-        "accumulated_token_ids": memoryview(ids).cast("i").tolist(),
-        "max_trim_tokens": 0,
-        **summary(session),
-    }
-    yield b'],"metadata":' + msgspec.json.encode(metadata) + b"}"
+    yield b'],"metadata":' + msgspec.json.encode(await app.samples.metadata(live)) + b"}"
+
+
+@router.post("/sessions/{session_id}/samples")
+async def post_samples(request: Request, session_id: SessionId) -> Response:
+    """The session's samples as safetensors."""
+    app = services(request)
+    raw = await whole_body(request)
+    wish = _read(raw, SamplesWish) if raw.strip() else SamplesWish()
+    live = await app.sessions.require(session_id)
+    body = await app.samples.safetensors(live, wish.max_seq_len)
+    return Response(body, media_type="application/octet-stream")
 
 
 @router.get("/sessions/{session_id}/events")

@@ -10,7 +10,9 @@ from starlette.types import Scope
 
 from app.http.limits import Inflight, read_body
 from app.service.export import Exporter
+from app.service.feed import Feed
 from app.service.follow import Followers
+from app.service.samples import Samples
 from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings
@@ -28,6 +30,8 @@ class Services(msgspec.Struct, frozen=True):
     sessions: Sessions
     turns: Turns
     exporter: Exporter
+    samples: Samples
+    feed: Feed
     pool: Pool
     inflight: Inflight
     followers: Followers

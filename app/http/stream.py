@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from app.export.turnlog import in_one_line
+from app.export.jsontext import in_one_line
 
 KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -43,14 +43,19 @@ _CHOICES = msgspec.json.Decoder(list[Fields])
 
 
 def as_stream(body: bytes) -> bytes:
-    """One `chat.completion.chunk` with the whole message, and `[DONE]`; what need not change stays raw."""
+    """One chunk with the whole message or text, and `[DONE]`; what need not change stays raw."""
     reply: dict[str, Any] = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
-    reply["object"] = "chat.completion.chunk"
-    reply["choices"] = [_choice(choice) for choice in _CHOICES.decode(reply["choices"])]
+    choices = _CHOICES.decode(reply["choices"])
+    if any("message" in choice for choice in choices):
+        reply["object"] = "chat.completion.chunk"
+    reply["choices"] = [_choice(choice) for choice in choices]
     return b"data: " + in_one_line(msgspec.json.encode(reply)) + b"\n\n" + DONE
 
 
 def _choice(choice: Fields) -> dict[str, Any]:
+    """A completion's choice looks in a chunk as it does in a whole reply."""
+    if "message" not in choice:
+        return {name: value for name, value in choice.items() if name not in _NOT_IN_A_CHUNK}
     delta: dict[str, Any] = {**_FIELDS.decode(choice["message"])}
     calls = msgspec.json.decode(delta.pop("tool_calls", b"null"))
     if calls:

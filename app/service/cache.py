@@ -7,7 +7,6 @@ at which the claim was taken; it can be dropped at any moment and comes back fro
 from __future__ import annotations
 
 import asyncio
-import bisect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +15,9 @@ from typing import TypeVar, cast
 import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, apply
+from app.domain.session import Session, Turn, apply
 from app.errors import AppError, SessionUnreadable
+from app.service.chain import Chain
 from app.store import reads
 from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
@@ -37,56 +37,20 @@ SNAPSHOT_EVENTS = 1024
 """Events folded on a miss after which a snapshot is worth its write."""
 
 
-class Transcript:
-    """The raw JSON of a live chain's messages, joined by commas: what the next request's history is spliced from.
-
-    It holds the turns of one chain from its beginning; a rollback cuts it, a commit adds to its end.
-    """
-
-    def __init__(self) -> None:
-        self._text = bytearray()
-        self._turns: list[int] = []
-        self._ends: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._text)
-
-    def upto(self, turn: int) -> bytes | None:
-        """The messages up to and with turn `turn`'s reply; None if it is not here."""
-        index = bisect.bisect_left(self._turns, turn)
-        if index == len(self._turns) or self._turns[index] != turn:
-            return None
-        return bytes(memoryview(self._text)[: self._ends[index]])
-
-    def extend(self, parent: int, turn: int, messages: bytes) -> None:
-        """Add a turn's messages after those of `parent` (0: they begin a chain).
-
-        Where `parent` is not here, nothing is kept: the chain is read from the store when it is needed.
-        """
-        kept = bisect.bisect_right(self._turns, parent)
-        known = parent == 0 or (kept > 0 and self._turns[kept - 1] == parent)
-        kept = kept if known else 0
-        del self._turns[kept:], self._ends[kept:]
-        del self._text[self._ends[-1] if self._ends else 0 :]
-        if not known:
-            return
-        self._text += b"," + messages if self._text else messages
-        self._turns.append(turn)
-        self._ends.append(len(self._text))
-
-
 class Live:
-    """A session's state, and what of its messages is in memory."""
+    """A session's state, and what of its messages and tokens is in memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.transcript = Transcript()
+        self.messages = Chain()
+        self.tokens = Chain()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
 
     @property
     def size(self) -> int:
         chunks = sum(len(payload.chunks) for live in self.session.payloads.values() for payload in live)
-        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + len(self.transcript)
+        known = len(self.messages) + len(self.tokens)
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Fold new events in; False where they do not follow, which means the entry is out of date."""
@@ -154,12 +118,16 @@ class SessionCache:
         else:
             self.drop(session_id)
 
-    def remember(self, session_id: str, parent: int, turn: int, messages: bytes) -> None:
-        """Keep a turn's messages, which the next request will need; `parent` 0: its history starts anew."""
+    def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
+        """Keep a committed turn's messages, and its tokens' text where it is known: the next request will need them."""
         live = self._entries.get(session_id)
-        if live is not None:
-            live.transcript.extend(parent, turn, messages)
-            self._account(session_id, live)
+        if live is None or len(live.session.turns) < number:
+            return
+        turn = live.session.turn(number)
+        live.messages.extend(_messages_parent(turn), turn.number, messages)
+        if tokens is not None:
+            live.tokens.extend(_tokens_parent(turn), turn.number, tokens, _trimmed(live.session, turn))
+        self._account(session_id, live)
 
     def held_elsewhere(self, session: Session, incarnation: int) -> bool:
         """Does another process hold the session's open turn? With SQLite there is no other that lives."""
@@ -172,24 +140,52 @@ class SessionCache:
 
     async def messages(self, live: Live, turn: int) -> bytes:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
-        found = live.transcript.upto(turn)
+        found = live.messages.upto(turn)
         if found is not None:
             return found
         session_id = live.session.session_id
-        chain = [member.number for member in live.session.message_chain(turn)]
+        chain = live.session.message_chain(turn)
+        numbers = [member.number for member in chain]
         frames = await self.database.read(
-            lambda connection: reads.load_frames(connection, session_id, chain, facts=False)
+            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False)
         )
         try:
-            wires = await _off_loop(len(chain), lambda: reads.unpack_wires(frames, chain))
+            wires = await _off_loop(len(chain), lambda: reads.unpack_wires(frames, numbers))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
-        transcript = Transcript()
-        for parent, number in zip([0, *chain], chain, strict=False):
-            transcript.extend(parent, number, b",".join((*wires[number].messages, wires[number].message)))
-        live.transcript = transcript
+        live.messages = Chain()
+        for member in chain:
+            wire = wires[member.number]
+            live.messages.extend(_messages_parent(member), member.number, b",".join((*wire.messages, wire.message)))
         self._account(session_id, live)
-        return transcript.upto(turn) or b""
+        return live.messages.upto(turn) or b""
+
+    async def tokens(self, live: Live, turn: int) -> bytes:
+        """The ids of all tokens after turn `turn` as decimal text, joined by commas. Raises SessionUnreadable."""
+        found = live.tokens.upto(turn)
+        if found is not None:
+            return found
+        session = live.session
+        chain = session.token_chain(turn)
+        numbers = [member.number for member in chain]
+        frames = await self.database.read(
+            lambda connection: reads.load_frames(connection, session.session_id, numbers, wire=False)
+        )
+
+        def loaded() -> Chain:
+            made = Chain()
+            facts = reads.unpack_facts(frames, numbers)
+            for member in chain:
+                ids = facts[member.number].suffix_ids + facts[member.number].output_ids
+                made.extend(_tokens_parent(member), member.number, id_text(ids), _trimmed(session, member))
+            return made
+
+        try:
+            live.tokens = await asyncio.to_thread(loaded)
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+        self._account(session.session_id, live)
+        return live.tokens.upto(turn) or b""
 
     async def close(self) -> None:
         for task in (*self._loading.values(), *self._saving):
@@ -261,6 +257,23 @@ class SessionCache:
             await self._writer.submit(operation)
         except AppError as error:
             log.warning("no snapshot of session %s was saved: %s", session.session_id, error)
+
+
+def id_text(ids: bytes) -> bytes:
+    """Token ids (little-endian int32) as a `Chain` of tokens holds them."""
+    return codec.render_ids(memoryview(ids).cast("i"), ",")[1:-1]
+
+
+def _messages_parent(turn: Turn) -> int:
+    return turn.parent if turn.base_messages else 0
+
+
+def _tokens_parent(turn: Turn) -> int:
+    return turn.parent if turn.base_tokens else 0
+
+
+def _trimmed(session: Session, turn: Turn) -> int:
+    return session.turn(turn.parent).token_count - turn.base_tokens if turn.base_tokens else 0
 
 
 OFF_LOOP = 64

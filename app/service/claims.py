@@ -8,9 +8,10 @@ import logging
 import msgspec
 
 from app.domain import decide
+from app.domain.completion import IncomingPrompt
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
-from app.domain.history import Incoming, Plan, match
-from app.domain.request import ChatRequest
+from app.domain.history import Incoming, Plan
+from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.session import Session, apply
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy
 from app.service.cache import Live, SessionCache
@@ -24,6 +25,11 @@ from app.upstream.body import Body
 from workers import codec
 
 log = logging.getLogger("turnlog.claims")
+
+Request = ChatRequest | CompletionRequest
+
+Arrival = Incoming | IncomingPrompt
+"""A request's history: a chat's messages, or a completion's prompt."""
 
 KEPT_BYTES = 256 << 10
 """Of a refused reply, for diagnosis."""
@@ -67,7 +73,7 @@ class Claims:
         self._clock = clock
         self._lease_s = lease_s
 
-    async def open(self, live: Live, request: ChatRequest, incoming: Incoming, mark: RetryMark) -> Opening | None:
+    async def open(self, live: Live, request: Request, incoming: Arrival, mark: RetryMark) -> Opening | None:
         """Claim the session at a version at which the request fits; None if the turn is found committed."""
         session_id = live.session.session_id
         for _ in range(CLAIM_TRIES):
@@ -80,6 +86,7 @@ class Claims:
                     incarnation=self.incarnation,
                     body_hash=request.body_hash,
                     retry_key=mark.key,
+                    protocol="chat" if isinstance(request, ChatRequest) else "completions",
                 )
                 claim = Claim(session_id, session.version, self._clock(), event, self._lease_s)
                 outcome = await self._writer.submit(claim)
@@ -102,13 +109,13 @@ class Claims:
         busy.retry = True
         raise busy
 
-    async def _match(self, session: Session, incoming: Incoming) -> Plan | None:
+    async def _match(self, session: Session, incoming: Arrival) -> Plan | None:
         """Where the request joins; None if the session has moved on since it was read.
 
         Raises SessionBusy, which comes before a history that does not fit, RollbackTooDeep, HistoryMismatch.
         """
         try:
-            return match(session, incoming)
+            return incoming.join(session)
         except (RollbackTooDeep, HistoryMismatch):
             fresh = await self._cache.refresh(session.session_id)
             if fresh is not None and fresh.session.version != session.version:
@@ -117,7 +124,7 @@ class Claims:
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise
 
-    async def _held(self, session_id: str, held: Busy, request: ChatRequest, mark: RetryMark) -> None:
+    async def _held(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> None:
         """The session's open turn is another process's, or one that this process failed to let go."""
         if held.incarnation == self.incarnation:
             await self.release(session_id, held.fence, TurnAbandoned(held.turn, held.fence, "not_released"))
@@ -168,7 +175,7 @@ class Claims:
         self._followers.notify(session_id)
 
 
-def repeated_turn(live: Live, mark: RetryMark, request: ChatRequest) -> int | None:
+def repeated_turn(live: Live, mark: RetryMark, request: Request) -> int | None:
     """The committed turn that the request is a marked retry of."""
     if mark.key is not None and mark.key in live.keyed:
         number = live.keyed[mark.key]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -60,7 +61,7 @@ class Flight:
         self.body_hash = body_hash
         self.cut: CutReason | None = None
         self.readers = 0
-        self.at_engine: asyncio.Task[object] | None = None
+        self._at_work: asyncio.Task[object] | None = None
         self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 
     def land(self, reply: TurnReply | None) -> None:
@@ -72,10 +73,26 @@ class Flight:
         return await asyncio.shield(self.landing)
 
     def cut_off(self, reason: CutReason) -> None:
-        """End the engine's work, if it is still at it; a turn that is past it is judged by its fence."""
+        """End the work on the prompt or the engine's; a turn that is past both is judged by its fence."""
         self.cut = self.cut or reason
-        if self.at_engine is not None:
-            self.at_engine.cancel()
+        if self._at_work is not None:
+            self._at_work.cancel()
+
+    @contextlib.contextmanager
+    def may_be_cut(self) -> Iterator[None]:
+        """Work that `cut_off` ends. Raises Cut."""
+        if self.cut is not None:
+            raise Cut
+        self._at_work = task = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.cut is None or task is None:
+                raise
+            task.uncancel()
+            raise Cut from None
+        finally:
+            self._at_work = None
 
 
 class Reader:
@@ -99,4 +116,4 @@ class Reader:
 
 
 class Cut(Exception):
-    """The engine's work was ended by `Flight.cut_off`."""
+    """The work was ended by `Flight.cut_off`."""

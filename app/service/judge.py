@@ -13,18 +13,19 @@ from typing import cast
 import msgspec
 
 from app.domain import decide
-from app.domain.events import ChunkRef, Dtype, Matcher, PayloadRef, ReplayKind, VersionSpan
-from app.domain.history import canonical_hash, decode_message
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
 from app.domain.session import Session
-from app.errors import Overloaded, UpstreamInvalid, WorkerCrash
-from app.service.claims import Opening
+from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
+from app.service.asking import Ask, Prompt
+from app.service.claims import Arrival, Opening
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
+from app.upstream.dialects import returns
 from workers import job
 from workers.job import Done, Job, Place
-from workers.parse import REPLAY, Known, Rejected
+from workers.parse import REPLAY, Known, PromptDiffers, Rejected
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, Pool, PoolError
 
@@ -32,21 +33,8 @@ PAYLOAD_LIGHTER = 16
 """How much cheaper a byte of a base64 payload is to judge than one of triples (measured: 0.3 and 5 ms a MiB)."""
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """What a turn's request asks of the engine beyond its parameters.
-
-    `own` are the raw members that Turnlog adds to this one request, `first_row` the first row of
-    `routed_experts` that is asked for, `clients` the kinds of payload that the client itself wants.
-    """
-
-    rid: str
-    own: bytes
-    first_row: int
-    clients: frozenset[str]
-
-
 class Judged(msgspec.Struct, frozen=True):
-    """An engine's sound reply, ready to be committed."""
+    """An engine's sound reply, ready to be committed. `output_ids` are there where the prompt was sent as ids."""
 
     reply: decide.Reply
     message: bytes
@@ -55,6 +43,7 @@ class Judged(msgspec.Struct, frozen=True):
     payloads: tuple[PayloadRef, ...]
     chunks: list[StoredChunk]
     places: list[Place]
+    output_ids: bytes
 
 
 class Judge:
@@ -67,29 +56,34 @@ class Judge:
     async def judge(
         self,
         opening: Opening,
-        matcher: Matcher,
+        incoming: Arrival,
         new: Sequence[bytes],
         engine: str,
         reply: EngineReply,
         requested_at: float,
         ask: Ask,
+        prompt: Prompt | None,
     ) -> Judged:
-        """Raises UpstreamInvalid, WorkerCrash, Overloaded."""
+        """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
         work = Job(
             dialect=self._settings.upstream_dialect,
-            known=_known(opening),
+            known=_known(opening) if prompt is None else prompt.known,
             wants=[self._want(opening, kind, ask) for kind in REPLAY],
             messages=list(new),
             headers=reply.headers,
             status=reply.status,
             rid=ask.rid,
             own=ask.own,
+            protocol=opening.event.protocol,
+            sent=b"" if prompt is None else prompt.text + b",",
         )
         try:
             if is_light(reply.body, sum(map(len, new)), self._settings.inline_max_bytes):
                 done = job.work(work, memoryview(reply.body.joined()))
             else:
                 done = job.decode_done(await self._pool.run(job.encode(work), *reply.body.pieces))
+        except PromptDiffers as error:
+            raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Rejected as error:
             raise UpstreamInvalid(f"{engine} returned a malformed reply: {error}") from error
         except Crashed as error:
@@ -98,13 +92,14 @@ class Judge:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
         payloads, chunks = _numbered(opening.fence, done)
         return Judged(
-            _reply(done, engine, matcher, requested_at),
+            _reply(done, engine, incoming.reply_hash(done.message), requested_at, prompt),
             done.message,
             done.facts,
             done.wire,
             payloads,
             chunks,
             done.places,
+            done.output_ids,
         )
 
     def _want(self, opening: Opening, kind: str, ask: Ask) -> Want:
@@ -114,7 +109,8 @@ class Judge:
         parent = None if on_faith else _parent(opening.session, opening.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
-            required=kind in self._settings.replay,
+            required=kind in self._settings.replay
+            and returns(kind, self._settings.upstream_dialect, opening.event.protocol),
             start=ask.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,
@@ -171,8 +167,7 @@ def _numbered(fence: int, done: Done) -> tuple[tuple[PayloadRef, ...], list[Stor
     return tuple(refs), rows
 
 
-def _reply(done: Done, engine: str, matcher: Matcher, requested_at: float) -> decide.Reply:
-    message = decode_message(done.message, "the reply's message")
+def _reply(done: Done, engine: str, message_hash: str, requested_at: float, prompt: Prompt | None) -> decide.Reply:
     return decide.Reply(
         dialect=done.dialect,
         engine=engine,
@@ -183,6 +178,9 @@ def _reply(done: Done, engine: str, matcher: Matcher, requested_at: float) -> de
         tokens_text_bytes=done.sequence.text_bytes,
         finish_reason=done.finish_reason,
         weight_versions=tuple(VersionSpan(span.version, span.start, span.end) for span in done.weight_versions),
-        message_hash=canonical_hash(message, matcher),
+        message_hash=message_hash,
         requested_at=requested_at,
+        trimmed=0 if prompt is None else prompt.trimmed,
+        cached_tokens=done.cached_tokens,
+        sent_ids=prompt is not None,
     )

@@ -22,7 +22,7 @@ from app.domain.events import (
     name_of,
     to_fields,
 )
-from app.domain.session import Session, fold
+from app.domain.session import fold
 from app.errors import (
     AppError,
     NotFound,
@@ -266,13 +266,3 @@ def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
         raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")
     if existing.body_hash != body_hash:
         raise SessionExists(f"session {session_id} exists and was created with another body")
-
-
-def summary(session: Session) -> dict[str, Any]:
-    """What `GET /sessions/{id}` says of a session beside its records."""
-    return {
-        "status": session.status,
-        "version": session.version,
-        "group_id": session.config.group_id,
-        "reward": session.reward.reward if session.reward else None,
-    }

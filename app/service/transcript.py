@@ -13,38 +13,58 @@ from app.errors import SessionUnreadable
 from app.service import replay
 from app.store import reads
 from app.store.engine import Database
-from app.upstream.engines import CHAT
+from app.upstream.engines import PATHS
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import REPLAY
 
 
-def request_body(params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes) -> bytes:
+def chat_body(
+    params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes, ids: bytes | None
+) -> bytes:
     """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in.
 
-    `own` are further members of the object, each after a comma.
+    `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids where they are
+    sent: the engine then takes its prompt from them.
     """
+    parts = _opening(params, rid, own)
+    if tools is not None:
+        parts.append(b',"tools":' + tools)
+    parts += [b',"messages":[', b",".join(messages)]
+    parts += [b"]}"] if ids is None else [b'],"input_ids":[', ids, b"]}"]
+    return b"".join(parts)
+
+
+def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
+    """As `chat_body`, of a completion: its prompt is `text`, or `ids`."""
+    prompt = msgspec.json.encode(text or "") if ids is None else b"[" + ids + b"]"
+    return b"".join((*_opening(params, rid, own), b',"prompt":', prompt, b"}"))
+
+
+def _opening(params: bytes, rid: str, own: bytes) -> list[bytes]:
     parts = [params[:-1], own]
     if rid:
         parts.append(b',"rid":"' + rid.encode() + b'"')
-    if tools is not None:
-        parts.append(b',"tools":' + tools)
-    parts += [b',"messages":[', b",".join(messages), b"]}"]
-    return b"".join(parts)
+    return parts
 
 
 async def token_ids(database: Database, session: Session, number: int) -> bytes:
     """All token ids after turn `number`, prompt and output, as little-endian int32. Raises SessionUnreadable."""
-    return await _ids(database, session, [turn.number for turn in session.token_chain(number)])
+    return await _continued(database, session, b"", session.token_chain(number))
 
 
-async def _ids(database: Database, session: Session, numbers: Sequence[int]) -> bytes:
-    """The tokens that each of these turns added, one after the other."""
+async def _continued(database: Database, session: Session, ids: bytes, chain: Sequence[Turn]) -> bytes:
+    """The tokens `ids`, continued by each of these turns."""
+    numbers = [turn.number for turn in chain]
     try:
         facts = await database.read(lambda connection: reads.load_facts(connection, session.session_id, numbers))
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
-    return b"".join(part for fact in facts.values() for part in (fact.suffix_ids, fact.output_ids))
+    joined = bytearray(ids)
+    for turn in chain:
+        del joined[turn.base_tokens * TOKEN_BYTES :]
+        joined += facts[turn.number].suffix_ids + facts[turn.number].output_ids
+    return bytes(joined)
 
 
 async def stored_reply(
@@ -68,15 +88,15 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
     for number in session.path:
         turn, (at, event) = session.turn(number), committed[number]
         wire = await _wire(database, session, number)
-        ids = (ids if turn.base_tokens else b"") + await _ids(database, session, [number])
-        request, history = await _request(database, session, turn, event, wire, history)
+        ids = await _continued(database, session, ids, [turn])
+        request, history = await _request(database, session, event, wire, history, _prompt(turn, ids))
         payloads = await replay.values(database, session, number, wire, REPLAY)
         yield msgspec.json.encode(
             {
                 "timestamp": at,
                 "request_timestamp": event.requested_at,
                 "method": "POST",
-                "path": CHAT,
+                "path": PATHS[event.protocol],
                 "status_code": wire.status,
                 "request": msgspec.Raw(request),
                 "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
@@ -86,20 +106,34 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
 
 
 async def _request(
-    database: Database, session: Session, turn: Turn, event: TurnCommitted, wire: Wire, history: list[bytes]
+    database: Database,
+    session: Session,
+    event: TurnCommitted,
+    wire: Wire,
+    history: list[bytes],
+    prompt: memoryview,
 ) -> tuple[bytes, list[bytes]]:
     """The request as the engine got it, and the history that the next turn continues."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
-    messages = [*(history if turn.base_messages else []), *wire.messages]
-    tools = None if event.tools is None else blobs[event.tools]
-    body = request_body(blobs[event.params], tools, messages, wire.rid, wire.own)
+    messages = [*(history if event.base_messages else []), *wire.messages]
+    ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
+    params = blobs[event.params]
+    if event.protocol == "chat":
+        tools = None if event.tools is None else blobs[event.tools]
+        body = chat_body(params, tools, messages, wire.rid, wire.own, ids)
+    else:
+        text = "".join(msgspec.json.decode(part, type=str) for part in messages)
+        body = completion_body(params, text, ids, wire.rid, wire.own)
     return body, [*messages, wire.message]
 
 
+def _prompt(turn: Turn, ids: bytes) -> memoryview:
+    return memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES].cast("i")
+
+
 def _reply(turn: Turn, wire: Wire, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
-    prompt = memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES]
-    return codec.paste(wire, prompt.cast("i"), payloads)
+    return codec.paste(wire, _prompt(turn, ids), payloads)
 
 
 async def _wire(database: Database, session: Session, number: int) -> Wire:

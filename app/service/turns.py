@@ -14,37 +14,38 @@ is the claim; what keeps a late one out is its fence.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from app.domain import decide
-from app.domain.events import BlobRef, TurnAbandoned
+from app.domain.completion import IncomingPrompt
+from app.domain.events import Protocol, TurnAbandoned
 from app.domain.history import Incoming
-from app.domain.request import ChatRequest, join_object, parse_chat
+from app.domain.request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from app.domain.session import Session
-from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed
+from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed, TokenPrefixMismatch
 from app.service import transcript
+from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
 from app.service.cache import SessionCache
-from app.service.claims import Claims, Opening, repeated_turn
+from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
-from app.service.judge import Ask, Judge, Judged
+from app.service.judge import Judge, Judged
 from app.service.sessions import Clock, refusal
+from app.service.token_in import TokenIn, added_text
 from app.settings import Settings
-from app.store.log import Refused, StoredBlob, StoredChunk
+from app.store.log import Refused, StoredChunk
 from app.store.log_turns import Commit, Stage
 from app.store.writer import Writer
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
-from app.upstream.dialects import asked_for, clients_first_row, complete, from_row, takes_rid
+from app.upstream.dialects import asked_for, takes_rid
 from app.upstream.engines import Engines
 from app.upstream.headers import Headers
 from workers import codec
 from workers.job import Place
-from workers.parse import REPLAY
 
 PARSE_INLINE = 512 << 10
 """A request up to this is read on the loop: a millisecond and a half, less than half a turn of this size."""
@@ -64,10 +65,12 @@ class Turns:
         writer: Writer,
         engines: Engines,
         judge: Judge,
+        token_in: TokenIn,
         settings: Settings,
         clock: Clock,
     ) -> None:
         self._judge = judge
+        self._token_in = token_in
         self._cache = cache
         self._claims = claims
         self._writer = writer
@@ -87,16 +90,18 @@ class Turns:
         if flight is not None:
             flight.cut_off("session_closed")
 
-    async def chat(self, session_id: str, body: bytes, client: Headers, mark: RetryMark, reader: Reader) -> TurnReply:
+    async def take(
+        self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
+    ) -> TurnReply:
         """One turn. Raises AppError in the order 404, 400, 409, 400 (history), then what the engine did."""
-        request: ChatRequest | None = None
+        request: Request | None = None
         while True:
             live = await self._cache.get(session_id)
             session = decide.require_open(live.session if live else None, session_id)
             assert live is not None
             if request is None:
-                request = await _beside(len(body), lambda: parse_chat(body))
-            incoming = Incoming(request.messages, session.config.matcher)
+                request = await _beside(len(body), lambda: _parsed(protocol, body))
+            incoming = _arrival(request, session)
             await _beside(len(body), lambda: incoming.check(session.leaf))  # noqa: B023
             flight = self._flights.get(session_id)
             if flight is not None:
@@ -119,25 +124,18 @@ class Turns:
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
                 if opening is not None:
-                    reply = await self._settled(flight, opening, request, incoming, client, reader)
+                    reply = await self._settled(_Taken(flight, opening, request, incoming, client, reader))
                     return reply
             finally:
                 del self._flights[session_id]
                 flight.land(reply if reply is not None and reply.turn is not None else None)
 
-    async def _settled(
-        self,
-        flight: Flight,
-        opening: Opening,
-        request: ChatRequest,
-        incoming: Incoming,
-        client: Headers,
-        reader: Reader,
-    ) -> TurnReply:
+    async def _settled(self, taken: _Taken) -> TurnReply:
         """As `_generate`; a fault of ours, or being cancelled, leaves no claim behind either."""
+        opening = taken.opening
         settled = False
         try:
-            reply = await self._generate(flight, opening, request, incoming, client, reader)
+            reply = await self._generate(taken)
             settled = True
             return reply
         except AppError:
@@ -148,93 +146,79 @@ class Turns:
                 event = TurnAbandoned(opening.event.turn, opening.fence, "not_released")
                 await self._claims.release(opening.session.session_id, opening.fence, event)
 
-    async def _generate(
-        self,
-        flight: Flight,
-        opening: Opening,
-        request: ChatRequest,
-        incoming: Incoming,
-        client: Headers,
-        reader: Reader,
-    ) -> TurnReply:
+    async def _generate(self, taken: _Taken) -> TurnReply:
+        opening, incoming, request = taken.opening, taken.incoming, taken.request
         requested_at = self._clock()
         refused: Body | None = None
         try:
-            blobs, params, tools = _blobs(opening.session, request, self._settings)
+            sending = outgoing(opening.session, request, self._settings)
             stored = await self._stored_messages(opening)
-            new = [bytes(raw) for raw in request.messages[opening.plan.base_messages :]]
+            new = incoming.new(opening.plan)
+            with taken.flight.may_be_cut():
+                prompt = await self._prompt(taken, sending)
+                text = request.text if isinstance(request, CompletionRequest) else None
 
-            def body(ask: Ask) -> bytes:
-                return transcript.request_body(params, tools, [*stored, *new], ask.rid, ask.own)
+                def body(ask: Ask) -> bytes:
+                    return sending.body(ask, [*stored, *new], text, prompt)
 
-            ask, engine, reply = await self._ask(
-                flight, opening, self._first_ask(opening, request), body, client, reader
-            )
+                ask, engine, reply = await self._ask(taken, body)
             reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
                 return TurnReply(reply.status, reply.headers, reply.body.pieces)
             refused = reply.body
-            judged = await self._judge.judge(opening, incoming.matcher, new, engine, reply, requested_at, ask)
+            judged = await self._judge.judge(opening, incoming, new, engine, reply, requested_at, ask, prompt)
+            await self._require_no_drift(opening, judged)
         except Cut:
-            raise await self._cut(flight, opening) from None
+            raise await self._cut(taken.flight, opening) from None
         except AppError as error:
             await self._claims.reject(opening, error.code, None, str(error), refused)
             raise
-        await self._commit(opening, incoming, judged, blobs, new)
-        parts = _without(reply.body, [place for place in judged.places if place.kind not in self._shown(ask.clients)])
+        await self._commit(taken, judged, sending, new, prompt)
+        shown = self._shown(ask.clients)
+        parts = _without(reply.body, [place for place in judged.places if place.kind not in shown])
         return TurnReply(200, reply.headers, parts, turn=opening.event.turn)
 
-    def _first_ask(self, opening: Opening, request: ChatRequest) -> Ask:
-        """What is known at the parent need not be sent again, where the operator says that engines keep it."""
-        settings, plan = self._settings, opening.plan
-        rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
-        clients = asked_for(request.params)
-        if "routed_experts" not in settings.replay:
-            return Ask(rid, b"", clients_first_row(request.params), clients)
-        before = opening.session.payload(plan.parent, "routed_experts")
-        if not settings.replay_incremental or before is None or not plan.base_messages:
-            return Ask(rid, b"", 0, clients)
-        return Ask(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
-
     def _shown(self, clients: Collection[str]) -> Collection[str]:
-        """The kinds of payload that the client's reply keeps, of those that it asked for."""
-        return {"auto": clients, "verbatim": REPLAY, "lean": ()}[self._settings.client_reply]
+        return shown_kinds(clients, self._settings)
 
     async def _stored_messages(self, opening: Opening) -> list[bytes]:
-        if opening.plan.base_messages == 0:
+        if opening.plan.base_messages == 0 or opening.event.protocol != "chat":
             return []
         return [await self._cache.messages(opening.live, opening.plan.parent)]
 
-    async def _ask(
-        self,
-        flight: Flight,
-        opening: Opening,
-        ask: Ask,
-        body: Callable[[Ask], bytes],
-        client: Headers,
-        reader: Reader,
-    ) -> tuple[Ask, str, EngineReply]:
-        """What was asked in the end, which engine answered, and how. Raises Cut and what `Engines.chat` raises."""
-        session_id = opening.session.session_id
-        headers = http_headers.to_engine(client, session_id, self._settings.upstream_api_key)
-        if flight.cut is not None:
-            raise Cut
-        flight.at_engine = task = asyncio.current_task()
-        try:
-            engine, reply = await self._engines.chat(session_id, body(ask), headers, reader.grow)
-            if reply.status == 400 and ask.own:
-                # A prompt that drifted may be shorter than the row asked for, which engines refuse.
-                ask = msgspec.structs.replace(ask, own=b"", first_row=0)
-                engine, reply = await self._engines.chat(session_id, body(ask), headers, reader.grow)
-            return ask, engine, reply
-        except asyncio.CancelledError:
-            if flight.cut is None or task is None:
-                raise
-            task.uncancel()
-            raise Cut from None
-        finally:
-            flight.at_engine = None
+    async def _prompt(self, taken: _Taken, sending: Outgoing) -> Prompt | None:
+        """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
+        if taken.request.ids is not None:
+            return self._token_in.given(taken.opening, taken.request.ids)
+        if self._token_in.prompts is None or not isinstance(taken.request, ChatRequest):
+            return None
+        assert isinstance(taken.incoming, Incoming)
+        return await self._token_in.built(taken.opening, taken.request, taken.incoming, sending)
+
+    async def _ask(self, taken: _Taken, body: Callable[[Ask], bytes]) -> tuple[Ask, str, EngineReply]:
+        """What was asked in the end, which engine answered, and how. Raises as `Engines.generate`."""
+        opening, grow = taken.opening, taken.reader.grow
+        session_id, protocol = opening.session.session_id, opening.event.protocol
+        headers = http_headers.to_engine(taken.client, session_id, self._settings.upstream_api_key)
+        ask = first_ask(opening, taken.request, self._settings)
+        engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
+        if reply.status == 400 and ask.own:
+            # A prompt that drifted may be shorter than the row asked for, which engines refuse.
+            ask = msgspec.structs.replace(ask, own=b"", first_row=0)
+            engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
+        return ask, engine, reply
+
+    async def _require_no_drift(self, opening: Opening, judged: Judged) -> None:
+        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens, if the session wants it."""
+        parent = decide.token_parent(opening.session, opening.plan)
+        if parent is None or judged.reply.base or opening.session.config.on_drift != "reject":
+            return
+        at = await self._token_in.first_difference(opening, parent, judged.facts)
+        raise TokenPrefixMismatch(
+            f"the prompt's {judged.reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
+            f"they differ at position {at}"
+        )
 
     async def _cut(self, flight: Flight, opening: Opening) -> AppError:
         """The turn was ended from outside: tell the engine, let go of the claim, and say why."""
@@ -251,16 +235,18 @@ class Turns:
         return ClientGone("the client went away and TURNLOG_ON_DISCONNECT ended its turn")
 
     async def _commit(
-        self, opening: Opening, incoming: Incoming, judged: Judged, blobs: _Blobs, new: Sequence[bytes]
+        self, taken: _Taken, judged: Judged, sending: Outgoing, new: Sequence[bytes], prompt: Prompt | None
     ) -> None:
         """On disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable, StoreFull."""
+        opening = taken.opening
         session_id = opening.session.session_id
+        blobs = sending.blobs
         events = decide.commit_turn(
             opening.session,
             opening.event,
             opening.fence,
             opening.plan,
-            incoming,
+            taken.incoming,
             judged.reply,
             blobs=decide.TurnBlobs(
                 codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs, judged.payloads
@@ -289,9 +275,8 @@ class Turns:
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         self._claims.appended(session_id, outcome)
-        messages = b",".join((*new, judged.message))
-        parent = opening.plan.parent if opening.plan.base_messages else 0
-        self._cache.remember(session_id, parent, opening.event.turn, messages)
+        tokens = None if prompt is None else added_text(prompt, judged.reply.base, judged.output_ids)
+        self._cache.remember(session_id, opening.event.turn, b",".join((*new, judged.message)), tokens)
         self._cache.snapshot_if_due(opening.fence - 1, session_id)
 
     async def _staged(self, opening: Opening, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
@@ -320,6 +305,27 @@ class Turns:
             task.cancel()
 
 
+class _Taken(msgspec.Struct, frozen=True):
+    """A turn that holds its claim, and for whom it works."""
+
+    flight: Flight
+    opening: Opening
+    request: Request
+    incoming: Arrival
+    client: Headers
+    reader: Reader
+
+
+def _parsed(protocol: Protocol, body: bytes) -> Request:
+    return parse_chat(body) if protocol == "chat" else parse_completion(body)
+
+
+def _arrival(request: Request, session: Session) -> Arrival:
+    if isinstance(request, ChatRequest):
+        return Incoming(request.messages, session.config.matcher)
+    return IncomingPrompt(request)
+
+
 T = TypeVar("T")
 
 
@@ -338,34 +344,3 @@ def _without(body: Body, places: Sequence[Place]) -> Sequence[bytes | memoryview
         parts += [*body.slices(done, place.start), b"null"]
         done = place.end
     return [*parts, *body.slices(done, len(body))]
-
-
-class _Blobs(msgspec.Struct, frozen=True):
-    """The per-session blobs of a turn: their numbers, and the rows of those that are new."""
-
-    params: int
-    tools: int | None
-    refs: tuple[BlobRef, ...]
-    rows: tuple[StoredBlob, ...]
-
-
-def _blobs(session: Session, request: ChatRequest, settings: Settings) -> tuple[_Blobs, bytes, bytes | None]:
-    """Store the parameters and tools once a session, however many turns send them again."""
-    params = join_object(complete(request.params, settings.upstream_dialect, settings.replay))
-    tools = None if request.tools is None else bytes(request.tools)
-    refs: list[BlobRef] = []
-    rows: list[StoredBlob] = []
-
-    def number_of(kind: Literal["params", "tools"], raw: bytes) -> int:
-        digest = hashlib.sha256(raw).hexdigest()
-        for ref in session.blobs:
-            if ref.kind == kind and ref.hash == digest:
-                return ref.number
-        ref = BlobRef(session.blob_count + len(refs), kind, len(raw), digest)
-        refs.append(ref)
-        rows.append(StoredBlob(ref.number, kind, ref.size, digest, codec.compress(raw)))
-        return ref.number
-
-    params_number = number_of("params", params)
-    tools_number = None if tools is None else number_of("tools", tools)
-    return _Blobs(params_number, tools_number, tuple(refs), tuple(rows)), params, tools

@@ -100,11 +100,14 @@ def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event])
 def advance_head(
     tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0, committed: int = 0
 ) -> Appended:
-    row = tx.one(
-        sql.advance_head, {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at}
-    )
-    assert row is not None, f"open turn of session {session_id} without a head"
-    return append(tx, session_id, row[0] - len(new) + 1, at, new)
+    changes = {"sid": session_id, "count": len(new), "freed": freed, "committed": committed, "at": at}
+    return append_after(tx, session_id, at, new, tx.one(sql.advance_head, changes))
+
+
+def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head: Row | None) -> Appended:
+    """Write events whose last is to be the version in `head`."""
+    assert head is not None, f"open turn of session {session_id} without a head"
+    return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
 
 def refused(tx: Tx, session_id: str) -> Refused:

@@ -8,6 +8,8 @@ from typing import ClassVar
 import msgspec
 
 from app.domain.events import Event, TurnCommitted, TurnOpened
+from app.domain.groups import largest_version
+from app.store import groups
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import (
@@ -19,6 +21,7 @@ from app.store.log import (
     abandon,
     advance_head,
     append,
+    append_after,
     blob_row,
     chunk_row,
     refused,
@@ -145,7 +148,9 @@ class Commit(BaseOperation, frozen=True):
         tx.insert(sql.insert_turn, [row])
         tx.insert(sql.insert_blob, [blob_row(self.session_id, blob) for blob in self.blobs])
         tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
-        appended = advance_head(tx, self.session_id, self.at, self.events, freed=1, committed=1)
+        changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
+        head = tx.one(groups.commit_head, {**changes, "weight": largest_version(turn)})
+        appended = append_after(tx, self.session_id, self.at, self.events, head)
         tombstone(tx, self.session_id, appended)
         return appended
 

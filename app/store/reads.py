@@ -13,11 +13,11 @@ from app.domain import upcast
 from app.domain.events import EXPORTED, BlobsTombstoned, Recorded
 from app.domain.session import Session, fold
 from app.store.dialect import oldest_tx, used_bytes
-from app.store.schema import blobs, chunks, events, refused_replies, sessions, snapshots, store_meta, turns
+from app.store.schema import blobs, chunks, events, groups, refused_replies, sessions, snapshots, store_meta, turns
 from workers import codec
 from workers.codec import CorruptContent, Facts, Wire
 
-SNAPSHOT_FORMAT = "session-2"
+SNAPSHOT_FORMAT = "session-3"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
 
 
@@ -51,6 +51,10 @@ class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     tx: int
     position: int
+
+
+END = Position(2**63 - 1, 2**63 - 1)
+"""Behind everything."""
 
 
 def head(connection: Connection, session_id: str) -> Head | None:
@@ -102,7 +106,7 @@ def event_rows(
         .order_by(events.c.seq)
     )
     if upto is not None:
-        query = query.where(_at_or_before(upto))
+        query = query.where(at_or_before(upto))
     if limit is not None:
         query = query.limit(limit)
     return [EventRow(*row) for row in connection.execute(query)]
@@ -170,13 +174,17 @@ def load_frames(
 
 def load_facts(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Facts]:
     """The tokens of some turns. Raises CorruptContent, also for a turn whose content is not there."""
-    frames = load_frames(connection, session_id, numbers, wire=False)
-    return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
+    return unpack_facts(load_frames(connection, session_id, numbers, wire=False), numbers)
 
 
 def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Wire]:
     """What went over the wire in some turns. Raises CorruptContent, also where the content is not there."""
     return unpack_wires(load_frames(connection, session_id, numbers, facts=False), numbers)
+
+
+def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
+    """Raises CorruptContent, also where the content is not there."""
+    return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
 
 
 def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:
@@ -203,14 +211,6 @@ def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkK
     key = tuple_(chunks.c.fence, chunks.c.number)
     parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
     return {(row[0], row[1]): row[2] for part in parts for row in connection.execute(part)}
-
-
-def load_live_chunks(connection: Connection, session_id: str) -> dict[ChunkKey, bytes | None]:
-    """The stored frames of all chunks of a session that are not tombstones."""
-    query = select(chunks.c.fence, chunks.c.number, chunks.c.data).where(
-        chunks.c.session_id == session_id, chunks.c.data.is_not(None)
-    )
-    return {(row[0], row[1]): row[2] for row in connection.execute(query)}
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
@@ -245,11 +245,18 @@ def idle_sessions(connection: Connection, since: float, after: str, limit: int) 
 
 
 def closed_sessions(
-    connection: Connection, cutoff: float, after: tuple[float, str], limit: int, *, holding: bool
+    connection: Connection,
+    cutoff: float,
+    after: tuple[float, str],
+    limit: int,
+    *,
+    holding: bool,
+    acknowledged: bool = False,
 ) -> list[tuple[float, str]]:
     """Sessions closed until `cutoff`, behind `after` in the order of (when, id).
 
-    `holding`: only those that still hold a replay payload or a refused reply.
+    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: not those of a group
+    that the training feed's consumer has not acknowledged.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
@@ -259,9 +266,17 @@ def closed_sessions(
         .limit(limit)
     )
     if holding:
-        live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
-        query = query.where(or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id)))
+        query = query.where(holds_payload())
+    if acknowledged:
+        consumed = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
+        query = query.where(or_(sessions.c.group_id.is_(None), consumed))
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def holds_payload() -> ColumnElement[bool]:
+    """Of sessions: does one still hold a replay payload or a refused reply?"""
+    live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
+    return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
 def last_tombstone(connection: Connection, session_id: str) -> int:
@@ -270,13 +285,6 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
         events.c.session_id == session_id, events.c.type == BlobsTombstoned.__name__
     )
     return connection.execute(query).scalar_one() or 0
-
-
-def metadata_frame(connection: Connection, session_id: str) -> bytes | None:
-    """The stored frame of the metadata that the session was created with, if any."""
-    query = select(blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.kind == "metadata")
-    row = connection.execute(query).first()
-    return None if row is None else row[0]
 
 
 def epoch(connection: Connection) -> str:
@@ -304,6 +312,7 @@ def changed_sessions(
     upto: Position,
     limit: int,
     session_id: str | None = None,
+    group_id: str | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
     """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
@@ -318,7 +327,7 @@ def changed_sessions(
         select(events.c.session_id, events.c.tx, events.c.position)
         .where(
             tuple_(events.c.tx, events.c.position) > (after.tx, after.position),
-            _at_or_before(upto),
+            at_or_before(upto),
             events.c.type.in_(types),
             ~newer,
         )
@@ -327,8 +336,12 @@ def changed_sessions(
     )
     if session_id is not None:
         query = query.where(events.c.session_id == session_id)
+    if group_id is not None:
+        members = select(sessions.c.session_id).where(sessions.c.group_id == group_id)
+        query = query.where(events.c.session_id.in_(members))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 
-def _at_or_before(place: Position) -> ColumnElement[bool]:
+def at_or_before(place: Position) -> ColumnElement[bool]:
+    """Of events: not behind `place` in the order of commits."""
     return tuple_(events.c.tx, events.c.position) <= (place.tx, place.position)

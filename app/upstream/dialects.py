@@ -17,6 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from app.domain.events import Protocol
+
 DialectChoice = Literal["auto", "sglang", "vllm"]
 
 _SGLANG: Mapping[str, bytes] = {
@@ -24,7 +26,7 @@ _SGLANG: Mapping[str, bytes] = {
     "return_meta_info": b"true",
     "return_prompt_token_ids": b"true",
 }
-_VLLM: Mapping[str, bytes] = {"logprobs": b"true", "return_token_ids": b"true"}
+_VLLM: Mapping[str, bytes] = {"logprobs": b"true", "return_token_ids": b"true", "return_weight_versions": b"true"}
 
 _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
     "sglang": _SGLANG,
@@ -32,6 +34,9 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
     "auto": {**_SGLANG, **_VLLM},
 }
 
+
+_COMPLETION: Mapping[str, bytes] = {"return_token_ids": b"true", "return_weight_versions": b"true"}
+"""Of either engine; with a number for `logprobs`, 0 for the sampled token's alone."""
 
 _RETURN = {"routed_experts": "return_routed_experts", "indexer_topk": "return_indexer_topk"}
 _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
@@ -42,23 +47,34 @@ _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
 
 
 def complete(
-    params: Mapping[str, msgspec.Raw], dialect: DialectChoice, replay: Collection[str] = ()
+    params: Mapping[str, msgspec.Raw],
+    dialect: DialectChoice,
+    replay: Collection[str] = (),
+    protocol: Protocol = "chat",
 ) -> dict[str, bytes]:
     """The client's parameters as raw JSON, with what Turnlog needs in place of the client's own wish.
 
     `replay` are the kinds of payload that Turnlog itself wants; which rows of them is then its own to say.
     """
     fields = {name: bytes(raw) for name, raw in params.items()}
-    fields.update(_NEEDED[dialect])
-    if dialect != "sglang" and fields.get("top_logprobs", b"null") == b"null":
+    fields.update(_COMPLETION if protocol == "completions" else _NEEDED[dialect])
+    if protocol == "completions":
+        asked = fields.get("logprobs", b"null")
+        fields["logprobs"] = asked if asked.isdigit() else b"0"
+    elif dialect != "sglang" and fields.get("top_logprobs", b"null") == b"null":
         fields["top_logprobs"] = b"0"
     for kind in replay:
-        if kind != "indexer_topk" or dialect != "vllm":
+        if returns(kind, dialect, protocol):
             fields[_RETURN[kind]] = b"true"
     if "routed_experts" in replay:
         for name in _FIRST_ROW["auto"]:
             fields.pop(name, None)
     return fields
+
+
+def returns(kind: str, dialect: DialectChoice, protocol: Protocol) -> bool:
+    """Can a kind of payload be asked for? vLLM knows no `indexer_topk`, nor do SGLang's completions."""
+    return kind == "routed_experts" or (dialect != "vllm" and protocol == "chat")
 
 
 def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:

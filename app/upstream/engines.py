@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
+from app.domain.events import Protocol
 from app.errors import NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.upstream.client import EngineClient, EngineError, EngineReply, Grow, Lost, NotSent, TimedOut, TooLarge
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.engines")
 
-CHAT = "/v1/chat/completions"
+PATHS: Mapping[Protocol, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+"""The routes that generate."""
+
 MODELS = "/v1/models"
 PROBE_TIMEOUT_S = 2.0
 
@@ -35,13 +38,15 @@ class Engines:
             return list(self.base_urls)
         return sorted(self.base_urls, key=lambda url: hashlib.sha256(f"{url} {session_id}".encode()).digest())
 
-    async def chat(self, session_id: str, body: bytes, headers: Headers, grow: Grow) -> tuple[str, EngineReply]:
+    async def generate(
+        self, session_id: str, protocol: Protocol, body: bytes, headers: Headers, grow: Grow
+    ) -> tuple[str, EngineReply]:
         """The engine's base URL and its answer, whatever its status; `grow` makes room for its bytes.
 
         Raises as `_first_reached`, and UpstreamInvalid for a compressed reply or a redirect.
         """
         base_url, reply = await self._first_reached(
-            session_id, lambda url: self._client.post(url + CHAT, body, headers, grow)
+            session_id, lambda url: self._client.post(url + PATHS[protocol], body, headers, grow)
         )
         _require_plain(base_url, reply)
         return base_url, reply

@@ -65,6 +65,7 @@ class Made(msgspec.Struct, frozen=True):
     history: list[dict[str, Any]]
     joined: bool
     finish_reason: str | None
+    trimmed: int = 0
 
 
 class Book:
@@ -126,8 +127,12 @@ class Book:
         finish_reason: str | None = "stop",
         retry_key: str | None = None,
         payloads: Callable[[int], tuple[PayloadRef, ...]] = lambda _: (),
+        trimmed: int = 0,
     ) -> TurnCommitted:
-        """Commit a turn. `prompt` None: the parent's tokens and one more. `payloads` come with it, by its fence."""
+        """Commit a turn. `prompt` None: the parent's tokens and one more. `payloads` come with it, by its fence.
+
+        `trimmed` of the parent's tokens are left out of the prompt.
+        """
         incoming = self.incoming(messages)
         plan = match(self.session, incoming)
         parent = self.made.get(plan.parent)
@@ -140,6 +145,7 @@ class Book:
         assert isinstance(opened, TurnOpened)
         before = token_parent(self.session, plan)
         known = [] if before is None else self.made[before.number].prompt + self.made[before.number].output
+        known = known[: len(known) - trimmed]
         base = len(known) if list(prompt[: len(known)]) == known else 0
         text = token_text([*prompt, *output])
         answer = Reply(
@@ -154,6 +160,7 @@ class Book:
             weight_versions=tuple(VersionSpan(*span) for span in versions),
             message_hash=canonical_hash(reply, self.session.config.matcher),
             requested_at=0.0,
+            trimmed=trimmed,
         )
         blobs = TurnBlobs("00", 0, None, (), payloads(fence))
         logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
@@ -168,6 +175,7 @@ class Book:
             history=[*messages, reply],
             joined=plan.base_messages > 0,
             finish_reason=finish_reason,
+            trimmed=trimmed if base else 0,
         )
         self.content[committed.turn] = TurnTokens(committed, int32(prompt[base:]), int32(output), float64(logprobs))
         return committed

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Book, assistant, float64, int32, user
+from making import Book, Made, assistant, float64, int32, user
 
 from app.domain.samples import Inconsistent, Sample, samples, status_of
 
@@ -18,11 +18,9 @@ def naive(book: Book) -> list[dict[str, Any]]:
     for number in book.session.path:
         made = book.made[number]
         before = book.made[runs[-1][-1]] if runs else None
-        joins = (
-            before is not None
-            and made.joined
-            and made.prompt[: len(before.prompt + before.output)] == (before.prompt + before.output)
-        )
+        known = [] if before is None else (before.prompt + before.output)
+        known = known[: len(known) - made.trimmed]
+        joins = bool(known) and made.joined and made.prompt[: len(known)] == known
         runs[-1].append(number) if joins else runs.append([number])
     return [_naive(book, index, run) for index, run in enumerate(runs)]
 
@@ -31,8 +29,9 @@ def _naive(book: Book, segment: int, run: list[int]) -> dict[str, Any]:
     last = book.made[run[-1]]
     tokens = last.prompt + last.output
     mask, logprobs, version = [0] * len(tokens), [0.0] * len(tokens), [""] * len(tokens)
-    for made in (book.made[number] for number in run):
+    for made, after in zip(map(book.made.__getitem__, run), [*map(book.made.__getitem__, run[1:]), None], strict=True):
         at = len(made.prompt)
+        made = without_last(made, 0 if after is None else after.trimmed)
         mask[at : at + len(made.output)] = [1] * len(made.output)
         logprobs[at : at + len(made.output)] = made.logprobs
         for name, start, end in made.spans:
@@ -48,6 +47,13 @@ def _naive(book: Book, segment: int, run: list[int]) -> dict[str, Any]:
         "status": {"abort": "aborted", "length": "truncated"}.get(last.finish_reason or "", "completed"),
         "turns": run,
     }
+
+
+def without_last(made: Made, count: int) -> Made:
+    """A turn less the last tokens of its output."""
+    kept = len(made.output) - count
+    spans = tuple((name, start, min(end, kept)) for name, start, end in made.spans if start < kept)
+    return msgspec.structs.replace(made, output=made.output[:kept], logprobs=made.logprobs[:kept], spans=spans)
 
 
 def plain(sample: Sample) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
         live = book.session.path
         before = book.made[live[-1]] if live else None
         history = before.history if before else []
-        step = data.draw(st.sampled_from(["extend", "extend", "drift", "retry", "diverge"]))
+        step = data.draw(st.sampled_from(["extend", "extend", "trim", "drift", "retry", "diverge"]))
         messages = {
             "retry": [*history[:-2], user(f"r{number}")],
             "diverge": [assistant("nowhere"), user(f"d{number}")],
@@ -144,7 +150,8 @@ def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
         plan = book.plan(messages)
         parent = book.made[plan.parent] if plan.parent and plan.base_messages else None
         base = parent.prompt + parent.output if parent else []
-        prompt = [*(base[:-1] if step == "drift" else base), *data.draw(ids)]
+        trimmed = int(step == "trim" and before is not None and bool(before.output) and len(base) > 1)
+        prompt = [*(base[:-1] if trimmed or step == "drift" else base), *data.draw(ids)]
         output = data.draw(st.just([]) | ids)
         cut = data.draw(st.integers(0, len(output)))
         name = st.sampled_from(["1", "20", "default"])
@@ -153,6 +160,12 @@ def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
         ]
         reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
         book.turn(
-            messages, assistant(f"y{number}"), prompt=prompt, output=output, versions=versions, finish_reason=reason
+            messages,
+            assistant(f"y{number}"),
+            prompt=prompt,
+            output=output,
+            versions=versions,
+            finish_reason=reason,
+            trimmed=trimmed,
         )
     assert [plain(sample) for sample in samples(book.session, book.content)] == naive(book)

@@ -1,4 +1,4 @@
-"""The chat routes as plain ASGI endpoints: this path carries all the load.
+"""The routes that generate, as plain ASGI endpoints: this path carries all the load.
 
 A turn outlives its client. A stream is one chunk, rendered from the committed reply; while the engine
 works, comments keep it alive.
@@ -12,6 +12,7 @@ import re
 
 from starlette.types import Receive, Scope, Send
 
+from app.domain.events import Protocol
 from app.errors import AppError, InvalidRequest, SessionNotFound
 from app.http.limits import Room, read_body
 from app.http.replies import error_parts, send_reply, start_reply
@@ -19,33 +20,40 @@ from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
+from app.upstream.engines import PATHS
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.chat")
 
-CHAT = "/v1/chat/completions"
 _PREFIX = "/sessions/"
 RENDER_INLINE = 64 << 10
 INTERNAL = "an internal error; the server's log has it"
 
 
-class ChatRoutes:
-    """`POST /sessions/{id}/v1/chat/completions`, and the same with the session in a header."""
+def protocol_of(path: str) -> Protocol | None:
+    """Which of the generating routes a path ends in."""
+    return next((protocol for protocol, route in PATHS.items() if path.endswith(route)), None)
+
+
+class TurnRoutes:
+    """`POST /sessions/{id}/v1/chat/completions` and `…/v1/completions`, and both with the session in a header."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer the request; False if it is not for these routes."""
         path: str = scope["path"]
-        if scope["method"] != "POST":
+        protocol = protocol_of(path)
+        if scope["method"] != "POST" or protocol is None:
             return False
-        in_path = path[len(_PREFIX) : -len(CHAT)] if path.startswith(_PREFIX) else None
-        if in_path is None and path != CHAT:
+        route = PATHS[protocol]
+        in_path = path[len(_PREFIX) : -len(route)] if path.startswith(_PREFIX) else None
+        if in_path is None and path != route:
             return False
         if in_path is not None and (not in_path or "/" in in_path):
             return False
         app = of_scope(scope)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         try:
-            await self._answer(app, in_path, headers, receive, send)
+            await self._answer(app, protocol, in_path, headers, receive, send)
         except AppError as error:
             await send_reply(send, *error_parts(error))
         except Exception:
@@ -53,7 +61,15 @@ class ChatRoutes:
             await send_reply(send, *error_parts(AppError(INTERNAL)))
         return True
 
-    async def _answer(self, app: Services, in_path: str | None, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self,
+        app: Services,
+        protocol: Protocol,
+        in_path: str | None,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+    ) -> None:
         with app.inflight.room() as room:
             body = await read_body(receive, headers, app.settings.max_request_bytes, room)
             if body is None:
@@ -61,13 +77,14 @@ class ChatRoutes:
             session_id = await session_in_header(app, headers) if in_path is None else in_path
             if not re.match(SESSION_ID, session_id):
                 raise SessionNotFound("no session has an id of this form")
-            await _Exchange(app, receive, send, room).run(session_id, body, headers)
+            await _Exchange(app, protocol, receive, send, room).run(session_id, body, headers)
 
 
 class _Exchange:
     """One request and its reply."""
 
-    def __init__(self, app: Services, receive: Receive, send: Send, room: Room) -> None:
+    def __init__(self, app: Services, protocol: Protocol, receive: Receive, send: Send, room: Room) -> None:
+        self._protocol = protocol
         self._room = room
         self._turns = app.turns
         self._keepalive_s = app.settings.stream_keepalive_s or None
@@ -77,7 +94,7 @@ class _Exchange:
 
     async def run(self, session_id: str, body: bytes, headers: Headers) -> None:
         reader = Reader(self._room.grow)
-        call = self._turns.chat(session_id, body, headers, retry_mark(headers), reader)
+        call = self._turns.take(session_id, self._protocol, body, headers, retry_mark(headers), reader)
         stream = wants_stream(body)
         if not stream and self._abort_after_s is None:
             reply = await call

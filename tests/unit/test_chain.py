@@ -1,15 +1,15 @@
-"""`Transcript` against a plain dictionary of histories."""
+"""`Chain` against a plain dictionary of histories."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.service.cache import Transcript
+from app.service.chain import Chain
 
 
 def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
-    transcript = Transcript()
+    transcript = Chain()
     transcript.extend(0, 1, b"a")
     transcript.extend(1, 2, b"b")
     assert (transcript.upto(1), transcript.upto(2), len(transcript)) == (b"a", b"a,b", 3)
@@ -24,7 +24,7 @@ def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:
-    transcript, histories = Transcript(), {0: [0]}
+    transcript, histories = Chain(), {0: [0]}
     for turn, drawn in enumerate(parents, 1):
         parent = drawn % turn
         histories[turn] = [*histories[parent], turn]

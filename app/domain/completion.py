@@ -1,0 +1,129 @@
+"""Is this prompt the stored tokens or text, and what is new? Where a completion joins its session.
+
+A completion's prompt is compared as a whole: it begins with all that is stored up to some live turn, or it is
+a live turn's own prompt once more, or it is something else. `Turn.tokens_hash` tells the first for prompts
+given as ids, the last of `Turn.message_hashes` for text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from app.domain.history import Plan, diverging
+from app.domain.request import CompletionRequest
+from app.domain.session import Session, Turn
+from app.errors import HistoryMismatch, RollbackTooDeep
+
+
+class _Mark(NamedTuple):
+    """What a prompt begins with if it continues something: so many bytes with this hash."""
+
+    size: int
+    hash: str
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+class IncomingPrompt:
+    """A completion's prompt, as `history.Incoming` is a chat's messages.
+
+    New text counts as one message, the JSON string of it; ids as none, because they are stored as tokens.
+    """
+
+    def __init__(self, request: CompletionRequest) -> None:
+        self._ids = request.ids
+        self._data = b"" if request.text is None else request.text.encode()
+        self._new = b""
+        self._messages = 0
+
+    def __len__(self) -> int:
+        return self._messages
+
+    def check(self, leaf: Turn | None) -> None:
+        """The prompt has been judged when the request was read."""
+
+    def canonical(self, index: int) -> str:
+        return _digest(self._new)
+
+    def spelling(self, count: int) -> str:
+        """A hash of the whole prompt."""
+        return _digest(self._ids.text + b"," if self._ids is not None else self._data)
+
+    def new(self, plan: Plan) -> list[bytes]:
+        """The new text, if the prompt is text and has any."""
+        return [msgspec.json.encode(self._new.decode())] if self._new else []
+
+    def reply_hash(self, message: bytes) -> str:
+        """By which the next prompt is known to continue this one: size and hash of the text up to the reply's end."""
+        if self._ids is not None:
+            return _digest(message)
+        whole = self._data + msgspec.json.decode(message, type=str).encode()
+        return f"{len(whole)}:{_digest(whole)}"
+
+    def join(self, session: Session) -> Plan:
+        """Raises RollbackTooDeep, HistoryMismatch."""
+        plan = self._plan(session)
+        base = 0
+        if plan.base_messages and self._ids is None:
+            base = self._stored(session.turn(plan.parent)).size
+        self._new = self._data[base:]
+        self._messages = plan.base_messages + bool(self._new)
+        return plan
+
+    def _plan(self, session: Session) -> Plan:
+        if not session.path:
+            return Plan(0, 0)
+        own = self.spelling(0)
+        chain = session.message_chain(session.path[-1])
+        continued = self._continued(chain)
+        for place in range(len(chain) - 1, -1, -1):
+            turn = chain[place]
+            if turn.number in continued:
+                return self._within(session, Plan(turn.number, turn.message_count, _numbers(chain[place + 1 :])))
+            if turn.protocol == "completions" and turn.client_hash == own:
+                return self._within(session, Plan(turn.parent, turn.base_messages, _numbers(chain[place:])))
+        return diverging(
+            session, HistoryMismatch("the prompt does not begin with what is stored, and is no live turn's own prompt")
+        )
+
+    def _within(self, session: Session, plan: Plan) -> Plan:
+        window = session.config.rollback_window
+        if len(plan.discarded) <= window:
+            return plan
+        return diverging(
+            session,
+            RollbackTooDeep(
+                f"the prompt goes back {len(plan.discarded)} turns; the session's rollback window is {window}"
+            ),
+        )
+
+    def _stored(self, turn: Turn) -> _Mark:
+        if self._ids is not None:
+            return _Mark(turn.tokens_text_bytes, turn.tokens_hash)
+        size, _, digest = turn.message_hashes[-1].partition(":")
+        return _Mark(int(size), digest) if digest else _Mark(-1, "-")
+
+    def _continued(self, chain: Sequence[Turn]) -> set[int]:
+        """Which of these turns the prompt begins with all of; each byte of it is hashed once."""
+        data = memoryview(self._ids.text + b"," if self._ids is not None else self._data)
+        hasher, done = hashlib.sha256(), 0
+        found: set[int] = set()
+        for turn in chain:
+            mark = self._stored(turn)
+            if turn.protocol != "completions" or not done <= mark.size <= len(data):
+                continue
+            hasher.update(data[done : mark.size])
+            done = mark.size
+            if hasher.hexdigest()[: len(mark.hash)] == mark.hash:
+                found.add(turn.number)
+        return found
+
+
+def _numbers(turns: Sequence[Turn]) -> tuple[int, ...]:
+    return tuple(turn.number for turn in turns)

@@ -1,0 +1,102 @@
+"""Groups of sessions, the attempts at one task: statistics of their rewards, the GRPO advantage, their age.
+
+Everything here is a function of the log and is never stored back into it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from app.domain.events import Event, RolledBack, TurnCommitted, is_number
+
+EPSILON = 1e-6
+"""Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Of a group's rewards; `std` is that of the population, because these are all of them."""
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    zero_variance: bool
+
+
+class _Spread(msgspec.Struct, frozen=True):
+    """Rewards and their deviations from the mean, in units of 2 ** `exponent`; `length` is that of the deviations."""
+
+    exponent: int
+    mean: float
+    deviations: Sequence[float]
+    length: float
+
+
+def statistics(rewards: Sequence[float]) -> Statistics:
+    """Of at least one finite reward. Raises ValueError for none."""
+    if not rewards:
+        raise ValueError("no rewards have no statistics")
+    lowest, highest = min(rewards), max(rewards)
+    spread = _spread(rewards)
+    std = min(spread.length / math.sqrt(len(rewards)), max(abs(deviation) for deviation in spread.deviations))
+    return Statistics(
+        count=len(rewards),
+        mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
+        std=0.0 if lowest == highest else math.ldexp(std, spread.exponent),
+        min=lowest,
+        max=highest,
+        zero_variance=lowest == highest,
+    )
+
+
+def grpo(rewards: Mapping[str, float]) -> dict[str, float]:
+    """Each rollout's advantage over its group: (reward − mean) / (std + 1e-6), by session.
+
+    DeepSeekMath (arXiv 2402.03300, section 4.1.2) divides by the group's "std" without saying which. This is the
+    sample's (n − 1): what `torch.std` gives, and with it verl, slime and TRL, so a trainer that computes its own
+    advantages finds the same numbers. 0.0 for a rollout alone and where all rewards are equal: there is nothing to
+    prefer. It belongs to the rollout as a whole; each of its rows and tokens has it unchanged.
+    """
+    if len(rewards) < 2 or min(rewards.values()) == max(rewards.values()):
+        return dict.fromkeys(rewards, 0.0)
+    spread = _spread(list(rewards.values()))
+    scale = spread.length / math.sqrt(len(rewards) - 1) + math.ldexp(EPSILON, -spread.exponent)
+    return {name: deviation / scale for name, deviation in zip(rewards, spread.deviations, strict=True)}
+
+
+def _spread(rewards: Sequence[float]) -> _Spread:
+    """Scaled by a power of two, which is exact, so that neither sum nor square leaves the range of a double."""
+    exponent = max(math.frexp(max(abs(reward) for reward in rewards))[1], 0)
+    scaled = [math.ldexp(reward, -exponent) for reward in rewards]
+    mean = min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
+    deviations = [reward - mean for reward in scaled]
+    return _Spread(exponent, mean, deviations, math.hypot(*deviations))
+
+
+def largest_version(turn: TurnCommitted) -> int | None:
+    """The largest weight version under which the turn was sampled; None where none is a number."""
+    return max(_versions(turn), default=None)
+
+
+def oldest_version(log: Iterable[Event]) -> int | None:
+    """The smallest weight version of a sampled token of a live turn; None where none is a number.
+
+    `log` holds at least the TurnCommitted and RolledBack events of a session, in order.
+    """
+    live: dict[int, int] = {}
+    for event in log:
+        if isinstance(event, RolledBack):
+            for turn in event.discarded:
+                live.pop(turn, None)
+        elif isinstance(event, TurnCommitted) and (versions := _versions(event)):
+            live[event.turn] = min(versions)
+    return min(live.values(), default=None)
+
+
+def _versions(turn: TurnCommitted) -> list[int]:
+    spans = turn.weight_versions
+    return [int(span.version) for span in spans if span.end > span.start and is_number(span.version)]

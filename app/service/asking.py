@@ -1,0 +1,130 @@
+"""What a turn sends to an engine: parameters and tools, which a session stores once, and its messages or prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import BlobRef, Protocol
+from app.domain.request import ChatRequest, join_object
+from app.domain.session import Session
+from app.errors import InvalidRequest
+from app.service import transcript
+from app.service.claims import Opening, Request
+from app.settings import Settings
+from app.store.log import StoredBlob
+from app.upstream.dialects import asked_for, clients_first_row, complete, from_row, takes_rid
+from workers import codec
+from workers.parse import REPLAY, Known
+
+
+class Blobs(msgspec.Struct, frozen=True):
+    """The per-session blobs of a turn: their numbers, and the rows of those that are new."""
+
+    params: int
+    tools: int | None
+    refs: tuple[BlobRef, ...]
+    rows: tuple[StoredBlob, ...]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if the parent's tokens are continued.
+
+    `trimmed` of the parent's last tokens are left out.
+    """
+
+    text: bytes
+    known: Known | None
+    trimmed: int = 0
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What a turn's request asks of the engine beyond its parameters.
+
+    `own` are the raw members that Turnlog adds to this one request, `first_row` the first row of
+    `routed_experts` that is asked for, `clients` the kinds of payload that the client itself wants.
+    """
+
+    rid: str
+    own: bytes
+    first_row: int
+    clients: frozenset[str]
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """A turn's request but for its messages: `params` is a JSON object, `tools` raw JSON."""
+
+    protocol: Protocol
+    params: bytes
+    tools: bytes | None
+    blobs: Blobs
+
+    def body(self, ask: Ask, messages: Sequence[bytes], text: str | None, prompt: Prompt | None) -> bytes:
+        """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
+        ids = None if prompt is None else prompt.text
+        if self.protocol == "chat":
+            return transcript.chat_body(self.params, self.tools, messages, ask.rid, ask.own, ids)
+        return transcript.completion_body(self.params, text, ids, ask.rid, ask.own)
+
+
+def outgoing(session: Session, request: Request, settings: Settings) -> Outgoing:
+    """Store the parameters and tools once a session, however many turns send them again."""
+    protocol: Protocol = "chat" if isinstance(request, ChatRequest) else "completions"
+    params = join_object(complete(request.params, settings.upstream_dialect, settings.replay, protocol))
+    raw_tools = request.tools if isinstance(request, ChatRequest) else None
+    tools = None if raw_tools is None else bytes(raw_tools)
+    refs: list[BlobRef] = []
+    rows: list[StoredBlob] = []
+
+    def number_of(kind: Literal["params", "tools"], raw: bytes) -> int:
+        digest = hashlib.sha256(raw).hexdigest()
+        for ref in session.blobs:
+            if ref.kind == kind and ref.hash == digest:
+                return ref.number
+        ref = BlobRef(session.blob_count + len(refs), kind, len(raw), digest)
+        refs.append(ref)
+        rows.append(StoredBlob(ref.number, kind, ref.size, digest, codec.compress(raw)))
+        return ref.number
+
+    params_number = number_of("params", params)
+    tools_number = None if tools is None else number_of("tools", tools)
+    return Outgoing(protocol, params, tools, Blobs(params_number, tools_number, tuple(refs), tuple(rows)))
+
+
+def first_ask(opening: Opening, request: Request, settings: Settings) -> Ask:
+    """What is known at the parent need not be sent again, where the operator says that engines keep it."""
+    plan = opening.plan
+    rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
+    clients = asked_for(request.params)
+    if "routed_experts" not in settings.replay:
+        return Ask(rid, b"", clients_first_row(request.params), clients)
+    before = opening.session.payload(plan.parent, "routed_experts")
+    if not settings.replay_incremental or before is None or not plan.base_messages:
+        return Ask(rid, b"", 0, clients)
+    return Ask(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
+
+
+def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:
+    """The kinds of payload that the client's reply keeps, of those that it asked for."""
+    return {"auto": clients, "verbatim": REPLAY, "lean": ()}[settings.client_reply]
+
+
+def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
+    value = decoded(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object")
+    return value
+
+
+def decoded(raw: bytes | msgspec.Raw | None, name: str) -> Any:
+    """Field `name` of a request. Raises InvalidRequest: raw JSON may still hold a number that none can be made of."""
+    try:
+        return None if raw is None else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not a value that can be read") from error

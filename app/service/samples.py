@@ -1,0 +1,95 @@
+"""One session's samples, as a rollout driver asks for them, and what is said of a session beside its records."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from app.domain.events import UnknownEvent
+from app.domain.samples import Inconsistent
+from app.domain.session import Session
+from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.export import miles
+from app.service import transcript
+from app.service.cache import Live, SessionCache
+from app.service.rows import SessionRows, known
+from app.service.token_in import TokenIn
+from app.store import bulk, reads
+from app.store.bulk import Stored
+from workers.codec import CorruptContent
+
+
+class Samples:
+    """`release` is this version's, for provenance."""
+
+    def __init__(self, cache: SessionCache, token_in: TokenIn, release: str) -> None:
+        self._cache = cache
+        self._token_in = token_in
+        self._release = release
+
+    async def safetensors(self, live: Live, max_seq_len: int | None) -> bytes:
+        """The samples of all live segments in the miles wire shape. Raises SessionUnreadable."""
+        session_id = live.session.session_id
+        metadata = await self.metadata(live)
+        stored = await self._cache.database.read(
+            lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True)
+        )
+        if session_id not in stored:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        try:
+            return await asyncio.to_thread(self._body, stored[session_id], max_seq_len, metadata)
+        except (UnknownEvent, CorruptContent, Inconsistent) as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+    def _body(self, stored: Stored, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
+        made = SessionRows(stored, known(stored), max_seq_len, self._release)
+        rows = [made.row(sample, "", routing=True) for sample in made.samples]
+        reason = None if rows else "no_records" if not made.session.path else "all_truncated"
+        prompts = self._token_in.prompts
+        responses = (
+            None
+            if prompts is None
+            else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
+        )
+        return miles.samples_body(rows, metadata, reason, responses)
+
+    async def metadata(self, live: Live) -> dict[str, Any]:
+        """What `GET /sessions/{id}` says of a session beside its records. Raises SessionUnreadable."""
+        session, prompts = live.session, self._token_in.prompts
+        leaf = session.leaf
+        ids = b"" if leaf is None else await transcript.token_ids(self._cache.database, session, leaf.number)
+        tokens = memoryview(ids).cast("i").tolist()
+        found: dict[str, Any] = {
+            "accumulated_token_ids": tokens,
+            "max_trim_tokens": 0 if prompts is None else prompts.max_trim_tokens,
+            **summary(session),
+        }
+        if prompts is not None:
+            found["tito_session_mismatch"] = await self._mismatch(live, tokens)
+        return found
+
+    async def _mismatch(self, live: Live, tokens: list[int]) -> list[dict[str, Any]] | None:
+        """Where the accumulated tokens differ from the template's rendering of the messages.
+
+        None where there is no such rendering: no turn, a completion, messages that the template refuses.
+        """
+        leaf = live.session.leaf
+        if leaf is None or leaf.protocol != "chat":
+            return None
+        messages = msgspec.json.decode(b"[" + await self._cache.messages(live, leaf.number) + b"]")
+        try:
+            return await self._token_in.mismatch(live.session, leaf, tokens, messages)
+        except InvalidRequest:
+            return None
+
+
+def summary(session: Session) -> dict[str, Any]:
+    return {
+        "status": session.status,
+        "version": session.version,
+        "group_id": session.config.group_id,
+        "attempt": session.config.attempt,
+        "reward": session.reward.reward if session.reward else None,
+    }
