@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from app.errors import AppError
+from app.service.feed import settle
 from app.service.sessions import Sessions
 from app.settings import Settings
-from app.store import reads
+from app.store import group_reads, reads
 from app.store.engine import Database
 from app.store.log_sessions import CloseIdle
 from app.store.writer import Writer
@@ -47,6 +49,7 @@ class Janitor:
         self._settings = settings
         self._clock = clock
         self._freed_upto = (0.0, "")
+        self._acknowledged_upto = (0.0, "")
         self._erased_in_log_file = False
         self._task: asyncio.Task[None] | None = None
 
@@ -82,6 +85,8 @@ class Janitor:
             size = await self._database.read(reads.database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
         await self._close_idle()
+        # Whether or not anybody asks for groups, the notes of what changed in them must not pile up.
+        await settle(self._database, self._writer)
         await self._free_replay()
         await self._erase_old()
         await self._database.give_back()
@@ -107,6 +112,22 @@ class Janitor:
             await self._sessions.free_replay(place[1])
             self._freed_upto = place
 
+        if self._settings.retain_until_ack:
+            await self._free_acknowledged(cutoff)
+
+    async def _free_acknowledged(self, cutoff: float) -> None:
+        """Sessions that had to wait for their group's acknowledgement; `_free_replay` is past them by now."""
+        after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
+        while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
+            for place in found:
+                for session_id in await self._database.read(
+                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
+                ):
+                    await self._sessions.free_replay(session_id)
+                    await asyncio.sleep(REST_S)
+                self._acknowledged_upto = max(place, self._acknowledged_upto)
+            after = found[-1]
+
     async def _erase_old(self) -> None:
         if self._settings.closed_ttl_s is None:
             return
@@ -120,9 +141,15 @@ class Janitor:
     async def _closed(
         self, cutoff: float, after: tuple[float, str], *, holding: bool
     ) -> AsyncIterator[tuple[float, str]]:
-        """Sessions closed until `cutoff` and when, oldest first; `holding` replay payloads or refused replies."""
+        """Sessions closed until `cutoff` and when, oldest first; `holding` replay payloads or refused replies.
+
+        None whose group is still to be acknowledged, where retention waits for that.
+        """
+        acknowledged = self._settings.retain_until_ack
         while found := await self._database.read(
-            lambda connection, after=after: reads.closed_sessions(connection, cutoff, after, STEP, holding=holding)  # type: ignore[misc]
+            lambda connection, after=after: reads.closed_sessions(  # type: ignore[misc]
+                connection, cutoff, after, STEP, holding=holding, acknowledged=acknowledged
+            )
         ):
             for place in found:
                 yield place

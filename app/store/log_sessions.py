@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import msgspec
 
-from app.domain.events import BlobsTombstoned, Event, RewardAssigned, SessionClosed, SessionErased
+from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
+from app.store import groups
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import (
@@ -27,7 +28,7 @@ class Create(BaseOperation, frozen=True):
 
     session_id: str
     at: float
-    event: Event
+    event: SessionCreated
     body_hash: str
     group_id: str | None
     blob: StoredBlob | None
@@ -50,8 +51,10 @@ class Create(BaseOperation, frozen=True):
             "created_at": self.at,
             "updated_at": self.at,
             "body_hash": self.body_hash,
+            "attempt": self.event.config.attempt,
         }
         tx.insert(sql.insert_session, [row])
+        groups.note(tx, self.group_id)
         if self.blob is not None:
             tx.insert(sql.insert_blob, [blob_row(self.session_id, self.blob)])
         return append(tx, self.session_id, 1, self.at, [self.event])
@@ -70,11 +73,12 @@ class AssignReward(BaseOperation, frozen=True):
     event: RewardAssigned
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
+        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         if self.event.turn is None:
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
+            groups.note(tx, row[1])
         return append(tx, self.session_id, row[0], self.at, [self.event])
 
 
@@ -85,8 +89,10 @@ class Close(BaseOperation, frozen=True):
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not tx.run(sql.close_head, {"sid": self.session_id, "at": self.at}):
+        row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
+        if row is None:
             return refused(tx, self.session_id)
+        groups.note(tx, row[0])
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         gone = abandon(tx, self.session_id, self.at, holders, "session_closed")
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed()])
@@ -102,9 +108,10 @@ class CloseIdle(BaseOperation, frozen=True):
     idle_since: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        row = {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since}
-        if not tx.run(sql.close_idle_head, row):
+        row = tx.one(groups.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
+        if row is None:
             return refused(tx, self.session_id)
+        groups.note(tx, row[0])
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
@@ -165,8 +172,10 @@ class Erase(BaseOperation, frozen=True):
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not tx.run(sql.erase_head, {"sid": self.session_id}):
+        row = tx.one(groups.erase_head, {"sid": self.session_id})
+        if row is None:
             return refused(tx, self.session_id)
+        groups.note(tx, row[0])
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
         return advance_head(tx, self.session_id, self.at, [SessionErased()])

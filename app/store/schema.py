@@ -3,7 +3,8 @@
 Every table's key begins with the session, so that PostgreSQL can partition or distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `snapshots` is a cache that may be emptied
-at any time.
+at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
+their own.
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Identity,
@@ -26,6 +28,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
 )
 
 from app.store.dialect import current_tx
@@ -77,12 +80,61 @@ sessions = Table(
     Column("updated_at", Double, nullable=False),
     Column("body_hash", String(32), nullable=False),
     Column("closed_at", Double),
+    Column("attempt", Integer),
+    Column("weight_version", BigInteger),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
+    Index("ix_sessions_weight_version", "weight_version"),
     sqlite_with_rowid=False,
 )
-"""The head of each log; `version` is its last seq, `turns` counts committed ones."""
+"""The head of each log; `version` is its last seq, `turns` counts committed ones.
+
+`weight_version` is the largest of its committed turns, discarded ones too, that is a number; null where none is.
+"""
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("group_id", Text, primary_key=True),
+    Column("sessions", Integer, nullable=False),
+    Column("erased", Integer, nullable=False),
+    Column("unfinished", Integer, nullable=False),
+    Column("completed_at", Double),
+    Column("measured", Boolean, nullable=False),
+    Column("oldest_version", BigInteger),
+    Column("consumer", String(128)),
+    Column("lease_until", Double),
+    Column("handed_out", Integer, nullable=False),
+    Column("acked_at", Double),
+)
+"""What the training feed knows of each group of sessions.
+
+Derived from `sessions`: how many are there, how many more have been erased, how many are not both closed and
+rewarded, and when the last of them was (null while one is not). Derived from the log once the group is complete
+(`measured`): the smallest weight version of a live sampled token, null where none is a number.
+The feed's own, and nowhere else: who has the group until when (the database's clock), how often it was handed
+out, and when it was acknowledged.
+"""
+_unacknowledged = groups.c.acked_at.is_(None)
+_waiting = and_(groups.c.acked_at.is_(None), groups.c.completed_at.is_not(None))
+Index(
+    "ix_groups_completed_at_group_id",
+    groups.c.completed_at,
+    groups.c.group_id,
+    sqlite_where=_waiting,
+    postgresql_where=_waiting,
+)
+Index("ix_groups_consumer", groups.c.consumer, sqlite_where=_unacknowledged, postgresql_where=_unacknowledged)
+Index("ix_groups_acked_at_group_id", groups.c.acked_at, groups.c.group_id)
+
+group_changes = Table(
+    "group_changes",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("group_id", Text, nullable=False),
+)
+"""Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
 
 open_turns = Table(
     "open_turns",

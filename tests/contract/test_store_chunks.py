@@ -11,7 +11,7 @@ from helpers.store import LEASE_S, Store, add_incarnation, commit, end_incarnati
 from app.domain import retention
 from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
 from app.domain.session import fold
-from app.store import reads
+from app.store import bulk, reads
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
@@ -180,8 +180,8 @@ async def test_a_rollback_a_commit_and_its_tombstone_are_one(store: Store) -> No
     freed = BlobsTombstoned((1,), ((2, 0), (2, 1)))
     done = await store.commit("s", fence, turn=2, before=[rolled_back(0, 1)], after=[freed], chunks=chunks(0))
     assert [recorded.event for recorded in done.events][-1] == freed
-    live = await store.database.read(lambda connection: reads.load_live_chunks(connection, "s"))
-    assert live == {(fence, 0): b"ab"}
+    live = await store.database.read(lambda connection: bulk.read_sessions(connection, ["s"], reads.END, replay=True))
+    assert live["s"].chunks == {(fence, 0): b"ab"}
 
 
 async def test_chunks_are_read_by_key(store: Store) -> None:

@@ -1,0 +1,110 @@
+"""Whole sessions read many at a time, as of one place in the order of commits: what an export is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from app.domain.events import RewardAssigned, name_of
+from app.domain.upcast import decode
+from app.store.reads import SPAN, ChunkKey, EventRow, Frames, Position, at_or_before
+from app.store.schema import blobs, chunks, events, sessions, turns
+
+REWARD = name_of(RewardAssigned(0.0))
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A session's rows: events up to the place asked for, content as it is now. All content is compressed frames."""
+
+    session_id: str
+    status: str
+    group_id: str | None
+    events: list[EventRow]
+    frames: Frames
+    blobs: dict[int, bytes]
+    chunks: dict[ChunkKey, bytes | None]
+
+
+def turn_counts(connection: Connection, session_ids: Sequence[str]) -> dict[str, int]:
+    """How many turns each session has committed: about how much there is to read of it."""
+    query = select(sessions.c.session_id, sessions.c.turns).where(sessions.c.session_id.in_(session_ids))
+    return {row[0]: row[1] for row in connection.execute(query)}
+
+
+def read_sessions(
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+) -> dict[str, Stored]:
+    """At most some hundred sessions; of an erased one there is only its status. `replay`: their live chunks too."""
+    heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
+        sessions.c.session_id.in_(session_ids)
+    )
+    found = {row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}) for row in connection.execute(heads)}
+    live = [session_id for session_id, stored in found.items() if stored.status != "erased"]
+    log = (
+        select(events.c.session_id, events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
+        .where(events.c.session_id.in_(live), at_or_before(upto))
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    for row in connection.execute(log):
+        found[row[0]].events.append(EventRow(*row[1:]))
+    content = select(turns.c.session_id, turns.c.turn, turns.c.facts, turns.c.wire).where(turns.c.session_id.in_(live))
+    for session_id, turn, facts, wire in connection.execute(content):
+        found[session_id].frames[turn] = (facts, wire)
+    shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
+    for session_id, number, data in connection.execute(shared):
+        found[session_id].blobs[number] = data
+    if replay:
+        rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, chunks.c.data).where(
+            chunks.c.session_id.in_(live), chunks.c.data.is_not(None)
+        )
+        for session_id, fence, number, data in connection.execute(rows):
+            found[session_id].chunks[fence, number] = data
+    return found
+
+
+def group_members(connection: Connection, group_id: str) -> list[str]:
+    """The sessions of a group that have not been erased, in the order of their ids."""
+    query = (
+        select(sessions.c.session_id)
+        .where(sessions.c.group_id == group_id, sessions.c.status != "erased")
+        .order_by(sessions.c.session_id)
+    )
+    return list(connection.execute(query).scalars())
+
+
+def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
+    """Each session's reward as of a place in the order; sessions that had none are left out. Raises UnknownEvent."""
+    found: dict[str, float] = {}
+    for part in _parts(session_ids):
+        query = (
+            select(events.c.session_id, events.c.version, events.c.data)
+            .where(events.c.session_id.in_(part), events.c.type == REWARD, at_or_before(upto))
+            .order_by(events.c.session_id, events.c.seq)
+        )
+        for session_id, version, data in connection.execute(query):
+            event = decode(REWARD, version, data)
+            if isinstance(event, RewardAssigned) and event.turn is None:
+                found[session_id] = event.reward
+    return found
+
+
+def last_places(
+    connection: Connection, session_ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> Mapping[str, Position]:
+    """Where each session's last event of these types stands, at or before a place."""
+    found: dict[str, Position] = {}
+    for part in _parts(session_ids):
+        query = (
+            select(events.c.session_id, events.c.tx, events.c.position)
+            .where(events.c.session_id.in_(part), events.c.type.in_(types), at_or_before(upto))
+            .order_by(events.c.tx, events.c.position)
+        )
+        for session_id, tx, position in connection.execute(query):
+            found[session_id] = Position(tx, position)
+    return found
+
+
+def _parts(session_ids: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (session_ids[at : at + SPAN] for at in range(0, len(session_ids), SPAN))

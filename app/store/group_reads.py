@@ -1,0 +1,180 @@
+"""What the training feed and the janitor read of groups: plain functions over a Core connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from sqlalchemy import Connection, case, func, or_, select, tuple_
+
+from app.domain.events import RolledBack, TurnCommitted
+from app.store import reads
+from app.store.dialect import now
+from app.store.schema import events, group_changes, groups, sessions
+
+is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
+"""Nobody holds the group; whoever had it may still acknowledge it until somebody else gets it."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A complete group that may be leased; `oldest_version` counts where `measured`."""
+
+    group_id: str
+    completed_at: float
+    sessions: int
+    measured: bool
+    oldest_version: int | None
+
+    @property
+    def place(self) -> tuple[float, str]:
+        return self.completed_at, self.group_id
+
+
+def has_notes(connection: Connection) -> bool:
+    """Is there anything to settle?"""
+    return connection.execute(select(group_changes.c.id).limit(1)).first() is not None
+
+
+def candidates(
+    connection: Connection,
+    *,
+    held_by: str | None,
+    attempts: int,
+    oldest: int | None,
+    after: tuple[float, str],
+    limit: int,
+) -> list[Candidate]:
+    """Complete, unacknowledged groups, oldest completion first, behind `after`.
+
+    Those that consumer `held_by` got last, whether or not its lease has ended; None: those that are free. With at
+    least `attempts` sessions; erased ones count, for they will not come again. Of those that have been measured,
+    none with a version below `oldest`.
+    """
+    query = (
+        select(groups.c.group_id, groups.c.completed_at, groups.c.sessions, groups.c.measured, groups.c.oldest_version)
+        .where(
+            groups.c.acked_at.is_(None),
+            groups.c.completed_at.is_not(None),
+            tuple_(groups.c.completed_at, groups.c.group_id) > after,
+            groups.c.sessions + groups.c.erased >= attempts,
+            is_free if held_by is None else groups.c.consumer == held_by,
+        )
+        .order_by(groups.c.completed_at, groups.c.group_id)
+        .limit(limit)
+    )
+    if oldest is not None:
+        young = or_(~groups.c.measured, groups.c.oldest_version.is_(None), groups.c.oldest_version >= oldest)
+        query = query.where(young)
+    return [Candidate(*row) for row in connection.execute(query)]
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """A session of a group. `reward` is null for one that was erased unrewarded."""
+
+    session_id: str
+    attempt: int | None
+    reward: float | None
+    status: str
+
+
+def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
+    """A group's sessions in the order of their attempts, those without a number last."""
+    query = select(sessions.c.session_id, sessions.c.attempt, sessions.c.reward, sessions.c.status).where(
+        sessions.c.group_id == group_id
+    )
+    found = [Attempt(*row) for row in connection.execute(query)]
+    return sorted(found, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
+
+
+TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
+"""By group and session."""
+
+
+def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
+    """Of the logs of some groups' closed sessions, what says which turns are live and what they were sampled with."""
+    query = (
+        select(
+            sessions.c.group_id,
+            events.c.session_id,
+            events.c.seq,
+            events.c.at,
+            events.c.type,
+            events.c.version,
+            events.c.data,
+        )
+        .join_from(sessions, events, events.c.session_id == sessions.c.session_id)
+        .where(
+            sessions.c.group_id.in_(group_ids),
+            sessions.c.status == "closed",
+            events.c.type.in_((TurnCommitted.__name__, RolledBack.__name__)),
+        )
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    found: TurnEvents = {group_id: {} for group_id in group_ids}
+    for row in connection.execute(query):
+        found[row[0]].setdefault(row[1], []).append(reads.EventRow(*row[2:]))
+    return found
+
+
+def newest_version(connection: Connection) -> int | None:
+    """The largest weight version of any session."""
+    found: int | None = connection.execute(select(func.max(sessions.c.weight_version))).scalar_one()
+    return found
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A group that has not been acknowledged."""
+
+    group_id: str
+    sessions: int
+    erased: int
+    unfinished: int
+    completed_at: float | None
+    measured: bool
+    oldest_version: int | None
+    consumer: str | None
+    is_leased: bool
+
+
+def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
+    """Groups that have not been acknowledged, behind `after` in the order of their ids."""
+    query = (
+        select(
+            groups.c.group_id,
+            groups.c.sessions,
+            groups.c.erased,
+            groups.c.unfinished,
+            groups.c.completed_at,
+            groups.c.measured,
+            groups.c.oldest_version,
+            groups.c.consumer,
+            case((is_free, False), else_=True),
+        )
+        .where(groups.c.acked_at.is_(None), groups.c.group_id > after)
+        .order_by(groups.c.group_id)
+        .limit(limit)
+    )
+    return [Waiting(*row) for row in connection.execute(query)]
+
+
+def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:
+    """When groups were acknowledged, and their ids, behind `after` in that order."""
+    place = tuple_(groups.c.acked_at, groups.c.group_id)
+    query = (
+        select(groups.c.acked_at, groups.c.group_id)
+        .where(place > after)
+        .order_by(groups.c.acked_at, groups.c.group_id)
+        .limit(limit)
+    )
+    return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
+    """A group's sessions, closed until `cutoff`, that still hold a replay payload or a refused reply."""
+    query = select(sessions.c.session_id).where(
+        sessions.c.group_id == group_id,
+        sessions.c.status == "closed",
+        sessions.c.closed_at <= cutoff,
+        reads.holds_payload(),
+    )
+    return list(connection.execute(query).scalars())

@@ -1,0 +1,293 @@
+"""Groups of sessions: what the training feed hands out, to whom, and what has been acknowledged.
+
+    session changes ──▶ note in `group_changes`, same transaction
+    feed is asked   ──▶ Settle: notes become rows of `groups` ──▶ Lease ──▶ rows leave ──▶ Acknowledge
+
+A session's transaction only adds a note. Were it to change its group's row, two processes' batches would wait for
+each other's groups in opposite orders, and each reward would cost a look at the whole group. A note is seen
+only once its session's change is, so whoever settles it counts that change. `Settle`, `Lease` and `Acknowledge`
+lock rows of `groups` in the order of their keys, and nothing else, so they do not wait in circles either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_, select, update
+
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.dialect import now as database_now
+from app.store.group_reads import Candidate, is_free
+from app.store.log import BaseOperation
+from app.store.schema import group_changes, groups, sessions
+
+# What a session's operations need of it.
+
+close_head = sql.close_head.returning(sessions.c.group_id)
+close_idle_head = sql.close_idle_head.returning(sessions.c.group_id)
+erase_head = sql.erase_head.returning(sessions.c.group_id)
+touch = sql.touch.returning(sessions.c.group_id)
+
+commit_head = sql.advance_head.values(
+    weight_version=case(
+        (
+            or_(sessions.c.weight_version.is_(None), sessions.c.weight_version < bindparam("weight")),
+            bindparam("weight", type_=sessions.c.weight_version.type),
+        ),
+        else_=sessions.c.weight_version,
+    )
+)
+"""`advance_head` of a commit: `weight` is the turn's largest version that is a number, or None."""
+
+_note = insert(group_changes)
+
+
+def note(tx: Tx, group_id: str | None) -> None:
+    """Say that a session of this group has changed; nothing where it has no group."""
+    if group_id is not None:
+        tx.insert(_note, [{"group_id": group_id}])
+
+
+# Settling.
+
+_notes = (
+    delete(group_changes)
+    .where(
+        group_changes.c.id.in_(
+            select(group_changes.c.id).order_by(group_changes.c.id).limit(bindparam("most")).with_for_update()
+        )
+    )
+    .returning(group_changes.c.group_id)
+)
+_locked = (
+    select(groups.c.sessions, groups.c.completed_at, groups.c.measured)
+    .where(groups.c.group_id == bindparam("gid"))
+    .with_for_update()
+)
+_insert_group = insert(groups)
+_finished = and_(sessions.c.status == "closed", sessions.c.reward.is_not(None))
+_erased = sessions.c.status == "erased"
+_members = select(
+    func.count(),
+    func.sum(case((_erased, 1), else_=0)),
+    func.sum(case((or_(_erased, _finished), 0), else_=1)),
+    func.max(case((_erased, None), else_=sessions.c.updated_at)),
+).where(sessions.c.group_id == bindparam("gid"))
+_settle = (
+    update(groups)
+    .where(groups.c.group_id == bindparam("gid"))
+    .values(
+        sessions=bindparam("present"),
+        erased=bindparam("gone"),
+        unfinished=bindparam("lacking"),
+        completed_at=bindparam("complete_since"),
+        measured=bindparam("still_measured"),
+        lease_until=case((bindparam("complete", type_=Boolean), groups.c.lease_until), else_=None),
+    )
+)
+
+
+class Settle(BaseOperation, frozen=True):
+    """Bring the rows of groups up to date with their sessions, for up to `most` notes. True while there may be more.
+
+    A group that is complete no longer, because a session was created in it, loses its lease; its consumer may
+    still acknowledge what it got. Not durable by itself: what a power cut undoes is there as notes again.
+    """
+
+    durable: ClassVar[bool] = False
+    most: int
+
+    @property
+    def session_id(self) -> str:
+        """Of no session in particular: it comes first in a batch."""
+        return ""
+
+    @property
+    def size(self) -> int:
+        return 256 * self.most
+
+    def apply(self, tx: Tx) -> bool:
+        notes = tx.all(_notes, {"most": self.most})
+        for group_id in sorted({row[0] for row in notes}):
+            _settle_group(tx, group_id)
+        return len(notes) == self.most
+
+
+def _settle_group(tx: Tx, group_id: str) -> None:
+    known = tx.one(_locked, {"gid": group_id})
+    if known is None:
+        new = {"group_id": group_id, "sessions": 0, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
+        tx.insert(_insert_group, [new])
+        known = (0, None, False)
+    row = tx.one(_members, {"gid": group_id})
+    assert row is not None
+    every, gone, lacking, last_change = row[0], row[1] or 0, row[2] or 0, row[3]
+    present = every - gone
+    complete = present > 0 and lacking == 0
+    since = (last_change if known[1] is None else known[1]) if complete else None
+    tx.run(
+        _settle,
+        {
+            "gid": group_id,
+            "present": present,
+            "gone": gone,
+            "lacking": lacking,
+            "complete_since": since,
+            "complete": complete,
+            "still_measured": bool(known[2]) and complete and known[0] == present,
+        },
+    )
+
+
+# Leasing.
+
+
+class Leased(msgspec.Struct, frozen=True):
+    """`lease_until` is seconds since the epoch by the database's clock; `handed_out` counts this time too."""
+
+    group_id: str
+    lease_until: float
+    handed_out: int
+
+
+_lease = (
+    update(groups)
+    .where(
+        groups.c.group_id == bindparam("gid"),
+        groups.c.acked_at.is_(None),
+        groups.c.completed_at == bindparam("seen_at"),
+        groups.c.sessions == bindparam("seen_sessions"),
+        or_(is_free, and_(groups.c.consumer == bindparam("who"), bindparam("own_too", type_=Boolean))),
+    )
+    .values(
+        consumer=bindparam("who", type_=groups.c.consumer.type),
+        lease_until=database_now() + bindparam("lease_s"),
+        handed_out=groups.c.handed_out + 1,
+        measured=True,
+        oldest_version=bindparam("oldest"),
+    )
+    .returning(groups.c.lease_until, groups.c.handed_out)
+)
+
+
+class Lease(BaseOperation, frozen=True):
+    """Lease those of the groups, each as the caller has read and measured it, that nobody else holds by now.
+
+    `own_too`: also those that the consumer itself holds.
+    """
+
+    consumer: str
+    lease_s: float
+    own_too: bool
+    wanted: Sequence[Candidate]
+
+    @property
+    def session_id(self) -> str:
+        return ""
+
+    @property
+    def size(self) -> int:
+        return 256 * len(self.wanted)
+
+    def apply(self, tx: Tx) -> list[Leased]:
+        leased: list[Leased] = []
+        for group in sorted(self.wanted, key=lambda group: group.group_id):
+            row = tx.one(
+                _lease,
+                {
+                    "gid": group.group_id,
+                    "seen_at": group.completed_at,
+                    "seen_sessions": group.sessions,
+                    "who": self.consumer,
+                    "own_too": self.own_too,
+                    "lease_s": self.lease_s,
+                    "oldest": group.oldest_version,
+                },
+            )
+            if row is not None:
+                leased.append(Leased(group.group_id, row[0], row[1]))
+        return leased
+
+
+_measure = (
+    update(groups)
+    .where(
+        groups.c.group_id == bindparam("gid"),
+        groups.c.completed_at == bindparam("seen_at"),
+        groups.c.sessions == bindparam("seen_sessions"),
+    )
+    .values(measured=True, oldest_version=bindparam("oldest"))
+)
+
+
+class Measure(BaseOperation, frozen=True):
+    """Keep the age of groups that were not handed out, so that the next to ask need not read their logs again."""
+
+    durable: ClassVar[bool] = False
+    found: Sequence[Candidate]
+
+    @property
+    def session_id(self) -> str:
+        return ""
+
+    def apply(self, tx: Tx) -> None:
+        for group in sorted(self.found, key=lambda group: group.group_id):
+            row = {"gid": group.group_id, "seen_at": group.completed_at, "seen_sessions": group.sessions}
+            tx.run(_measure, {**row, "oldest": group.oldest_version})
+
+
+# Acknowledging.
+
+_acknowledge = (
+    update(groups)
+    .where(
+        groups.c.group_id == bindparam("gid"),
+        groups.c.consumer == bindparam("who"),
+        groups.c.acked_at.is_(None),
+    )
+    .values(acked_at=database_now())
+)
+_holder = select(groups.c.consumer, groups.c.acked_at).where(groups.c.group_id == bindparam("gid"))
+_any_session = select(sessions.c.session_id).where(sessions.c.group_id == bindparam("gid")).limit(1)
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """What became of each group: consumed now, consumed before, not this consumer's, never seen."""
+
+    acknowledged: list[str]
+    already: list[str]
+    not_leased: list[str]
+    unknown: list[str]
+
+
+class Acknowledge(BaseOperation, frozen=True):
+    """Consumed for good, also after the lease has ended, as long as nobody else got the group."""
+
+    consumer: str
+    group_ids: Sequence[str]
+
+    @property
+    def session_id(self) -> str:
+        return ""
+
+    @property
+    def size(self) -> int:
+        return 256 * len(self.group_ids)
+
+    def apply(self, tx: Tx) -> Acknowledged:
+        outcome = Acknowledged([], [], [], [])
+        for group_id in sorted(set(self.group_ids)):
+            if tx.run(_acknowledge, {"gid": group_id, "who": self.consumer}):
+                outcome.acknowledged.append(group_id)
+                continue
+            row = tx.one(_holder, {"gid": group_id})
+            if row is None and tx.one(_any_session, {"gid": group_id}) is None:
+                outcome.unknown.append(group_id)
+            elif row is not None and row[0] == self.consumer and row[1] is not None:
+                outcome.already.append(group_id)
+            else:
+                outcome.not_leased.append(group_id)
+        return outcome

@@ -1,0 +1,134 @@
+"""Groups of sessions and the training feed's leases; a session's attempt and its largest weight version.
+
+Revision: 0003, after 0002.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+branch_labels = None
+depends_on = None
+
+PAGE = 2000
+"""Events in memory at a time."""
+
+_events = sa.table(
+    "events",
+    sa.column("session_id", sa.String),
+    sa.column("seq", sa.BigInteger),
+    sa.column("type", sa.String),
+    sa.column("data", sa.LargeBinary),
+)
+_sessions = sa.table(
+    "sessions",
+    sa.column("session_id", sa.String),
+    sa.column("attempt", sa.Integer),
+    sa.column("weight_version", sa.BigInteger),
+)
+
+
+def upgrade() -> None:
+    op.create_table(
+        "groups",
+        sa.Column("group_id", sa.Text, nullable=False),
+        sa.Column("sessions", sa.Integer, nullable=False),
+        sa.Column("erased", sa.Integer, nullable=False),
+        sa.Column("unfinished", sa.Integer, nullable=False),
+        sa.Column("completed_at", sa.Double),
+        sa.Column("measured", sa.Boolean, nullable=False),
+        sa.Column("oldest_version", sa.BigInteger),
+        sa.Column("consumer", sa.String(128)),
+        sa.Column("lease_until", sa.Double),
+        sa.Column("handed_out", sa.Integer, nullable=False),
+        sa.Column("acked_at", sa.Double),
+        sa.PrimaryKeyConstraint("group_id", name="pk_groups"),
+    )
+    waiting = sa.text("acked_at IS NULL AND completed_at IS NOT NULL")
+    op.create_index(
+        "ix_groups_completed_at_group_id",
+        "groups",
+        ["completed_at", "group_id"],
+        sqlite_where=waiting,
+        postgresql_where=waiting,
+    )
+    unacknowledged = sa.text("acked_at IS NULL")
+    op.create_index(
+        "ix_groups_consumer", "groups", ["consumer"], sqlite_where=unacknowledged, postgresql_where=unacknowledged
+    )
+    op.create_index("ix_groups_acked_at_group_id", "groups", ["acked_at", "group_id"])
+    op.create_table(
+        "group_changes",
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), sa.Identity(), nullable=False),
+        sa.Column("group_id", sa.Text, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_group_changes"),
+    )
+    op.add_column("sessions", sa.Column("attempt", sa.Integer))
+    op.add_column("sessions", sa.Column("weight_version", sa.BigInteger))
+    _fill_sessions(op.get_bind())
+    op.create_index("ix_sessions_weight_version", "sessions", ["weight_version"])
+    # The feed makes the groups' rows from these when it is first asked.
+    op.execute("INSERT INTO group_changes (group_id) SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL")
+
+
+def downgrade() -> None:
+    """Leases and acknowledgements are lost: a later upgrade has every group handed out anew."""
+    op.drop_index("ix_sessions_weight_version", "sessions")
+    op.drop_column("sessions", "weight_version")
+    op.drop_column("sessions", "attempt")
+    op.drop_table("group_changes")
+    op.drop_table("groups")
+
+
+def _fill_sessions(connection: sa.Connection) -> None:
+    found: dict[str, dict[str, int]] = {}
+    for page in _pages(connection):
+        for session_id, _, kind, data in page:
+            known = found.setdefault(session_id, {})
+            fields = json.loads(data)
+            if kind == "SessionCreated":
+                if fields["config"].get("attempt") is not None:
+                    known["attempt"] = fields["config"]["attempt"]
+                continue
+            sampled = (span["version"] for span in fields["weight_versions"] if span["end"] > span["start"])
+            numbers = [int(version) for version in sampled if _is_number(version)]
+            largest = max([*numbers, known.get("weight_version", -1)])
+            if largest >= 0:
+                known["weight_version"] = largest
+        last = page[-1][0]
+        _update(connection, {session_id: known for session_id, known in found.items() if session_id != last})
+        found = {last: found[last]}
+    _update(connection, found)
+
+
+def _pages(connection: sa.Connection) -> Iterator[list[Any]]:
+    """The events that matter, in the order of sessions and then of each log."""
+    place = sa.tuple_(_events.c.session_id, _events.c.seq)
+    query = (
+        sa.select(_events.c.session_id, _events.c.seq, _events.c.type, _events.c.data)
+        .where(_events.c.type.in_(("SessionCreated", "TurnCommitted")))
+        .order_by(_events.c.session_id, _events.c.seq)
+        .limit(PAGE)
+    )
+    after = ("", 0)
+    while page := list(connection.execute(query.where(place > after))):
+        yield page
+        after = (page[-1][0], page[-1][1])
+
+
+def _is_number(version: str) -> bool:
+    """One that 64 bits hold, as the release that this revision belongs to decides it."""
+    return version.isascii() and version.isdigit() and len(version) < 19
+
+
+def _update(connection: sa.Connection, found: dict[str, dict[str, int]]) -> None:
+    for session_id, values in found.items():
+        if values:
+            connection.execute(sa.update(_sessions).where(_sessions.c.session_id == session_id).values(values))

@@ -1,0 +1,400 @@
+"""The training feed over HTTP: who gets which groups, what comes again, what is in a line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sqlite3
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.routing import BOTH, Session, problems, session_of
+from integration.stand import Stand, Talk, error_of, serving, until, user
+from ops.simulator.process import SimulatorProcess
+
+
+@pytest.fixture
+def fresh(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    """A server of the test's own, whose newest weight version is the test's."""
+    with serving(tmp_path / "feed", sglang.base_url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def used(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with serving(tmp_path_factory.mktemp("feed"), sglang.base_url) as made:
+        yield made
+
+
+@pytest.fixture
+def swept(used: Stand) -> Stand:
+    """A server on which no complete group waits: the feed gives whatever does, whoever made it."""
+    ask(used, "sweeper")
+    expire(used)
+    ack(used, "sweeper", *ids(ask(used, "sweeper", 1000)))
+    return used
+
+
+def finish(talk: Talk, stand: Stand, reward: float | None) -> None:
+    if reward is not None:
+        assert stand.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
+    assert stand.http.delete(talk.path).status_code == 204
+
+
+def a_group(stand: Stand, rewards: Sequence[float] = (0.0, 1.0), version: str = "3", **sim: Any) -> str:
+    """A complete group of one-turn sessions with these rewards."""
+    group = uuid.uuid4().hex
+    for attempt, reward in enumerate(rewards):
+        talk = stand.talk(group_id=group, attempt=attempt)
+        talk.say("Hello", sim={"weight_version": version, **sim})
+        finish(talk, stand, reward)
+    return group
+
+
+def ask(stand: Stand, consumer: str, size: int = 1, **parameters: Any) -> list[dict[str, Any]]:
+    response = stand.http.get("/export/groups", params={"consumer": consumer, "size": size, **parameters})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def ids(lines: list[dict[str, Any]]) -> list[str]:
+    return [line["group_id"] for line in lines if "rows" in line]
+
+
+def reasons(lines: list[dict[str, Any]]) -> dict[str, str]:
+    return {line["group_id"]: line["excluded"] for line in lines if "rows" not in line}
+
+
+def ack(stand: Stand, consumer: str, *groups: str) -> dict[str, list[str]]:
+    response = stand.http.post("/export/groups/ack", json={"consumer": consumer, "groups": groups})
+    assert response.status_code == 200, response.text
+    found: dict[str, list[str]] = response.json()
+    return found
+
+
+def expire(stand: Stand) -> None:
+    """As if every lease had ended."""
+    with closing(sqlite3.connect(stand.server.database_path, timeout=10)) as connection:
+        connection.execute("UPDATE groups SET lease_until = lease_until - 100000")
+        connection.commit()
+
+
+def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
+    group = a_group(fresh, (0.0, 1.0, 1.0))
+    [line] = ask(fresh, "trainer", 4)
+    assert line["group_id"] == group
+    assert [one["attempt"] for one in line["attempts"]] == [0, 1, 2]
+    assert [one["reward"] for one in line["attempts"]] == [0.0, 1.0, 1.0]
+    assert line["statistics"] == {
+        "count": 3,
+        "mean": pytest.approx(2 / 3),
+        "std": pytest.approx(math.sqrt(2) / 3),
+        "min": 0.0,
+        "max": 1.0,
+        "zero_variance": False,
+    }
+    assert (line["handed_out"], line["staleness"], line["excluded"]) == (1, 0, [])
+    assert [row["session_id"] for row in line["rows"]] == [one["session_id"] for one in line["attempts"]]
+    std = math.sqrt(1 / 3)
+    for row in line["rows"]:
+        assert row["group_id"] == group
+        assert row["final"] is True
+        assert row["advantage"] == pytest.approx((row["reward"] - 2 / 3) / (std + 1e-6))
+        [exported] = fresh.rows(session_id=row["session_id"], advantage="grpo")
+        for name in ("tokens", "logprobs", "loss_mask", "weight_versions", "messages", "advantage"):
+            assert row[name] == exported[name], name
+
+
+def test_one_advantage_for_all_rows_of_a_rollout(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    talks = [swept.talk(group_id=group, attempt=number, on_divergence="segment") for number in range(2)]
+    for reward, talk in enumerate(talks):
+        talk.say("One")
+        talk.say("Two")
+        talk.messages = [user("A summary in place of it all")]
+        talk.say("Three")
+        finish(talk, swept, float(reward))
+    [line] = ask(swept, "trainer")
+    found = {one.id: {row["advantage"] for row in line["rows"] if row["session_id"] == one.id} for one in talks}
+    assert [len(values) for values in found.values()] == [1, 1]
+    assert len(line["rows"]) == 4
+    assert found[talks[0].id] == {-value for value in found[talks[1].id]}
+
+
+def test_only_complete_groups_are_given(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    one, two = (swept.talk(group_id=group) for _ in range(2))
+    for talk in (one, two):
+        talk.say("Hello")
+    finish(one, swept, 1.0)
+    assert ids(ask(swept, "trainer")) == []
+    assert "1 of 2" in reasons(ask(swept, "trainer", explain=True))[group]
+    finish(two, swept, None)
+    assert ids(ask(swept, "trainer")) == []
+    swept.http.put(f"{two.path}/reward", json={"reward": 0})
+    assert "of 3 attempts" in reasons(ask(swept, "trainer", attempts=3, explain=True))[group]
+    assert ids(ask(swept, "trainer", attempts=3)) == []
+    assert ids(ask(swept, "trainer", attempts=2)) == [group]
+
+
+def test_groups_come_in_the_order_of_completion_and_to_one_consumer_each(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(5)]
+    assert ids(ask(swept, "one", 2)) == made[:2]
+    assert ids(ask(swept, "other", 2)) == made[2:4]
+    left = ask(swept, "third", 9, explain=True)
+    assert ids(left) == made[4:]
+    held = {**dict.fromkeys(made[:2], "leased to one"), **dict.fromkeys(made[2:4], "leased to other")}
+    assert reasons(left).items() >= held.items()
+
+
+def test_a_consumer_that_restarts_gets_exactly_what_it_has_not_acknowledged(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(5)]
+    assert ids(ask(swept, "trainer", 3)) == made[:3]
+    assert ack(swept, "trainer", made[1])["acknowledged"] == [made[1]]
+    again = ask(swept, "trainer", 2)
+    assert ids(again) == [made[0], made[2]]
+    assert [line["handed_out"] for line in again] == [2, 2]
+    assert ids(ask(swept, "trainer", 9)) == [made[0], made[2], made[3], made[4]]
+    assert ack(swept, "trainer", *made)["already"] == [made[1]]
+    assert ask(swept, "trainer", 9) == []
+
+
+def test_prefetching_gives_new_groups_only(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(3)]
+    assert [ids(ask(swept, "trainer", new_only=True)) for _ in range(4)] == [[made[0]], [made[1]], [made[2]], []]
+    expire(swept)
+    assert ids(ask(swept, "trainer", 9, new_only=True)) == made
+
+
+def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(2)]
+    assert ids(ask(swept, "dead", 2)) == made
+    assert ids(ask(swept, "alive", 2)) == []
+    expire(swept)
+    assert ids(ask(swept, "alive", 1)) == made[:1]
+    late = ack(swept, "dead", *made)
+    assert late == {"acknowledged": [made[1]], "already": [], "not_leased": [made[0]], "unknown": []}
+    assert ack(swept, "alive", made[0], "nonsense") == {
+        "acknowledged": [made[0]],
+        "already": [],
+        "not_leased": [],
+        "unknown": ["nonsense"],
+    }
+
+
+def test_a_lease_ends_by_the_clock(swept: Stand) -> None:
+    group = a_group(swept)
+    assert ids(ask(swept, "dead", lease_s=1)) == [group]
+    assert ids(ask(swept, "alive")) == []
+    until(lambda: ids(ask(swept, "alive")) == [group])
+
+
+def test_leases_and_acknowledgements_outlive_kill_9(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(3)]
+    assert ids(ask(swept, "trainer", 2)) == made[:2]
+    ack(swept, "trainer", made[0])
+    swept.server.kill()
+    swept.server.start()
+    assert ids(ask(swept, "other", 9)) == made[2:]
+    assert ids(ask(swept, "trainer", 9)) == [made[1]]
+    assert problems(swept) == []
+
+
+def test_a_session_created_in_a_leased_group_brings_it_again_with_all(swept: Stand) -> None:
+    group = a_group(swept)
+    ask(swept, "trainer")
+    late = swept.talk(group_id=group, attempt=2)
+    late.say("Late")
+    assert ask(swept, "trainer", 9) == []
+    finish(late, swept, 0.5)
+    [line] = ask(swept, "trainer", 9)
+    assert (len(line["attempts"]), line["handed_out"]) == (3, 2)
+    ack(swept, "trainer", group)
+    after = swept.talk(group_id=group)
+    after.say("After the end")
+    finish(after, swept, 1.0)
+    assert ask(swept, "trainer", 9) == []
+
+
+def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    one, gone, empty = (swept.talk(group_id=group, attempt=number) for number in range(3))
+    for talk in (one, gone):
+        talk.say("Hello")
+    for reward, talk in enumerate((one, gone, empty)):
+        finish(talk, swept, float(reward))
+    assert swept.http.delete(gone.path, params={"erase": "true"}).status_code == 204
+    [line] = ask(swept, "trainer", attempts=3)
+    assert [row["session_id"] for row in line["rows"]] == [one.id]
+    assert {one["session_id"]: one["reason"] for one in line["excluded"]} == {
+        gone.id: "erased",
+        empty.id: "no committed turn",
+    }
+    assert line["statistics"]["count"] == 2
+
+
+def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
+    old, middle, new = (a_group(fresh, version=version) for version in ("3", "5", "9"))
+    found = ask(fresh, "trainer", 9, max_staleness=2, explain=True)
+    assert ids(found) == [new]
+    assert reasons(found).keys() == {old, middle}
+    assert all(reason.startswith("stale: ") for reason in reasons(found).values())
+    assert ids(ask(fresh, "other", 9, max_staleness=2)) == []
+    [line] = ask(fresh, "other", 9, max_staleness=2, weight_version=7)
+    assert (line["group_id"], line["staleness"]) == (middle, 2)
+    [line] = ask(fresh, "third", 9)
+    assert (line["group_id"], line["staleness"]) == (old, 6)
+
+
+def test_the_oldest_live_token_is_what_makes_a_group_stale(fresh: Stand) -> None:
+    group = uuid.uuid4().hex
+    talk = fresh.talk(group_id=group)
+    talk.say("One", sim={"weight_version": "6"})
+    kept = talk.messages
+    talk.say("Two", sim={"weight_version": "2"})
+    talk.messages = kept
+    talk.say("Instead", sim={"weight_version": "7"})
+    finish(talk, fresh, 1.0)
+    [line] = ask(fresh, "trainer", max_staleness=1)
+    assert line["staleness"] == 1, "the turn under version 2 was rolled back"
+
+
+def test_versions_that_are_no_numbers_have_no_staleness(swept: Stand) -> None:
+    group = a_group(swept, version="step-4")
+    [line] = ask(swept, "trainer", max_staleness=0, weight_version=100)
+    assert (line["group_id"], line["staleness"]) == (group, None)
+    assert "number" in line["staleness_unknown"]
+
+
+def test_other_shapes_are_given_whole(swept: Stand) -> None:
+    group = a_group(swept)
+    [line] = ask(swept, "trainer", shape="slime")
+    assert line["group_id"] == group
+    assert len(line["rows"]) == 2
+    assert all("response_length" in row and "messages" not in row for row in line["rows"])
+    [line] = ask(swept, "trainer", shape="atropos")
+    assert len(line["rows"]) == 1, "a row of this shape is a whole group"
+    assert len(line["rows"][0]["scores"]) == 2
+
+
+def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
+    a_group(swept)
+    [line] = ask(swept, "trainer", max_seq_len=1)
+    assert line["rows"] == []
+    assert [one["reason"] for one in line["excluded"]] == ["no turn within max_seq_len"] * 2
+
+
+def test_concurrent_consumers_share_the_groups_out(swept: Stand) -> None:
+    made = [a_group(swept) for _ in range(12)]
+
+    def consume(name: str) -> list[str]:
+        taken: list[str] = []
+        while got := ids(ask(swept, name, 2)):
+            assert sorted(ack(swept, name, *got)["acknowledged"]) == sorted(got)
+            taken += got
+        return taken
+
+    calls = [swept.meanwhile(consume, f"consumer-{number}") for number in range(4)]
+    taken = list(itertools.chain.from_iterable(call.result() for call in calls))
+    assert sorted(taken) == sorted(made)
+    assert problems(swept) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "named"),
+    [
+        ({}, "consumer"),
+        ({"consumer": ""}, "consumer"),
+        ({"consumer": "a b"}, "consumer"),
+        ({"consumer": "x" * 129}, "consumer"),
+        ({"consumer": "a\n"}, "consumer"),
+        ({"size": 0}, "size"),
+        ({"size": "many"}, "size"),
+        ({"lease_s": 0.5}, "lease_s"),
+        ({"lease_s": 86401}, "lease_s"),
+        ({"lease_s": "nan"}, "lease_s"),
+        ({"max_staleness": -1}, "max_staleness"),
+        ({"weight_version": "latest"}, "weight_version"),
+        ({"attempts": 0}, "attempts"),
+        ({"max_seq_len": 0}, "max_seq_len"),
+        ({"new_only": "perhaps"}, "new_only"),
+        ({"shape": "none"}, "shape"),
+        ({"group_id": "g"}, "group_id"),
+    ],
+)
+def test_a_bad_parameter_is_named(stand: Stand, query: dict[str, Any], named: str) -> None:
+    given = query if named == "consumer" else {"consumer": "trainer", **query}
+    response = stand.http.get("/export/groups", params=given)
+    assert error_of(response) == (400, "invalid_request")
+    assert named in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"groups": []}, "consumer"),
+        ({"consumer": "a/b", "groups": []}, "consumer"),
+        ({"consumer": "c"}, "groups"),
+        ({"consumer": "c", "groups": "g"}, "groups"),
+        ({"consumer": "c", "groups": [1]}, "groups.0"),
+        ({"consumer": "c", "groups": [], "more": 1}, "more"),
+        ([], "body"),
+    ],
+)
+def test_a_bad_acknowledgement_is_named(stand: Stand, body: Any, named: str) -> None:
+    response: httpx.Response = stand.http.post("/export/groups/ack", json=body)
+    assert error_of(response) == (400, "invalid_request")
+    assert named in response.json()["error"]["message"]
+
+
+def test_an_empty_acknowledgement_acknowledges_nothing(stand: Stand) -> None:
+    assert ack(stand, "c") == {"acknowledged": [], "already": [], "not_leased": [], "unknown": []}
+
+
+@pytest.fixture
+def retaining(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    with serving(
+        tmp_path / "retaining",
+        sglang.base_url,
+        environment={
+            **BOTH,
+            "TURNLOG_RETAIN_UNTIL_ACK": "true",
+            "TURNLOG_CLOSED_REPLAY_TTL_S": "0",
+            "TURNLOG_CLOSED_TTL_S": "1",
+        },
+    ) as made:
+        yield made
+
+
+def test_retention_waits_for_the_acknowledgement(retaining: Stand) -> None:
+    stand = retaining
+    waiting, alone = session_of(stand, group_id="g"), session_of(stand)
+    for talk in (waiting, alone):
+        talk.say("Hello")
+        finish(talk, stand, 1.0)
+    until(lambda: "SessionErased" in alone.types())
+    assert waiting.types()[-1] == "SessionClosed"
+    assert payload_bytes(waiting) > 0
+    [line] = ask(stand, "trainer")
+    assert [row["session_id"] for row in line["rows"]] == [waiting.id]
+    assert payload_bytes(waiting) > 0
+    ack(stand, "trainer", "g")
+    until(lambda: "BlobsTombstoned" in waiting.types())
+    until(lambda: "SessionErased" in waiting.types())
+    until(lambda: payload_bytes(waiting) == 0)
+    assert problems(stand) == []
+
+
+def payload_bytes(talk: Session) -> int:
+    query = "SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE session_id = ?"
+    with closing(sqlite3.connect(talk.stand.server.database_path)) as connection:
+        found: int = connection.execute(query, (talk.id,)).fetchone()[0]
+    return found

@@ -1,0 +1,123 @@
+"""Statistics of a group's rewards, the GRPO advantage, and a group's age in weight versions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.log import committed, rolled_back
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from app.domain.events import VersionSpan
+from app.domain.groups import EPSILON, grpo, largest_version, oldest_version, statistics
+
+REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)
+ANY = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=16)
+BIGGEST = 1.7976931348623157e308
+
+
+def named(rewards: list[float]) -> dict[str, float]:
+    return {f"s{number}": reward for number, reward in enumerate(rewards)}
+
+
+@given(REWARDS)
+def test_statistics_are_numpys(rewards: list[float]) -> None:
+    found = statistics(rewards)
+    array = np.array(rewards)
+    scale = max(1.0, float(np.abs(array).max()))
+    assert found.count == len(rewards)
+    assert found.mean == pytest.approx(float(array.mean()), abs=1e-12 * scale)
+    assert found.std == pytest.approx(float(array.std()), rel=1e-9, abs=1e-12 * scale)
+    assert (found.min, found.max) == (min(rewards), max(rewards))
+    assert found.zero_variance == (len(set(rewards)) == 1)
+
+
+@given(ANY)
+def test_no_reward_is_too_large_or_too_small(rewards: list[float]) -> None:
+    found = statistics(rewards)
+    assert found.min <= found.mean <= found.max
+    assert 0 <= found.std <= BIGGEST
+    assert all(math.isfinite(advantage) for advantage in grpo(named(rewards)).values())
+
+
+@pytest.mark.parametrize(
+    ("rewards", "mean", "std"),
+    [
+        ([BIGGEST, BIGGEST], BIGGEST, 0.0),
+        ([BIGGEST, -BIGGEST], 0.0, BIGGEST),
+        ([5e-324, 5e-324], 5e-324, 0.0),
+        ([1e-200, 3e-200], 2e-200, 1e-200),
+        ([1e16, 1e16 + 4], 1e16 + 2, 2.0),
+        ([0.1] * 10, 0.1, 0.0),
+    ],
+)
+def test_extreme_groups(rewards: list[float], mean: float, std: float) -> None:
+    found = statistics(rewards)
+    assert (found.mean, found.std) == (pytest.approx(mean, rel=1e-15), pytest.approx(std, rel=1e-15))
+
+
+def test_no_rewards_have_no_statistics() -> None:
+    with pytest.raises(ValueError, match="no rewards"):
+        statistics([])
+
+
+@given(REWARDS)
+def test_the_advantage_is_what_torch_std_gives(rewards: list[float]) -> None:
+    """`numpy.std(ddof=1)` is `torch.std`; verl, slime and TRL divide by that."""
+    assume(len(set(rewards)) > 1)
+    array = np.array(rewards)
+    expected = (array - array.mean()) / (array.std(ddof=1) + EPSILON)
+    found = list(grpo(named(rewards)).values())
+    assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+
+
+@given(REWARDS)
+def test_advantages_add_up_to_nothing_and_keep_the_order(rewards: list[float]) -> None:
+    found = grpo(named(rewards))
+    assert set(found) == set(named(rewards))
+    assert math.fsum(found.values()) == pytest.approx(0.0, abs=1e-6)
+    ordered = [found[name] for name, _ in sorted(named(rewards).items(), key=lambda one: one[1])]
+    assert ordered == sorted(ordered)
+
+
+@given(st.lists(st.integers(-100, 100), min_size=2, max_size=16), st.integers(-1000, 1000), st.integers(1, 50))
+def test_the_advantage_knows_no_offset_and_hardly_a_scale(rewards: list[int], offset: int, scale: int) -> None:
+    plain = grpo(named([float(reward) for reward in rewards]))
+    moved = grpo(named([float(reward * scale + offset) for reward in rewards]))
+    assert list(moved.values()) == pytest.approx(list(plain.values()), rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [[], [3.0], [0.1, 0.1, 0.1], [BIGGEST, BIGGEST], [-0.0, 0.0]])
+def test_where_nothing_is_to_prefer_the_advantage_is_zero(rewards: list[float]) -> None:
+    assert grpo(named(rewards)) == dict.fromkeys(named(rewards), 0.0)
+
+
+def test_a_pair() -> None:
+    found = grpo({"good": 1.0, "bad": 0.0})
+    assert found["good"] == -found["bad"] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6), rel=1e-12)
+
+
+def turn(number: int, *versions: str, **fields: Any) -> Any:
+    spans = tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions))
+    return committed(number, number - 1, number, weight_versions=spans, **fields)
+
+
+def test_the_largest_version_is_of_numbers_alone() -> None:
+    assert largest_version(turn(1, "9", "10", "step-11")) == 10
+    assert largest_version(turn(1, "step-11")) is None
+    assert largest_version(turn(1)) is None
+    assert largest_version(turn(1, "9" * 19)) is None, "more than 64 bits hold"
+    assert largest_version(turn(1, "²")) is None
+    assert largest_version(committed(1, 0, 1, weight_versions=(VersionSpan("7", 2, 2),))) is None, "of no token"
+
+
+def test_the_oldest_version_is_of_live_turns() -> None:
+    assert oldest_version([turn(1, "5"), turn(2, "7", "6")]) == 5
+    assert oldest_version([turn(1, "5"), rolled_back(0, 1), turn(2, "7", "6")]) == 6
+    assert oldest_version([turn(1, "5"), turn(2, "4"), turn(3, "3"), rolled_back(1, 2, 3), turn(4, "8")]) == 5
+    assert oldest_version([turn(1, "a"), turn(2, "8")]) == 8
+    assert oldest_version([turn(1, "a")]) is None
+    assert oldest_version([]) is None
