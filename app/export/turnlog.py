@@ -2,77 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import msgspec
 
-from app.domain.samples import Sample
-from app.domain.session import Session
+from app.export.columns import Columns
+from app.export.row import Fields, Routing, Row, Value
+
+COLUMNS: Columns = {
+    "session_id": "text",
+    "segment": "int64",
+    "group_id": "text",
+    "attempt": "int64",
+    "status": "text",
+    "final": "bool",
+    "as_of_seq": "int64",
+    "reward": "float64",
+    "reward_components": "json",
+    "turn_rewards": "json",
+    "advantage": "float64",
+    "prompt_length": "int64",
+    "response_length": "int64",
+    "tokens": "[int32]",
+    "loss_mask": "[uint8]",
+    "sampled_mask": "[uint8]",
+    "logprobs": "[float64]",
+    "weight_versions": "[int64]",
+    "weight_version_names": "[text]",
+    "turns": "json",
+    "routed_experts": "bytes",
+    "row_start": "int64",
+    "rows": "int64",
+    "dtype": "text",
+    "shape": "[int64]",
+    "indexer_topk": {"data": "bytes", "row_start": "int64", "rows": "int64", "dtype": "text", "shape": "[int64]"},
+    "tombstoned": "[text]",
+    "segment_cause": "text",
+    "messages": "json",
+    "metadata": "json",
+    "provenance": "json",
+    "cursor": "text",
+}
 
 
-def in_one_line(raw: bytes) -> bytes:
-    """The same JSON without line breaks, which can only stand between its tokens."""
-    return raw.replace(b"\n", b" ").replace(b"\r", b" ")
-
-
-class Routing(msgspec.Struct, frozen=True):
-    """Rows [row_start, row_start + rows) of a replay payload as base64 of little-endian ids; `shape` is of all."""
-
-    data: str
-    row_start: int
-    rows: int
-    dtype: str
-    shape: Sequence[int]
-
-
-def replay_fields(found: Mapping[str, Routing | None], tombstoned: Sequence[str]) -> dict[str, object]:
-    """What a row says of replay payloads: `routed_experts` beside its own fields, any other kind as an object."""
-    experts = found.get("routed_experts")
-    fields: dict[str, object] = {"routed_experts": None, "row_start": None, "rows": 0, "dtype": None, "shape": []}
-    if experts is not None:
-        fields = {**msgspec.structs.asdict(experts), "routed_experts": experts.data}
-        del fields["data"]
-    others = {kind: routing for kind, routing in found.items() if kind != "routed_experts"}
-    return {**fields, **others, "tombstoned": tombstoned}
-
-
-class Source(msgspec.Struct, frozen=True):
-    """Where a row comes from: engines, dialects and the times (seconds since the epoch) of its turns."""
-
-    engines: Sequence[str]
-    dialects: Sequence[str]
-    created_at: float
-    committed_at: float
-    turnlog_version: str
-
-
-def row(
-    session: Session,
-    sample: Sample,
-    *,
-    messages: Sequence[bytes],
-    metadata: bytes | None,
-    source: Source,
-    cursor: str,
-    last_segment: bool,
-    replay: Mapping[str, object],
-) -> bytes:
-    """One row as JSON; `messages` is the conversation at the segment's end, raw, `replay` the payloads' fields."""
+def fields(row: Row) -> Fields:
+    """`advantage` is there only where the export asks for one, the payloads' fields only where there are any."""
+    session, sample = row.session, row.sample
     reward = session.reward
-    fields: Mapping[str, object] = {
+    return {
         "session_id": session.session_id,
         "segment": sample.segment,
         "group_id": session.config.group_id,
         "attempt": session.config.attempt,
         "status": sample.status,
-        "final": session.status != "open" and last_segment,
+        "final": row.final,
         "as_of_seq": session.version,
-        "reward": None if reward is None else reward.reward,
+        "reward": row.reward,
         "reward_components": {} if reward is None else reward.components,
         "turn_rewards": {
             str(number): {"reward": given.reward, "components": given.components}
             for number, given in session.turn_rewards.items()
         },
+        "advantage": row.advantage,
         "prompt_length": sample.prompt_length,
         "response_length": sample.response_length,
         "tokens": sample.tokens,
@@ -81,12 +70,37 @@ def row(
         "logprobs": sample.logprobs,
         "weight_versions": sample.weight_versions,
         "weight_version_names": sample.weight_version_names,
-        "turns": sample.turns,
-        **replay,
+        "turns": [msgspec.structs.asdict(span) for span in sample.turns],
+        **(_payloads(row) if row.replay or row.routing else {}),
         "segment_cause": sample.cause,
-        "messages": msgspec.Raw(b"[" + in_one_line(b",".join(messages)) + b"]"),
-        "metadata": msgspec.Raw(metadata or b"{}"),
-        "provenance": source,
-        "cursor": cursor,
+        "messages": msgspec.Raw(b"[" + b",".join(row.messages) + b"]"),
+        "metadata": msgspec.Raw(row.metadata or b"{}"),
+        "provenance": msgspec.structs.asdict(row.source),
+        "cursor": row.cursor,
     }
-    return msgspec.json.encode(fields) + b"\n"
+
+
+def _payloads(row: Row) -> dict[str, Value]:
+    """`routed_experts` beside its own fields, any other kind as an object."""
+    experts = row.routing.get("routed_experts")
+    fields: dict[str, Value] = {"routed_experts": None, "row_start": None, "rows": 0, "dtype": None, "shape": []}
+    if experts is not None:
+        fields = {"routed_experts" if name == "data" else name: value for name, value in _payload(experts).items()}
+    others = {
+        kind: None if found is None else _payload(found)
+        for kind, found in row.routing.items()
+        if kind != "routed_experts"
+    }
+    return {**fields, **others, "tombstoned": [kind for kind, found in row.routing.items() if found is None]}
+
+
+def _payload(routing: Routing) -> dict[str, Value]:
+    """Rows [row_start, row_start + rows) as little-endian ids; `shape` is of all of them."""
+    ids = routing.ids
+    return {
+        "data": ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes(),
+        "row_start": routing.row_start,
+        "rows": len(ids),
+        "dtype": ids.dtype.name,
+        "shape": list(ids.shape),
+    }

@@ -3,6 +3,7 @@
 An export covers a window (`low`, `high`] of the commit order: each session whose last exported event
 lies in it appears once, as it was at `high`, at the place of that event. So a running export sees a
 consistent prefix of each session, however much is being written, and the same cursor gives the same rows.
+A shape that takes whole groups gives a group at the place of its last session, with all of its sessions.
 """
 
 from __future__ import annotations
@@ -10,43 +11,54 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Literal
 
 import msgspec
-import pybase64
 
-from app.domain.events import EXPORTED, TurnCommitted, UnknownEvent
-from app.domain.samples import Inconsistent, Sample, TurnTokens, samples
-from app.domain.session import Session, fold
+from app.domain.events import EXPORTED, UnknownEvent
+from app.domain.groups import grpo
+from app.domain.samples import Inconsistent
+from app.domain.session import Session
 from app.errors import InvalidRequest
-from app.export import turnlog
-from app.service import replay
-from app.store import reads
+from app.export import shapes
+from app.export.row import Fields, Row, Unfit
+from app.service.rows import Known, SessionRows, known
+from app.store import bulk, reads
+from app.store.bulk import Stored
 from app.store.engine import Database
-from app.store.reads import Position
-from workers import codec
-from workers.codec import CorruptContent, Facts, Wire
-from workers.parse import REPLAY
+from app.store.reads import Connection, Position
+from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.export")
 
-PAGE = 8
-"""Sessions in memory at a time."""
+PAGE = 64
+"""Sessions looked up at a time."""
+
+PAGE_TURNS = 256
+"""Turns read at a time, if they are of more than one session."""
 
 REPLAY_PAGE = 2
-"""With replay payloads, which are larger than all else."""
+"""Sessions read at a time with replay payloads, which are larger than all else."""
+
+GROUPS_KEPT = 256
+"""Groups whose advantages are remembered during an export: a group's sessions mostly end close together."""
 
 
-class Cursor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where an export stands. `high` None: up to the moment of asking. `at` with `segment`: inside a session."""
+class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where an export stands. `high` None: up to the moment of asking.
+
+    `at` is the place last given. `given`: not all of it, but so many of its rows, what is left out counted.
+    """
 
     epoch: str
     low: Position
     high: Position | None = None
     at: Position | None = None
-    segment: int | None = None
+    given: int | None = None
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
@@ -75,52 +87,54 @@ class Filters(msgspec.Struct, frozen=True):
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What an export shall hold: which rows, at most how many, cut to how many tokens, with what beside them."""
+    """What an export shall hold: which rows, how many, cut to how many tokens, with what beside them; and how."""
 
-    filters: Filters
+    filters: Filters = Filters()
     limit: int | None = None
     explain: bool = False
     replay: bool = False
     max_seq_len: int | None = None
+    advantage: Literal["grpo"] | None = None
+    format: str = "ndjson"
+    shape: str = "turnlog"
 
 
 class Export(msgspec.Struct, frozen=True):
-    """A started export: `cursor` repeats it, `next_cursor` goes on behind its window."""
+    """A started export: `cursor` repeats it, `next_cursor` goes on behind its window; `pieces` are the bytes.
+
+    `is_empty` says that there are no rows.
+    """
 
     cursor: str
     next_cursor: str
-    rows: AsyncIterator[bytes]
+    media_type: str
+    is_empty: bool
+    pieces: AsyncGenerator[bytes]
 
 
-class _Stored(msgspec.Struct, frozen=True):
-    """A session's rows as they stand in the database."""
+class _Place(msgspec.Struct, frozen=True):
+    """A session's turn in the export: at `place`, with the other sessions of its group where a shape takes those.
 
-    session_id: str
+    `advantage` is the session's own, `elsewhere` says that its group comes later.
+    """
+
+    stored: Stored
     place: Position
-    status: str
-    events: list[reads.EventRow]
-    frames: reads.Frames
-    metadata: bytes | None
-    chunks: Mapping[reads.ChunkKey, bytes | None] = {}
-
-
-class _Known(msgspec.Struct, frozen=True):
-    """A session folded as of the export's moment; `times` are when each turn was committed."""
-
-    session: Session
-    events: dict[int, TurnCommitted]
-    times: dict[int, float]
+    members: Sequence[Stored] = ()
+    advantages: Mapping[str, float] = {}
+    elsewhere: bool = False
 
 
 class Exporter:
-    """`version` is this release's, for provenance."""
+    """`release` is this version's, for provenance."""
 
-    def __init__(self, database: Database, version: str) -> None:
+    def __init__(self, database: Database, release: str) -> None:
         self._database = database
-        self._version = version
+        self._release = release
 
     async def start(self, wish: Wish, cursor: str | None) -> Export:
-        """Fix the window and give the rows as NDJSON lines. Raises InvalidRequest for a foreign cursor."""
+        """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
+        shapes.require(wish.format, wish.shape, wish.explain)
         epoch, horizon = await self._database.read(
             lambda connection: (reads.epoch(connection), reads.horizon(connection))
         )
@@ -132,195 +146,215 @@ class Exporter:
         pinned = given if given.high is not None else msgspec.structs.replace(given, high=horizon)
         assert pinned.high is not None
         following = Cursor(epoch, pinned.high)
-        return Export(pinned.encode(), following.encode(), self._rows(pinned, wish))
+        pages = self._pages(pinned, wish)
+        first = await anext(pages, None)
+        writer = shapes.open_writer(wish.format, wish.shape, wish.explain)
+        pieces = _written(writer, first, pages)
+        return Export(pinned.encode(), following.encode(), writer.media_type, first is None, pieces)
 
-    async def _rows(self, window: Cursor, wish: Wish) -> AsyncIterator[bytes]:
+    async def rows(self, session_ids: Sequence[str], wish: Wish) -> list[Fields]:
+        """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
+        window = Cursor("", Position(0, 0), reads.END)
+        found = await self._read([(one, reads.END) for one in session_ids], reads.END, wish)
+        return await asyncio.to_thread(self._fields, found, window, wish)
+
+    async def _pages(self, window: Cursor, wish: Wish) -> AsyncIterator[Sequence[Fields]]:
         assert window.high is not None
         given = 0
-        after, skip = _resume(window)
+        after = _resume(window)
         while wish.limit is None or given < wish.limit:
-            page = await self._page(after, window.high, wish)
-            if not page:
+            places = await self._changed(after, window.high, wish)
+            if not places:
                 return
-            lines = await asyncio.to_thread(self._lines, page, window, wish, skip)
-            if wish.limit is not None:
-                lines = lines[: wish.limit - given]
-            given += len(lines)
-            if lines:
-                yield b"".join(lines)
-            after, skip = page[-1].place, None
+            for part in await self._parts(places, wish):
+                found = await self._read(part, window.high, wish)
+                rows = await asyncio.to_thread(self._fields, found, window, wish)
+                if wish.limit is not None:
+                    rows = rows[: wish.limit - given]
+                given += len(rows)
+                if rows:
+                    yield rows
+                if given == wish.limit:
+                    return
+            after = places[-1][1]
 
-    async def _page(self, after: Position, high: Position, wish: Wish) -> list[_Stored]:
-        types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
-        limit = REPLAY_PAGE if wish.replay else PAGE
-
-        def read(connection: reads.Connection) -> list[_Stored]:
-            places = reads.changed_sessions(
-                connection, after=after, upto=high, limit=limit, session_id=wish.filters.session_id, types=types
+    async def _changed(self, after: Position, high: Position, wish: Wish) -> list[tuple[str, Position]]:
+        """The next places. Where nobody asks for what is left out, only of the group that is asked for."""
+        filters = wish.filters
+        return await self._database.read(
+            lambda connection: reads.changed_sessions(
+                connection,
+                after=after,
+                upto=high,
+                limit=PAGE,
+                session_id=filters.session_id,
+                group_id=None if wish.explain else filters.group_id,
+                types=(*EXPORTED, "SessionCreated") if wish.explain else EXPORTED,
             )
-            return [_read_session(connection, session_id, place, high, wish.replay) for session_id, place in places]
-
-        return await self._database.read(read)
-
-    def _lines(self, page: list[_Stored], window: Cursor, wish: Wish, skip: int | None) -> list[bytes]:
-        """The page's rows; what is left out is a line too where `explain` asks for it. Runs on a thread."""
-        lines: list[bytes] = []
-        for stored in page:
-            try:
-                found = list(self._session_lines(stored, window, wish, skip))
-                lines += [line for line, excluded in found if wish.explain or not excluded]
-            except (UnknownEvent, CorruptContent, Inconsistent) as error:
-                log.error("session %s cannot be exported: %s", stored.session_id, error)
-                if wish.explain:
-                    lines.append(_excluded(stored, window, f"unreadable: {error}"))
-            skip = None
-        return lines
-
-    def _session_lines(
-        self, stored: _Stored, window: Cursor, wish: Wish, skip: int | None
-    ) -> Iterator[tuple[bytes, bool]]:
-        """Lines, and of each whether it tells of something left out."""
-        if stored.status == "erased":
-            yield _excluded(stored, window, "erased"), True
-            return
-        known = _fold(stored)
-        session = known.session
-        reason = _session_excluded(known, wish.filters)
-        if reason is not None:
-            yield _excluded(stored, window, reason), True
-            return
-        content, wires = _unpack(stored, known)
-        metadata = None if stored.metadata is None else codec.decompress(stored.metadata)
-        every = samples(session, content, wish.max_seq_len)
-        for sample in every:
-            last = sample is every[-1]
-            if skip is not None and sample.segment <= skip:
-                continue
-            if wish.filters.status not in (None, sample.status):
-                yield _excluded(stored, window, f"status is {sample.status}", segment=sample.segment), True
-                continue
-            cursor = msgspec.structs.replace(window, at=stored.place, segment=None if last else sample.segment)
-            row = turnlog.row(
-                session,
-                sample,
-                messages=_conversation(session, sample, wires),
-                metadata=metadata,
-                source=self._source(known, sample),
-                cursor=cursor.encode(),
-                last_segment=last,
-                replay=_replay(stored, known, sample) if wish.replay else {},
-            )
-            yield row, False
-        for segment in {turn.event.segment for turn in content.values()} - {sample.segment for sample in every}:
-            yield _excluded(stored, window, "no turn within max_seq_len", segment=segment), True
-        for turn in session.turns:
-            if turn.number not in content:
-                yield _excluded(stored, window, "rolled back", segment=turn.segment, turn=turn.number), True
-
-    def _source(self, known: _Known, sample: Sample) -> turnlog.Source:
-        events = [known.events[span.turn] for span in sample.turns]
-        return turnlog.Source(
-            engines=sorted({event.engine for event in events}),
-            dialects=sorted({event.dialect for event in events}),
-            created_at=known.session.created_at,
-            committed_at=known.times[events[-1].turn],
-            turnlog_version=self._version,
         )
 
+    async def _parts(self, places: list[tuple[str, Position]], wish: Wish) -> list[list[tuple[str, Position]]]:
+        """The places in parts that can be in memory at once."""
+        counts = await self._database.read(lambda c: bulk.turn_counts(c, [one for one, _ in places]))
+        parts: list[list[tuple[str, Position]]] = []
+        turns = 0
+        for one in places:
+            turns += counts.get(one[0], 0)
+            if not parts or turns > PAGE_TURNS or (wish.replay and len(parts[-1]) == REPLAY_PAGE):
+                parts.append([])
+                turns = counts.get(one[0], 0)
+            parts[-1].append(one)
+        return parts
 
-def _resume(window: Cursor) -> tuple[Position, int | None]:
-    """The place after which to go on, and the segment of the next session up to which rows were given."""
+    async def _read(self, places: list[tuple[str, Position]], high: Position, wish: Wish) -> list[_Place]:
+        return await self._database.read(lambda connection: self._stored(connection, places, high, wish))
+
+    def _stored(
+        self, connection: Connection, places: list[tuple[str, Position]], high: Position, wish: Wish
+    ) -> list[_Place]:
+        stored = bulk.read_sessions(connection, [one for one, _ in places], high, replay=wish.replay)
+        grouped = shapes.takes_groups(wish.shape)
+        members: dict[str, list[str]] = {}
+        advantages: dict[str, dict[str, float]] = {}
+        found: list[_Place] = []
+        for session_id, place in places:
+            one = stored.get(session_id)
+            if one is None:
+                continue
+            group_id = one.group_id
+            if group_id is None or not (grouped or wish.advantage):
+                found.append(_Place(one, place, [one] if grouped else ()))
+                continue
+            if group_id not in members:
+                members[group_id] = bulk.group_members(connection, group_id)
+                advantages[group_id] = grpo(bulk.rewards(connection, members[group_id], high)) if wish.advantage else {}
+            given = advantages[group_id]
+            if not grouped:
+                found.append(_Place(one, place, advantages=given))
+                continue
+            ends = bulk.last_places(connection, members[group_id], high, EXPORTED)
+            if session_id not in ends:
+                # It had nothing to export then, or has been erased: it is no part of its group's row.
+                found.append(_Place(one, place))
+            elif wish.filters.session_id is None and max(ends.values()) > place:
+                found.append(_Place(one, place, elsewhere=True))
+            else:
+                beside = bulk.read_sessions(connection, sorted(ends), high, replay=wish.replay)
+                found.append(_Place(one, place, list(beside.values()), given))
+        return found
+
+    def _fields(self, places: Sequence[_Place], window: Cursor, wish: Wish) -> list[Fields]:
+        """The places' rows; what is left out is a row too where `explain` asks for it. Runs on a thread."""
+        found: list[Fields] = []
+        for place in places:
+            if place.elsewhere:
+                continue
+            skip = window.given or 0 if place.place == window.at else 0
+            if place.members:
+                found += self._group(place, window, wish)[skip:]
+            else:
+                rows = islice(self._session(place.stored, place, window, wish), skip, None)
+                found += [self._shaped(row, wish) for row in rows]
+        return found if wish.explain else [row for row in found if shapes.EXCLUDED not in row]
+
+    def _group(self, place: _Place, window: Cursor, wish: Wish) -> list[Fields]:
+        """A whole group as one row, and what of it is left out."""
+        every = [one for member in place.members for one in self._session(member, place, window, wish)]
+        rows = [one for one in every if isinstance(one, Row)]
+        left_out = [one for one in every if not isinstance(one, Row)]
+        total = bool(rows) + len(left_out) if wish.explain else 1
+        cursors = [_behind(window, place.place, number, total) for number in range(1, 2 + len(left_out))]
+        if not rows:
+            return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
+        rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
+        try:
+            whole = shapes.of_group(wish.shape, rows)
+        except Unfit as error:
+            whole = _excluded(place.stored.session_id, cursors[0], str(error))
+        return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
+
+    def _shaped(self, row: Row | Fields, wish: Wish) -> Fields:
+        if not isinstance(row, Row):
+            return row
+        try:
+            return shapes.of_row(wish.format, wish.shape, row)
+        except Unfit as error:
+            return _excluded(row.session.session_id, row.cursor, str(error), segment=row.sample.segment)
+
+    def _session(self, stored: Stored, place: _Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
+        """A session's rows and what of it is left out; an unreadable one ends with the reason."""
+        try:
+            yield from self._readable(stored, place, window, wish)
+        except (UnknownEvent, CorruptContent, Inconsistent) as error:
+            log.error("session %s cannot be exported: %s", stored.session_id, error)
+            yield _excluded(stored.session_id, _behind(window, place.place), f"unreadable: {error}")
+
+    def _readable(self, stored: Stored, place: _Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
+        """A row, or the reason why there is none, of each live segment, then of each turn that is not live."""
+        session_id, at = stored.session_id, place.place
+        if stored.status == "erased":
+            yield _excluded(session_id, _behind(window, at), "erased")
+            return
+        found = known(stored)
+        reason = _session_excluded(found, wish.filters)
+        if reason is not None:
+            yield _excluded(session_id, _behind(window, at), reason)
+            return
+        made = SessionRows(stored, found, wish.max_seq_len, self._release)
+        samples = {sample.segment: sample for sample in made.samples}
+        segments = sorted(made.live_segments)
+        live = set(found.session.path)
+        discarded = [turn for turn in found.session.turns if turn.number not in live] if wish.explain else []
+        total = len(segments) + len(discarded)
+        for number, segment in enumerate(segments, 1):
+            cursor, sample = _behind(window, at, number, total), samples.get(segment)
+            if sample is None:
+                yield _excluded(session_id, cursor, "no turn within max_seq_len", segment=segment)
+            elif wish.filters.status not in (None, sample.status):
+                yield _excluded(session_id, cursor, f"status is {sample.status}", segment=segment)
+            else:
+                advantage = place.advantages.get(session_id)
+                yield made.row(sample, cursor, routing=wish.replay, advantage=advantage)
+        for number, turn in enumerate(discarded, len(segments) + 1):
+            cursor = _behind(window, at, number, total)
+            yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
+
+
+async def _written(
+    writer: shapes.Writer, first: Sequence[Fields] | None, rest: AsyncIterator[Sequence[Fields]]
+) -> AsyncGenerator[bytes]:
+    """The pages as pieces of one file; the work is done on threads."""
+    with contextlib.closing(writer):
+        if first is not None:
+            for piece in await asyncio.to_thread(_all, writer.write, first):
+                yield piece
+        async for rows in rest:
+            for piece in await asyncio.to_thread(_all, writer.write, rows):
+                yield piece
+        last = writer.finish()
+        while piece := await asyncio.to_thread(next, last, b""):
+            yield piece
+
+
+def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:
+    return list(write(rows))
+
+
+def _resume(window: Cursor) -> Position:
+    """The place after which to go on."""
     if window.at is None:
-        return window.low, None
-    if window.segment is None:
-        return window.at, None
-    return Position(window.at.tx, window.at.position - 1), window.segment
+        return window.low
+    return window.at if window.given is None else Position(window.at.tx, window.at.position - 1)
 
 
-def _read_session(
-    connection: reads.Connection, session_id: str, place: Position, high: Position, replay: bool
-) -> _Stored:
-    head = reads.head(connection, session_id)
-    if head is None or head.status == "erased":
-        return _Stored(session_id, place, "erased", [], {}, None)
-    return _Stored(
-        session_id,
-        place,
-        head.status,
-        reads.event_rows(connection, session_id, upto=high),
-        reads.load_frames(connection, session_id),
-        reads.metadata_frame(connection, session_id),
-        reads.load_live_chunks(connection, session_id) if replay else {},
-    )
+def _behind(window: Cursor, at: Position, number: int = 1, total: int = 1) -> str:
+    """The cursor behind the `number`th of a place's `total` rows; none where there is no export to go on with."""
+    if not window.epoch:
+        return ""
+    return msgspec.structs.replace(window, at=at, given=number if number < total else None).encode()
 
 
-def _fold(stored: _Stored) -> _Known:
-    """Raises UnknownEvent."""
-    events = reads.decode_events(stored.events)
-    session = fold(stored.session_id, events)
-    if session is None:
-        raise UnknownEvent("the log is empty")
-    committed = [(recorded.at, recorded.event) for recorded in events if isinstance(recorded.event, TurnCommitted)]
-    return _Known(session, {event.turn: event for _, event in committed}, {event.turn: at for at, event in committed})
-
-
-def _unpack(stored: _Stored, known: _Known) -> tuple[dict[int, TurnTokens], dict[int, Wire]]:
-    """The live turns' content, each checked against the log's hash. Raises CorruptContent."""
-    content: dict[int, TurnTokens] = {}
-    wires: dict[int, Wire] = {}
-    for number in known.session.path:
-        facts_frame, wire_frame = stored.frames.get(number, (None, None))
-        event = known.events[number]
-        if facts_frame is None or wire_frame is None:
-            raise CorruptContent(f"turn {number}: the content is not there")
-        if codec.content_hash(facts_frame, wire_frame) != event.content_hash:
-            raise CorruptContent(f"turn {number}: the content's hash is not the log's")
-        facts = codec.unpack(facts_frame, Facts)
-        wires[number] = codec.unpack(wire_frame, Wire)
-        content[number] = TurnTokens(event, facts.suffix_ids, facts.output_ids, facts.logprobs)
-    return content, wires
-
-
-def _replay(stored: _Stored, known: _Known, sample: Sample) -> dict[str, object]:
-    """The sample's rows: those of the newest turn of its segment that has any, up to the sample's end.
-
-    Raises CorruptContent.
-    """
-    found: dict[str, turnlog.Routing | None] = {}
-    tombstoned: list[str] = []
-    for kind in REPLAY:
-        turns = [span.turn for span in sample.turns]
-        if not any(ref.kind == kind for turn in turns for ref in known.events[turn].payloads):
-            continue
-        found[kind] = _routing(stored, known.session, sample, kind)
-        if found[kind] is None:
-            tombstoned.append(kind)
-    return turnlog.replay_fields(found, tombstoned)
-
-
-def _routing(stored: _Stored, session: Session, sample: Sample, kind: str) -> turnlog.Routing | None:
-    """None where the payloads have been tombstoned, since the export's moment perhaps."""
-    in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
-    payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
-    payload = next((payload for payload in payloads if payload.kind == kind), None)
-    if payload is None:
-        return None
-    stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
-    needed = [chunk for chunk in payload.chunks if chunk.start < stop]
-    if any((chunk.fence, chunk.number) not in stored.chunks for chunk in needed):
-        return None
-    rows = replay.rows_of(payload, stored.chunks, payload.start, stop)
-    data = pybase64.b64encode(rows.tobytes()).decode()
-    return turnlog.Routing(data, payload.start, len(rows), rows.dtype.name, (len(rows), *payload.shape))
-
-
-def _conversation(session: Session, sample: Sample, wires: dict[int, Wire]) -> list[bytes]:
-    """The messages at the end of a segment, as they were sent and answered."""
-    chain = session.message_chain(sample.turns[-1].turn)
-    return [message for turn in chain for message in (*wires[turn.number].messages, wires[turn.number].message)]
-
-
-def _session_excluded(known: _Known, filters: Filters) -> str | None:
+def _session_excluded(known: Known, filters: Filters) -> str | None:
     """Why a session gives no row at all."""
     session = known.session
     if not session.path:
@@ -347,8 +381,6 @@ def _reward_excluded(session: Session, filters: Filters) -> str | None:
 
 
 def _excluded(
-    stored: _Stored, window: Cursor, reason: str, *, segment: int | None = None, turn: int | None = None
-) -> bytes:
-    cursor = msgspec.structs.replace(window, at=stored.place, segment=segment if turn is None else None)
-    row = {"session_id": stored.session_id, "segment": segment, "turn": turn, "excluded": reason}
-    return msgspec.json.encode({**row, "cursor": cursor.encode()}) + b"\n"
+    session_id: str, cursor: str, reason: str, *, segment: int | None = None, turn: int | None = None
+) -> Fields:
+    return {"session_id": session_id, "segment": segment, "turn": turn, shapes.EXCLUDED: reason, "cursor": cursor}

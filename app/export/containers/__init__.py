@@ -1,0 +1,1 @@
+"""What rows are written into: one file a format."""

@@ -1,0 +1,235 @@
+"""`parquet`: a column for each field, row groups of bounded size, lists built from numpy's buffers.
+
+pyarrow is imported here and this module only when a Parquet export runs: it is heavy.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from app.domain.samples import Array
+from app.export import jsontext
+from app.export.columns import Column, Columns, depth
+from app.export.row import Fields
+
+GROUP = 16 << 20
+"""Bytes of a row group before compression, about; one row may be more."""
+
+ROW_COST = 512
+"""Bytes that a row takes in memory beside its content."""
+
+FLOATS = {"float32", "float64"}
+
+SCALARS = {
+    "text": pa.string(),
+    "json": pa.string(),
+    "bytes": pa.binary(),
+    "bool": pa.bool_(),
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "uint8": pa.uint8(),
+    "uint16": pa.uint16(),
+    "uint32": pa.uint32(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+}
+
+
+class ParquetWriter:
+    """Lists are nullable, and so are their items to the format, though none is null."""
+
+    media_type = "application/vnd.apache.parquet"
+    suffix = ".parquet"
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._schema = pa.schema([pa.field(name, _type(column)) for name, column in columns.items()])
+        self._out = _Pieces()
+        self._parquet: Any = pq.ParquetWriter(
+            self._out,
+            self._schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=list(_paths(columns, SCALARS.keys() - FLOATS - {"json", "bytes"})),
+            use_byte_stream_split=list(_paths(columns, FLOATS)),
+            write_statistics=list(_paths(columns, SCALARS.keys() - {"json", "bytes"}, scalars=True)),
+        )
+        self._pending: dict[str, list[object]] = {name: [] for name in columns}
+        self._count = 0
+        self._size = 0
+
+    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+        for row in rows:
+            if unknown := row.keys() - self._columns.keys():
+                raise ValueError(f"no column was declared for {', '.join(sorted(unknown))}")
+            for name, column in self._columns.items():
+                value = row.get(name)
+                if value is not None:
+                    value = _plain(column, value)
+                    self._size += _size(value)
+                self._pending[name].append(value)
+            self._count += 1
+            self._size += ROW_COST
+            if self._size >= GROUP:
+                yield from self._group()
+
+    def finish(self) -> Iterator[bytes]:
+        if self._count:
+            yield from self._group()
+        self._parquet.close()
+        yield from self._out.taken()
+
+    def close(self) -> None:
+        self._out.close()
+
+    def _group(self) -> Iterator[bytes]:
+        arrays = [_array(column, self._pending[name]) for name, column in self._columns.items()]
+        self._pending = {name: [] for name in self._columns}
+        self._parquet.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=self._count)
+        self._count = self._size = 0
+        yield from self._out.taken()
+
+
+class _Pieces(io.RawIOBase):
+    """A file that keeps what was written since it was last asked."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if not self.closed:
+            self._parts.append(bytes(data))
+            self._position += len(self._parts[-1])
+        return len(data)
+
+    def tell(self) -> int:
+        return self._position
+
+    def taken(self) -> Iterator[bytes]:
+        parts, self._parts = self._parts, []
+        if whole := b"".join(parts):
+            yield whole
+
+
+def _type(column: Column) -> Any:
+    if isinstance(column, Mapping):
+        return pa.struct([pa.field(name, _type(inner)) for name, inner in column.items()])
+    dimensions, item = depth(column)
+    found = SCALARS[item]
+    for _ in range(dimensions):
+        found = pa.list_(pa.field("element", found))
+    return found
+
+
+def _paths(columns: Columns, items: Set[str], *, scalars: bool = False) -> Iterator[str]:
+    """The leaves that hold one of `items`, by Parquet's path."""
+    for name, column in columns.items():
+        if isinstance(column, Mapping):
+            yield from (f"{name}.{path}" for path in _paths(column, items, scalars=scalars))
+            continue
+        dimensions, item = depth(column)
+        if item in items and not (scalars and dimensions):
+            yield name + ".list.element" * dimensions
+
+
+def _plain(column: Column, value: object) -> object:
+    """JSON becomes text at once: it is smaller than what it was made of."""
+    if column == "json":
+        return jsontext.encode(value).decode()
+    if isinstance(value, np.ndarray | str | bytes | float):
+        return value
+    if isinstance(column, Mapping) and isinstance(value, Mapping):
+        there = {name: value.get(name) for name in column}
+        return {name: None if one is None else _plain(column[name], one) for name, one in there.items()}
+    return value
+
+
+def _size(value: object) -> int:
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_size(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_size(item) for item in value)
+    return 8
+
+
+def _array(column: Column, values: Sequence[Any]) -> Any:
+    """An Arrow array of the column's type."""
+    if isinstance(column, Mapping):
+        inner = [
+            _array(type_, [None if value is None else value.get(name) for value in values])
+            for name, type_ in column.items()
+        ]
+        missing = pa.array([value is None for value in values], pa.bool_())
+        return pa.StructArray.from_arrays(inner, fields=list(_type(column)), mask=missing)
+    dimensions, item = depth(column)
+    if dimensions == 0:
+        return pa.array(values, SCALARS[item])
+    return _lists(values, dimensions, item)
+
+
+def _lists(values: Sequence[Any], dimensions: int, item: str) -> Any:
+    """Lists in `dimensions` levels, each value a numpy array of as many dimensions, a list, or None."""
+    missing = pa.array([value is None for value in values], pa.bool_())
+    there = [value for value in values if value is not None]
+    lengths = np.array([0 if value is None else len(value) for value in values], np.int64)
+    if dimensions > 1:
+        if all(isinstance(value, np.ndarray) for value in there):
+            inner = _regular(there, dimensions - 1, item)
+        else:
+            inner = _lists(list(chain.from_iterable(there)), dimensions - 1, item)
+    elif item == "text":
+        inner = pa.array(list(chain.from_iterable(there)), pa.string())
+    else:
+        inner = _flat(there, item)
+    return _list_array(lengths, inner, dimensions, item, missing)
+
+
+def _regular(arrays: Sequence[Array], dimensions: int, item: str) -> Any:
+    """The items of arrays along their first axis, as lists in `dimensions` levels."""
+    found = _flat([array.reshape(-1) for array in arrays], item)
+    for level in range(dimensions, 0, -1):
+        lengths = [np.full(int(np.prod(array.shape[:level])), array.shape[level]) for array in arrays]
+        every = np.concatenate([np.zeros(0, np.int64), *lengths])
+        found = _list_array(every, found, dimensions - level + 1, item, None)
+    return found
+
+
+def _flat(arrays: Sequence[Any], item: str) -> Any:
+    dtype = np.dtype(item)
+    return pa.array(np.concatenate([np.zeros(0, dtype), *(_cast(array, dtype) for array in arrays)]))
+
+
+def _cast(array: Any, dtype: np.dtype[Any]) -> Array:
+    """Raises ValueError where that would change a value."""
+    given = np.asarray(array)
+    if given.dtype == dtype:
+        return given
+    found = given.astype(dtype)
+    if not np.array_equal(found, given):
+        raise ValueError(f"a column of {dtype.name} cannot hold the values of an array of {given.dtype.name}")
+    return found
+
+
+def _list_array(lengths: Array, inner: Any, dimensions: int, item: str, missing: Any) -> Any:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(
+        pa.array(offsets), inner, type=_type("[" * dimensions + item + "]" * dimensions), mask=missing
+    )

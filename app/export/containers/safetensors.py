@@ -1,0 +1,205 @@
+"""`safetensors`: a tensor for each array of each row, and all else as JSON in one more tensor.
+
+An array in a column of JSON stays there. The format is 8 bytes of the header's length, a JSON header and the data,
+without holes (https://github.com/huggingface/safetensors). Its own package writes it from tensors that are all in
+memory; here they wait in temporary files. Tensors stand in the order of their item size, largest first, so that each is
+aligned: torch refuses a view that is not.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from app.domain.samples import Array
+from app.errors import InvalidRequest
+from app.export import jsontext
+from app.export.columns import Column, Columns, depth
+from app.export.containers.writer import EXCLUDED, PIECE
+from app.export.row import Fields
+
+META = "_rows_meta"
+"""The tensor (uint8) with the JSON of what is no array: `{"rows": [...], "excluded": [...]}`."""
+
+MAX_HEADER = 100_000_000
+"""What readers of the format accept."""
+
+SIZES = (8, 4, 2, 1)
+
+NAMES = {
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
+    "float32": "F32",
+    "int32": "I32",
+    "uint32": "U32",
+    "float16": "F16",
+    "int16": "I16",
+    "uint16": "U16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""The format's name for each dtype."""
+
+ENTRY = struct.Struct("<BQQI")
+"""Of a tensor that waits: which of SIZES, its start and end among those, the length of its header's beginning."""
+
+
+class Spool:
+    """Bytes that wait in an anonymous temporary file, in memory as long as they are few."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=PIECE)  # noqa: SIM115
+        self.size = 0
+
+    def add(self, data: bytes | memoryview) -> None:
+        self.size += self._file.write(data)
+
+    def pieces(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        while piece := self._file.read(PIECE):
+            yield piece
+
+    def entries(self) -> Iterator[tuple[int, int, int, bytes]]:
+        self._file.seek(0)
+        while head := self._file.read(ENTRY.size):
+            place, start, end, length = ENTRY.unpack(head)
+            yield place, start, end, self._file.read(length)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorFile:
+    """Tensors in the order in which they come, written at the end."""
+
+    def __init__(self) -> None:
+        self._data = [Spool() for _ in SIZES]
+        self._entries = Spool()
+
+    def add(self, name: str, array: Array) -> None:
+        """Raises InvalidRequest for more tensors than a reader of the format accepts."""
+        little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array
+        place = SIZES.index(array.itemsize)
+        spool = self._data[place]
+        start = spool.size
+        if array.size:
+            # memoryview.cast refuses an array without items.
+            spool.add(np.ascontiguousarray(little).data.cast("B"))
+        self._enter(name, NAMES[array.dtype.name], array.shape, place, start, spool.size)
+
+    def pieces(self, name: str, texts: Sequence[Spool]) -> Iterator[bytes]:
+        """The file; `texts` one after the other are its last tensor, of bytes."""
+        size = sum(text.size for text in texts)
+        place = SIZES.index(1)
+        start = self._data[place].size
+        self._enter(name, "U8", (size,), place, start, start + size)
+        header = Spool()
+        try:
+            self._write_header(header)
+            yield struct.pack("<Q", header.size)
+            yield from header.pieces()
+        finally:
+            header.close()
+        for spool in (*self._data, *texts):
+            yield from spool.pieces()
+
+    def close(self) -> None:
+        for spool in (*self._data, self._entries):
+            spool.close()
+
+    def _enter(self, name: str, dtype: str, shape: Sequence[int], place: int, start: int, end: int) -> None:
+        head = jsontext.encode(name) + b':{"dtype":"%b","shape":%b,"data_offsets":[' % (
+            dtype.encode(),
+            jsontext.encode(shape),
+        )
+        self._entries.add(ENTRY.pack(place, start, end, len(head)) + head)
+        if self._entries.size > MAX_HEADER:
+            raise InvalidRequest(
+                "the export has more tensors than a safetensors file can hold; "
+                "ask for fewer rows at a time with limit and cursor, or for another format"
+            )
+
+    def _write_header(self, header: Spool) -> None:
+        """Padded with spaces so that the data begins at a multiple of 8."""
+        before = [sum(spool.size for spool in self._data[:place]) for place in range(len(SIZES))]
+        separator = b"{"
+        for place, start, end, head in self._entries.entries():
+            header.add(b"%b%b%d,%d]}" % (separator, head, before[place] + start, before[place] + end))
+            separator = b","
+        header.add(b"}")
+        header.add(b" " * (-header.size % 8))
+
+
+class SafetensorsWriter:
+    """Nothing leaves before the last row, whose place in the header has to be known."""
+
+    media_type = "application/octet-stream"
+    suffix = ".safetensors"
+
+    def __init__(self, columns: Columns) -> None:
+        self._apart = {name: column for name, column in columns.items() if _holds_arrays(column)}
+        self._file = TensorFile()
+        self._rows, self._excluded = Spool(), Spool()
+        self._rows.add(b'{"rows":[')
+        self._excluded.add(b'],"excluded":[')
+        self._count = self._left_out = 0
+
+    def write(self, rows: Sequence[Fields]) -> Iterator[bytes]:
+        for row in rows:
+            if EXCLUDED in row:
+                self._excluded.add((b"," if self._left_out else b"") + jsontext.encode(row))
+                self._left_out += 1
+                continue
+            rest = dict(row)
+            for name, column in self._apart.items():
+                if rest.get(name) is not None:
+                    found = self._without(name, column, rest.pop(name))
+                    if found is not None:
+                        rest[name] = found
+            self._rows.add((b"," if self._count else b"") + jsontext.encode(rest))
+            self._count += 1
+        return iter(())
+
+    def finish(self) -> Iterator[bytes]:
+        self._excluded.add(b"]}")
+        yield from self._file.pieces(META, (self._rows, self._excluded))
+
+    def close(self) -> None:
+        for held in (self._file, self._rows, self._excluded):
+            held.close()
+
+    def _without(self, path: str, column: Column, value: Any) -> object:
+        """Make tensors of the arrays in a value that is not None, and give what is left of it: None if nothing is."""
+        if isinstance(column, Mapping):
+            rest = dict(value)
+            for name, inner in column.items():
+                if _holds_arrays(inner) and rest.get(name) is not None:
+                    left = self._without(f"{path}.{name}", inner, rest.pop(name))
+                    if left is not None:
+                        rest[name] = left
+            return rest
+        dimensions, item = depth(column)
+        if dimensions > 1 and not isinstance(value, np.ndarray):
+            inner = "[" * (dimensions - 1) + item + "]" * (dimensions - 1)
+            return [self._without(f"{path}.{number}", inner, one) for number, one in enumerate(value)]
+        if item == "bytes":
+            array = np.frombuffer(value, np.uint8)
+        else:
+            # An array keeps its own type; a list of numbers takes its column's.
+            array = value if isinstance(value, np.ndarray) else np.array(value, item)
+        self._file.add(f"{path}.{self._count}", array)
+        return None
+
+
+def _holds_arrays(column: Column) -> bool:
+    if isinstance(column, Mapping):
+        return any(_holds_arrays(inner) for inner in column.values())
+    dimensions, item = depth(column)
+    return item == "bytes" or (dimensions > 0 and item != "text")

@@ -1,0 +1,30 @@
+"""Which rollout a row is: the columns that trainers' shapes have beside their own, so that an export can be resumed."""
+
+from __future__ import annotations
+
+from app.export.columns import Columns
+from app.export.row import Fields, Row
+
+COLUMNS: Columns = {
+    "session_id": "text",
+    "segment": "int64",
+    "group_id": "text",
+    "attempt": "int64",
+    "status": "text",
+    "final": "bool",
+    "cursor": "text",
+}
+
+
+def fields(row: Row) -> Fields:
+    """`cursor` gives what comes after the row."""
+    config = row.session.config
+    return {
+        "session_id": row.session.session_id,
+        "segment": row.sample.segment,
+        "group_id": config.group_id,
+        "attempt": config.attempt,
+        "status": row.sample.status,
+        "final": row.final,
+        "cursor": row.cursor,
+    }

@@ -1,0 +1,40 @@
+"""Rows as JSON text, numpy arrays among them written without a Python object an item.
+
+On arrays `orjson` is 2 to 5 times faster than `tolist` and an encoder (docs/export.md has the measurement).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import orjson
+import pybase64
+
+
+def in_one_line(raw: bytes) -> bytes:
+    """The same JSON without line breaks, which can only stand between its tokens."""
+    return raw.replace(b"\n", b" ").replace(b"\r", b" ")
+
+
+def encode(value: object) -> bytes:
+    """In one line; arrays become lists, bytes base64, raw JSON stands as it is. Raises TypeError for anything else."""
+    return orjson.dumps(value, _other, orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _other(value: object) -> object:
+    match value:
+        case msgspec.Raw():
+            return orjson.Fragment(in_one_line(bytes(value)))
+        case bytes():
+            return pybase64.b64encode(value).decode()
+        case np.ndarray():
+            return value.tolist()
+        case Mapping():
+            return dict(value)
+        case Sequence():
+            return list(value)
+        case msgspec.Struct():
+            return msgspec.structs.asdict(value)
+    raise TypeError(f"{type(value).__name__} has no place in a row")

@@ -1,0 +1,88 @@
+"""What every shape is made from: one segment of a session with all that the log and the store know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+
+from app.domain.events import TurnCommitted
+from app.domain.samples import Sample
+from app.domain.session import Session
+
+Value = object
+"""A field of a shaped row: a numpy array, text, bytes, a number, None, `msgspec.Raw`, lists and maps of these."""
+
+Fields = Mapping[str, Value]
+
+
+class TurnContent(msgspec.Struct, frozen=True):
+    """A live turn of the segment: when it was committed (seconds since the epoch), and what went over the wire.
+
+    `messages` are the request's new messages and `message` the reply's, `params` and `tools` the request's other
+    fields, all raw JSON.
+    """
+
+    event: TurnCommitted
+    at: float
+    messages: Sequence[bytes]
+    message: bytes
+    params: bytes
+    tools: bytes | None
+
+
+class Routing(msgspec.Struct, frozen=True):
+    """A replay payload from row `row_start` on: integer ids of shape [rows, *inner], a row a token but the last."""
+
+    ids: npt.NDArray[Any]
+    row_start: int
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a row comes from: engines, dialects and the times (seconds since the epoch) of its turns."""
+
+    engines: Sequence[str]
+    dialects: Sequence[str]
+    created_at: float
+    committed_at: float
+    turnlog_version: str
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One segment. `messages` is the conversation at its end, raw, as sent and answered; `turns` are the sample's.
+
+    `replay` says that the export asks for replay payloads; `routing` holds the rows of each kind that was there, None
+    where they have been tombstoned. `is_last` says that no later segment of the session is live. `advantage` is set
+    where the export asks for one and the session has a reward and a group.
+    """
+
+    session: Session
+    sample: Sample
+    turns: Sequence[TurnContent]
+    messages: Sequence[bytes]
+    metadata: bytes | None
+    source: Source
+    cursor: str
+    is_last: bool
+    routing: Mapping[str, Routing | None]
+    advantage: float | None = None
+    replay: bool = False
+
+    @property
+    def final(self) -> bool:
+        """No later export will hold more of this segment."""
+        return self.session.status != "open" and self.is_last
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.session.reward is None else self.session.reward.reward
+
+
+class Unfit(Exception):
+    """A row that the shape cannot hold; the message is the reason that `explain` gives, without content."""
+
+
+Shape = Callable[[Row], Fields]
+"""Raises Unfit."""

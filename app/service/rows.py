@@ -1,0 +1,187 @@
+"""From what is stored of a session to the rows that a shape is made of; plain work, for a thread.
+
+Content is unpacked when a shape looks at it: a trainer that reads tokens alone does not pay for conversations.
+Its hash is checked against the log's in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, overload
+
+import msgspec
+
+from app.domain.events import TurnCommitted, UnknownEvent
+from app.domain.samples import Sample, TurnTokens, samples
+from app.domain.session import Session, fold
+from app.export.row import Routing, Row, Source, TurnContent
+from app.service import replay
+from app.store.bulk import Stored
+from app.store.reads import decode_events
+from workers import codec
+from workers.codec import CorruptContent, Facts, Wire
+from workers.parse import REPLAY
+
+T = TypeVar("T", covariant=True)
+
+
+class Lazy(Sequence[T]):
+    """A sequence that is made when it is first looked at."""
+
+    def __init__(self, make: Callable[[], Sequence[T]]) -> None:
+        self._make = make
+        self._made: Sequence[T] | None = None
+
+    def _items(self) -> Sequence[T]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._items()[index]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A session folded as of the place up to which its events were read; `times` are when each turn was committed."""
+
+    session: Session
+    events: dict[int, TurnCommitted]
+    times: dict[int, float]
+
+
+def known(stored: Stored) -> Known:
+    """Raises UnknownEvent."""
+    log = decode_events(stored.events)
+    session = fold(stored.session_id, log)
+    if session is None:
+        raise UnknownEvent("the log is empty")
+    committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
+    return Known(session, {event.turn: event for _, event in committed}, {event.turn: at for at, event in committed})
+
+
+class SessionRows:
+    """A session's samples, and a row of each. `release` is this version's, for provenance.
+
+    Raises CorruptContent, Inconsistent.
+    """
+
+    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, release: str) -> None:
+        self._stored = stored
+        self._known = found
+        self._release = release
+        self._wires: dict[int, Wire] = {}
+        self._shared: dict[int, bytes] = {}
+        self.session = found.session
+        content = {number: self._tokens(number) for number in found.session.path}
+        self.samples = samples(found.session, content, max_seq_len)
+        self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
+
+    @property
+    def live_segments(self) -> set[int]:
+        return {self.session.turn(number).segment for number in self.session.path}
+
+    def row(self, sample: Sample, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
+        """`routing`: with replay payloads."""
+        return Row(
+            session=self.session,
+            sample=sample,
+            turns=Lazy(lambda: [self._turn(span.turn) for span in sample.turns]),
+            messages=Lazy(lambda: self._conversation(sample)),
+            metadata=self._metadata,
+            source=self._source(sample),
+            cursor=cursor,
+            is_last=sample is self.samples[-1],
+            routing=dict(self._routing(sample)) if routing else {},
+            advantage=advantage,
+            replay=routing,
+        )
+
+    def _tokens(self, number: int) -> TurnTokens:
+        """A turn's facts, if its content is what the log says. Raises CorruptContent."""
+        event = self._known.events[number]
+        facts, wire = self._stored.frames.get(number, (None, None))
+        if facts is None or wire is None:
+            raise CorruptContent(f"turn {number}: the content is not there")
+        if codec.content_hash(facts, wire) != event.content_hash:
+            raise CorruptContent(f"turn {number}: the content's hash is not the log's")
+        found = codec.unpack(facts, Facts)
+        return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
+
+    def _wire(self, number: int) -> Wire:
+        if number not in self._wires:
+            self._wires[number] = codec.unpack(self._stored.frames[number][1], Wire)
+        return self._wires[number]
+
+    def _blob(self, number: int) -> bytes:
+        if number not in self._shared:
+            self._shared[number] = codec.decompress(self._stored.blobs.get(number))
+        return self._shared[number]
+
+    def _turn(self, number: int) -> TurnContent:
+        event = self._known.events[number]
+        messages = self._messages(number)
+        return TurnContent(
+            event=event,
+            at=self._known.times[number],
+            messages=messages[:-1],
+            message=messages[-1],
+            params=self._blob(event.params),
+            tools=None if event.tools is None else self._blob(event.tools),
+        )
+
+    def _conversation(self, sample: Sample) -> list[bytes]:
+        """The messages at the end of a segment, as they were sent and answered."""
+        chain = self.session.message_chain(sample.turns[-1].turn)
+        return [message for turn in chain for message in self._messages(turn.number)]
+
+    def _messages(self, number: int) -> list[bytes]:
+        """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
+        wire = self._wire(number)
+        if self._known.events[number].protocol == "chat":
+            return [*wire.messages, wire.message]
+        said = [b'{"role":"user","content":' + text + b"}" for text in wire.messages]
+        return [*said, b'{"role":"assistant","content":' + wire.message + b"}"]
+
+    def _source(self, sample: Sample) -> Source:
+        events = [self._known.events[span.turn] for span in sample.turns]
+        return Source(
+            engines=sorted({event.engine for event in events}),
+            dialects=sorted({event.dialect for event in events}),
+            created_at=self.session.created_at,
+            committed_at=self._known.times[events[-1].turn],
+            turnlog_version=self._release,
+        )
+
+    def _routing(self, sample: Sample) -> Iterator[tuple[str, Routing | None]]:
+        """The sample's rows: those of the newest turn of its segment that has any, up to the sample's end.
+
+        Raises CorruptContent.
+        """
+        for kind in REPLAY:
+            events = (self._known.events[span.turn] for span in sample.turns)
+            if any(ref.kind == kind for event in events for ref in event.payloads):
+                yield kind, _routing(self.session, sample, kind, self._stored.chunks)
+
+
+def _routing(
+    session: Session, sample: Sample, kind: str, chunks: Mapping[tuple[int, int], bytes | None]
+) -> Routing | None:
+    """None where the payloads have been tombstoned, since the export's moment perhaps."""
+    in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
+    payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
+    payload = next((payload for payload in payloads if payload.kind == kind), None)
+    if payload is None:
+        return None
+    stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
+    needed = [chunk for chunk in payload.chunks if chunk.start < stop]
+    if any((chunk.fence, chunk.number) not in chunks for chunk in needed):
+        return None
+    rows = replay.rows_of(payload, chunks, payload.start, stop)
+    return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

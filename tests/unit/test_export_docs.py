@@ -1,0 +1,42 @@
+"""The snippets of docs/export.md read what the containers write."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
+
+import app
+from app.export import shapes
+
+DOCS = Path(app.__file__).parents[1] / "docs" / "export.md"
+
+SNIPPETS = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize("format", shapes.CONTAINERS)
+def test_a_snippet_reads_its_format(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [*rows(TWO_TURNS, routing=experts(5)), *rows(TWO_SEGMENTS, session_id="t")]
+    writer = shapes.open_writer(format, "miles", explain=False)
+    try:
+        pieces = [*writer.write([shapes.of_row(format, "miles", row) for row in given]), *writer.finish()]
+    finally:
+        writer.close()
+    (tmp_path / f"rows{writer.suffix}").write_bytes(b"".join(pieces))
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(compile(SNIPPETS[format], str(DOCS), "exec"), found)
+    assert [list(row["tokens"]) for row in found["rows"]] == [[1, 2, 3, 5, 6], [1, 2, 3], [1, 9, 4]]
+    assert [list(row["rollout_log_probs"]) for row in found["rows"]] == [[-0.5, 0.0, -0.125], [-1.0], [-2.0]]
+    assert np.array(found["rows"][0]["rollout_routed_experts"]).shape == (4, 2, 3)
+    assert [row["status"] for row in found["rows"]] == ["truncated", "completed", "aborted"]
+
+
+def test_every_shape_and_format_is_in_the_docs() -> None:
+    text = DOCS.read_text()
+    assert [format for format in shapes.FORMATS if f"`{format}`" not in text] == []
+    assert [shape for shape in shapes.SHAPES if f"| `{shape}` |" not in text] == []

@@ -1,0 +1,148 @@
+"""Exported rows in the trainers' own code, where it is a package that can be installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
+
+from app.export import shapes
+from app.export.row import Row
+
+JSON = dict[str, Any]
+
+NO_VERL = "verl is not installed: see 'Trainers' packages' in docs/export.md"
+NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packages' in docs/export.md"
+
+
+def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:
+    """Through the file: what a trainer's script reads."""
+    writer = shapes.open_writer(format, shape, explain=False)
+    try:
+        pieces = [*writer.write([shapes.of_row(format, shape, row) for row in given]), *writer.finish()]
+    finally:
+        writer.close()
+    data = b"".join(pieces)
+    if format == "ndjson":
+        return [json.loads(line) for line in data.splitlines()]
+    found: list[JSON] = pq.read_table(BytesIO(data)).to_pylist()
+    columns = shapes.SHAPES[shape].columns
+    for row in found:
+        row.update({name: json.loads(value) for name, value in row.items() if columns[name] == "json"})
+    return found
+
+
+@pytest.mark.parametrize("format", ["ndjson", "parquet"])
+class TestVerl:
+    @pytest.fixture(autouse=True)
+    def _verl(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip("verl.experimental.agent_loop.agent_loop", reason=NO_VERL, exc_type=ImportError)
+
+    def test_an_agent_loops_output(self, format: str) -> None:
+        from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+        [row] = exported(format, "verl", rows(TWO_TURNS, routing=experts(5), reward=0.5))
+        row["routed_experts"] = np.array(row["routed_experts"], np.int16)
+        output = AgentLoopOutput(**row).as_dict()
+        assert output["prompts"].tolist() == [1, 2]
+        assert output["responses"].tolist() == [3, 5, 6]
+        assert output["response_mask"].tolist() == [1, 0, 1]
+        assert output["rollout_log_probs"].tolist() == [-0.5, 0.0, -0.125]
+        assert output["rm_scores"].tolist() == [0.0, 0.0, 0.5]
+        assert output["num_turns"] == 4
+        given = experts(5)["routed_experts"]
+        assert given is not None
+        assert output["routed_experts"][:4].tolist() == given.ids.tolist()
+        assert output["routed_experts"][4].sum() == 0
+        assert output["extra_fields"]["cursor"] == "after-s-0"
+
+    def test_a_batch_grouped_by_uid(self, format: str) -> None:
+        """verl's own GRPO over a batch of rows: advantages where the model sampled, relative to the group."""
+        import torch
+        from verl import DataProto
+        from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+        both = [rows(TWO_TURNS, session_id=name, reward=reward)[0] for name, reward in [("s", 1.0), ("t", 0.0)]]
+        found = exported(format, "verl", both)
+        columns: JSON = {
+            "responses": torch.tensor([row["response_ids"] for row in found]),
+            "response_mask": torch.tensor([row["response_mask"] for row in found]),
+            "uid": np.array([row["uid"] for row in found], object),
+        }
+        data = DataProto.from_single_dict(columns)
+        assert data.non_tensor_batch["uid"].tolist() == ["g", "g"]
+        scores = torch.zeros(2, 3)
+        scores[:, -1] = torch.tensor([row["reward_score"] for row in found])
+        advantages, _ = compute_grpo_outcome_advantage(
+            scores, data.batch["response_mask"], data.non_tensor_batch["uid"]
+        )
+        assert torch.sign(advantages).tolist() == [[1.0, 0.0, 1.0], [-1.0, 0.0, -1.0]]
+
+
+@pytest.mark.parametrize("format", ["ndjson", "parquet"])
+class TestSkyrl:
+    @pytest.fixture(autouse=True)
+    def _skyrl(self) -> None:
+        if sys.version_info < (3, 12):
+            pytest.skip(NO_SKYRL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip("skyrl.train.utils.trainer_utils", reason=NO_SKYRL, exc_type=ImportError)
+
+    def output(self, found: Sequence[JSON]) -> JSON:
+        """The columns, as `GeneratorOutput` has them."""
+        from skyrl.train.generators.base import TrajectoryID
+
+        columns: JSON = {name: [row.get(name) for row in found] for name in shapes.SHAPES["skyrl"].columns}
+        columns["trajectory_ids"] = [TrajectoryID(**one) for one in columns["trajectory_ids"]]
+        routed = columns["rollout_expert_indices"]
+        columns["rollout_expert_indices"] = None if None in routed else [np.array(one, np.uint8) for one in routed]
+        return columns
+
+    def test_it_validates(self, format: str) -> None:
+        from skyrl.train.utils.trainer_utils import validate_generator_output
+
+        given = [*rows(TWO_TURNS, session_id="t", routing=experts(5)), *rows(TWO_TURNS, attempt=1, routing=experts(5))]
+        validate_generator_output(2, self.output(exported(format, "skyrl", given)), routes_expected=True)
+
+    def test_segments_are_steps(self, format: str) -> None:
+        from skyrl.train.utils.trainer_utils import validate_generator_output
+
+        given = [*rows(TWO_SEGMENTS, session_id="t"), *rows(TWO_TURNS, attempt=1)]
+        output = self.output(exported(format, "skyrl", given))
+        validate_generator_output(2, output, step_wise=True)
+        output["is_last_step"] = [True, True, True]
+        with pytest.raises(AssertionError):
+            validate_generator_output(2, output, step_wise=True)
+
+    def test_tensors(self, format: str) -> None:
+        """SkyRL's own collation: responses aligned to the right, the log's values where the model sampled."""
+        from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+
+        output = self.output(exported(format, "skyrl", rows(TWO_TURNS, routing=experts(5))))
+        converted = convert_prompts_responses_to_batch_tensors(
+            0,
+            output["prompt_token_ids"],
+            output["response_ids"],
+            [[0.0, 0.0, output["rewards"][0]]],
+            output["loss_masks"],
+            output["rollout_logprobs"],
+            output["rollout_expert_indices"],
+        )
+        sequences, _, _, rewards, masks, logprobs, routed = converted[:7]
+        assert sequences.tolist() == [[1, 2, 3, 5, 6]]
+        assert (masks.tolist(), rewards.tolist()) == ([[1.0, 0.0, 1.0]], [[0.0, 0.0, 1.0]])
+        assert logprobs.tolist() == [[-0.5, 0.0, -0.125]]
+        given = experts(5)["routed_experts"]
+        assert given is not None
+        assert routed.values[:4].tolist() == given.ids.tolist()
