@@ -1,0 +1,215 @@
+"""`python -m app.replay`: a session as it was after any of its events, and the head table against the log.
+
+    python -m app.replay SESSION [--seq N] [--events] [--json]
+    python -m app.replay --heads [--fix] [--json]
+
+The store is the service's, `TURNLOG_DATABASE_URL`. All but `--fix` only reads and may run beside a server.
+Exit code 0: done, and all is well; 1: the session or the log is not as asked for, or rows are left that are
+not the log's; 2: wrong usage, or the store cannot be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy.engine import make_url
+
+from app.domain.events import UnknownEvent
+from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
+from app.service.inspection import described, event_fields, fold_at
+from app.service.rebuild import examined, mended, refuse_if_served
+from app.settings import PREFIX, Settings, load_settings
+from app.store.engine import Database
+from app.store.heads import Examined, require_revision
+
+PROGRESS_S = 5.0
+"""How often a long run says where it is."""
+
+INTERRUPTED = 130
+
+TURN_COLUMNS = ("turn", "parent", "segment", "seq", "messages", "tokens", "output_tokens", "finish_reason")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; `arguments` default to the process's. Returns its exit code."""
+    options = _parsed(arguments)
+    try:
+        settings = _settings(fixing=options.fix)
+        return asyncio.run(_heads(settings, options) if options.heads else _state(settings, options))
+    except (SessionNotFound, InvalidRequest, UnknownEvent) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 1
+    except (AppError, StartupError) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("replay: interrupted; what is reported as fixed is fixed, run it again for the rest", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m app.replay", description="Fold a session's log, or check the heads of all sessions against it."
+    )
+    parser.add_argument("session", nargs="?", help="a session's id")
+    parser.add_argument("--seq", type=int, help="the state after this event; default: the last")
+    parser.add_argument("--events", action="store_true", help="print the events up to there, too")
+    parser.add_argument("--heads", action="store_true", help="compare the head of every session with its log")
+    parser.add_argument("--fix", action="store_true", help="with --heads: write what the log says; no server may run")
+    parser.add_argument("--json", action="store_true", help="JSON; with --heads a line for each difference")
+    options = parser.parse_args(arguments)
+    if options.heads == (options.session is not None):
+        parser.error("a session's id or --heads")
+    if options.fix and not options.heads:
+        parser.error("--fix needs --heads")
+    if options.heads and (options.seq is not None or options.events):
+        parser.error("--seq and --events need a session's id")
+    return options
+
+
+def _settings(*, fixing: bool) -> Settings:
+    """The service's settings as far as they say where the store is; a mistake in another one is not in the way.
+
+    Who is dead on PostgreSQL, and so whether `--fix` may write, rests on the lease.
+    """
+    needed = {f"{PREFIX}DATABASE_URL"} | ({f"{PREFIX}LEASE_S"} if fixing else set())
+    others = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIX) and name not in needed}
+    try:
+        return load_settings()
+    finally:
+        os.environ.update(others)
+
+
+@asynccontextmanager
+async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[Database]:
+    """The database to read, or `fixing` the one that nobody else serves. Raises StartupError."""
+    url = make_url(settings.database_url)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
+        raise StartupError(f"there is no database {url.database}")
+    database = Database(settings.database_url)
+    try:
+        if fixing:
+            await database.open()
+            await refuse_if_served(database, settings.lease_s)
+        else:
+            await require_revision(database)
+        yield database
+    finally:
+        await database.close()
+
+
+async def _state(settings: Settings, options: argparse.Namespace) -> int:
+    async with _store(settings) as database:
+        past = await fold_at(database, options.session, options.seq)
+    state = described(past.session)
+    logged = [event_fields(recorded) for recorded in past.events] if options.events else []
+    if options.json:
+        _print_json({**state, "events": logged} if options.events else state)
+        return 0
+    for event in logged:
+        named = {name: value for name, value in event.items() if name not in ("seq", "type", "at")}
+        print(f"{event['seq']:>6}  {_when(event['at'])}  {event['type']}  {_compact(named)}")
+    for line in _lines(state):
+        print(line)
+    return 0
+
+
+async def _heads(settings: Settings, options: argparse.Namespace) -> int:
+    seen = found = fixed = left = 0
+    told = time.monotonic()
+    async with _store(settings, fixing=options.fix) as database:
+        async for one in examined(database):
+            seen += 1
+            found += len(one.differences) + (one.unreadable is not None)
+            fix = options.fix and one.mendable
+            result = await mended(database, one.session_id) if fix else one
+            if not one.sound:
+                fixed += fix
+                left += not fix
+                _report(result, fixed=fix, as_json=options.json)
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                print(f"replay: {seen} sessions, at {one.session_id}", file=sys.stderr)
+    summary = f"{seen} sessions: {found} differences"
+    print(f"{summary}, {fixed} sessions fixed, {left} left" if options.fix else summary, file=sys.stderr)
+    return 1 if left else 0
+
+
+def _report(one: Examined, *, fixed: bool, as_json: bool) -> None:
+    """At once, so that a run that is cut short has told what it did."""
+    for difference in one.differences:
+        if as_json:
+            _print_json({**msgspec.structs.asdict(difference), "fixed": fixed})
+        else:
+            print(f"{one.session_id}: {difference}{': fixed' if fixed else ''}", flush=True)
+    if one.unreadable is not None:
+        if as_json:
+            _print_json({"session_id": one.session_id, "unreadable": one.unreadable, "fixed": False})
+        else:
+            print(f"{one.session_id}: the log cannot be read: {one.unreadable}", flush=True)
+
+
+def _print_json(value: Any) -> None:
+    print(_compact(value), flush=True)
+
+
+def _compact(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds")
+
+
+def _lines(state: dict[str, Any]) -> Iterator[str]:
+    """The state for a terminal."""
+    closed = "" if state["closed_at"] is None else f", closed {_when(state['closed_at'])}"
+    yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
+    yield f"created {_when(state['created_at'])}{closed}"
+    yield "config " + ", ".join(f"{name} {value}" for name, value in state["config"].items() if value is not None)
+    if state["turns"]:
+        yield from _table(
+            [*TURN_COLUMNS, "state"],
+            [[turn[c] for c in TURN_COLUMNS] + ["live" if turn["live"] else "rolled back"] for turn in state["turns"]],
+        )
+    else:
+        yield "no turns"
+    held = state["open_turn"]
+    if held is not None:
+        yield "in flight: turn {turn} after turn {parent}, fence {fence}, incarnation {incarnation}".format(**held)
+    if state["reward"] is not None:
+        yield f"reward {_rewarded(state['reward'])}"
+    for turn, reward in state["turn_rewards"].items():
+        yield f"reward of turn {turn}: {_rewarded(reward)}"
+    for kept in state["payloads"]:
+        yield (
+            "payload of turn {turn}: {kind}, rows {start} to {stop} of shape {shape}, "
+            "{chunks} chunks, {bytes} bytes of ids".format(**kept)
+        )
+    newest = ", ".join(f"{blob['number']} ({blob['kind']}, {blob['size']} bytes)" for blob in state["blobs"])
+    yield f"blobs {state['blob_count']}" + (f"; the newest: {newest}" if newest else "")
+
+
+def _rewarded(reward: dict[str, Any]) -> str:
+    return f"{reward['reward']:g}" + (f" {_compact(reward['components'])}" if reward["components"] else "")
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
+    cells = [list(columns), *([("-" if value is None else str(value)) for value in row] for row in rows)]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
+    for row in cells:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""`python -m app.replay SESSION`: the past of a session, as the server reported it then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.replay import main
+from integration.filled import execute, fill, opened
+from integration.stand import Stand, Talk, standing, user
+
+Environment = Callable[..., None]
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def filled(database_url: str, clean_environment: Environment) -> str:
+    """A store with a session of each kind, which the command finds in the environment."""
+    asyncio.run(opened(database_url, fill))
+    clean_environment(DATABASE_URL=database_url)
+    return database_url
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Lines:
+    """What was printed since the last call."""
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+class Diary:
+    """What the server said of a session after each step, by version."""
+
+    def __init__(self, talk: Talk) -> None:
+        self.talk = talk
+        self.pages: dict[int, dict[str, Any]] = {}
+
+    def write(self) -> None:
+        state = self.talk.state()
+        told = state["metadata"]
+        self.pages[told["version"]] = {
+            "status": told["status"],
+            "live": len(state["records"]),
+            "tokens": len(told["accumulated_token_ids"]),
+            "finish_reasons": [r["response"]["choices"][0]["finish_reason"] for r in state["records"]],
+            "reward": told["reward"],
+        }
+
+
+def replayed(said: Lines, session_id: str, *options: str) -> dict[str, Any]:
+    assert main([session_id, "--json", *options]) == 0
+    (line,) = said()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def page_of(state: dict[str, Any]) -> dict[str, Any]:
+    live = [turn for turn in state["turns"] if turn["live"]]
+    return {
+        "status": state["status"],
+        "live": len(live),
+        "tokens": live[-1]["tokens"] if live else 0,
+        "finish_reasons": [turn["finish_reason"] for turn in live],
+        "reward": state["reward"] and state["reward"]["reward"],
+    }
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_of_stand(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite+aiosqlite:///{tmp_path / 'stand' / 'turnlog.db'}"
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+def converse(stand: Stand) -> Diary:
+    """A talk with a retry that rolls back, rewards and an end; the server is asked after each step."""
+    diary = Diary(stand.talk(group_id="g", metadata={"task": 1}))
+    talk = diary.talk
+    diary.write()
+    for text in ("one", "two"):
+        talk.say(text)
+        diary.write()
+    assert talk.chat([*talk.messages[:2], user("two, again")]).status_code == 200
+    diary.write()
+    for body in ({"reward": 0.5, "turn": 1}, {"reward": 1.0, "components": {"style": 0.25}}):
+        assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+        diary.write()
+    return diary
+
+
+def test_each_fold_is_what_the_server_reported_then(
+    store_of_stand: str, said: Lines, tmp_path: Path, clean_environment: Environment
+) -> None:
+    clean_environment(DATABASE_URL=store_of_stand)
+    with standing(tmp_path / "stand", environment={"TURNLOG_DATABASE_URL": store_of_stand}) as stand:
+        diary = converse(stand)
+        talk = diary.talk
+        assert len(diary.pages) == 6
+        for version, page in diary.pages.items():
+            state = replayed(said, talk.id, "--seq", str(version))
+            assert state["version"] == version
+            assert page_of(state) == page
+        assert stand.http.delete(talk.path).status_code == 204
+        events = talk.events()
+        last = replayed(said, talk.id, "--events")
+        assert (last["status"], last["version"], last["events"]) == ("closed", events[-1]["seq"], events)
+        assert last["closed_at"] == events[-1]["at"]
+        assert [(turn["turn"], turn["parent"], turn["live"]) for turn in last["turns"]] == [
+            (1, 0, True),
+            (2, 1, False),
+            (3, 1, True),
+        ]
+        assert last["turn_rewards"] == {"1": {"reward": 0.5, "components": {}}}
+        held = None
+        for event in events:
+            state = replayed(said, talk.id, "--seq", str(event["seq"]))
+            if event["type"] != "RolledBack":
+                held = event["seq"] if event["type"] == "TurnOpened" else None
+            assert (state["open_turn"] or {}).get("fence") == held
+        assert main(["--heads"]) == 0
+        assert said() == []
+
+
+def test_payloads_that_are_kept_are_listed(said: Lines, tmp_path: Path, clean_environment: Environment) -> None:
+    environment = {"TURNLOG_REPLAY": "routed_experts"}
+    with standing(tmp_path / "stand", environment=environment) as stand:
+        clean_environment(DATABASE_URL=stand.server.environment["TURNLOG_DATABASE_URL"])
+        talk = stand.talk()
+        for text in ("one", "two", "three"):
+            talk.say(text)
+        state = replayed(said, talk.id)
+        assert [(kept["turn"], kept["kind"]) for kept in state["payloads"]] == [
+            (2, "routed_experts"),
+            (3, "routed_experts"),
+        ]
+        assert [kept["stop"] for kept in state["payloads"]] == [turn["tokens"] - 1 for turn in state["turns"][1:]]
+        assert main([talk.id]) == 0
+        text = "\n".join(said())
+        assert "payload of turn 3: routed_experts, rows 0 to" in text
+        assert "payload of turn 1" not in text
+
+
+def test_the_state_is_readable(filled: str, said: Lines) -> None:
+    assert main(["talked", "--events"]) == 0
+    lines = said()
+    assert sum("TurnCommitted" in line for line in lines) == 3
+    assert "session talked: open at version 10" in lines
+    assert [line.split()[0] for line in lines if line.endswith(" live")] == ["1", "3"]
+    assert [line.split()[0] for line in lines if line.endswith("rolled back")] == ["2"]
+    assert "reward 0.5" in lines
+    assert "reward of turn 1: 0.25" in lines
+    assert main(["waiting"]) == 0
+    assert "no turns" in (lines := said())
+    assert any(line.startswith("in flight: turn 1 after turn 0, fence 2") for line in lines)
+
+
+def one_line(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("replay: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_what_is_not_there_is_one_line(filled: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nobody" in one_line(["nobody"], 1, capsys)
+    assert "ends with event 10" in one_line(["talked", "--seq", "11"], 1, capsys)
+    assert "numbered from 1" in one_line(["talked", "--seq", "0"], 1, capsys)
+
+
+def test_a_log_is_folded_up_to_its_damage(filled: str, said: Lines, capsys: pytest.CaptureFixture[str]) -> None:
+    execute(filled, "UPDATE events SET type = 'FromTheFuture' WHERE session_id = 'talked' AND seq = 5")
+    assert replayed(said, "talked", "--seq", "4")["version"] == 4
+    assert "FromTheFuture" in one_line(["talked", "--seq", "5"], 1, capsys)
+    execute(filled, "DELETE FROM events WHERE session_id = 'talked' AND seq = 1")
+    assert "does not begin with SessionCreated" in one_line(["talked", "--seq", "1"], 1, capsys)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["s", "--heads"], ["s", "--fix"], ["--heads", "--seq", "1"], ["s", "--seq", "x"]]
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_other_settings_are_not_in_the_way(filled: str, clean_environment: Environment, said: Lines) -> None:
+    clean_environment(DATABASE_URL=filled, WORKERS="none", TOKENIZER="somewhere", LEASE_S="0")
+    assert replayed(said, "Created")["version"] == 1
+
+
+def test_a_store_that_cannot_be_looked_at(
+    tmp_path: Path, empty_url: str, clean_environment: Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'mistyped' / 'turnlog.db'}")
+    assert "no database" in one_line(["--heads"], 2, capsys)
+    assert not (tmp_path / "mistyped").exists()
+    clean_environment(DATABASE_URL="mysql://host/name")
+    assert "DATABASE_URL" in one_line(["s"], 2, capsys)
+    if empty_url.startswith("sqlite"):
+        execute(empty_url, "CREATE TABLE other (id INTEGER)")
+    clean_environment(DATABASE_URL=empty_url)
+    assert "revision none" in one_line(["s"], 2, capsys)
