@@ -43,6 +43,7 @@ from app.service.turns import Turns
 from app.settings import Settings, load_settings
 from app.store.engine import Database
 from app.store.writer import Writer
+from app.tito.families import family
 from app.upstream.client import EngineClient
 from app.upstream.engines import Engines
 from workers.pool import Pool
@@ -132,6 +133,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
 
 async def _prompts(settings: Settings) -> Prompts | None:
     """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
+    family(settings.tito_family)
     if settings.tokenizer is None:
         return None
     try:

@@ -72,6 +72,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("a session's id or --heads")
     if options.fix and not options.heads:
         parser.error("--fix needs --heads")
+    if options.seq is not None and abs(options.seq) >= 1 << 63:
+        parser.error("--seq is larger than any event's number")
     if options.heads and (options.seq is not None or options.events):
         parser.error("--seq and --events need a session's id")
     return options

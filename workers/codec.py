@@ -7,6 +7,7 @@ kept apart so that an export of tokens does not read conversations.
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
@@ -75,6 +76,22 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     cuts: list[Cut] = []
 
 
+class Said(msgspec.Struct, frozen=True):
+    """The messages of a Wire: what the request added, and the reply's."""
+
+    messages: list[bytes]
+    message: bytes
+
+
+APART_BYTES = 8 << 10
+"""A reply of so many bytes is packed behind what was said: an export that shows conversations leaves it packed."""
+
+APART = b"\x01"
+"""How such a packed Wire begins; a zstd frame begins otherwise."""
+
+_APART_HEAD = struct.Struct("<cII")
+"""APART, and the size of what was said, packed and unpacked."""
+
 Content = TypeVar("Content", Facts, Wire)
 
 _local = threading.local()
@@ -87,6 +104,14 @@ def _compressor() -> zstandard.ZstdCompressor:
             level=LEVEL, write_checksum=True, write_content_size=True
         )
     return compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """Kept: a new one takes ten microseconds, as long as unpacking a turn's facts."""
+    decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
+    if decompressor is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
+    return decompressor
 
 
 def compress(raw: bytes) -> bytes:
@@ -104,22 +129,69 @@ def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
         size = zstandard.frame_content_size(frame)
         if not 0 <= size <= most:
             raise CorruptContent(f"a frame declares {size} bytes, at most {most} are expected")
-        return zstandard.ZstdDecompressor().decompress(frame)
+        return _decompressor().decompress(frame)
     except zstandard.ZstdError as error:
         raise CorruptContent(str(error)) from error
 
 
 def pack(content: Any) -> bytes:
-    """Facts, Wire or a snapshot as one compressed frame."""
+    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply, what was said comes first."""
+    if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
+        return _pack_apart(content)
     return compress(msgspec.msgpack.encode(content))
 
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
     try:
+        if kind is Wire and frame is not None and frame[:1] == APART:
+            apart: Content = _unpack_apart(frame)
+            return apart
         return msgspec.msgpack.decode(decompress(frame), type=kind)
     except msgspec.MsgspecError as error:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
+
+
+def unpack_said(frame: bytes | None) -> Said:
+    """What was said in a turn, from its packed Wire; a large reply is not unpacked for it. Raises CorruptContent."""
+    if frame is None or frame[:1] != APART:
+        wire = unpack(frame, Wire)
+        return Said(wire.messages, wire.message)
+    packed, size = _apart_sizes(frame)
+    body = frame[_APART_HEAD.size :]
+    try:
+        if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
+            raise CorruptContent(f"a frame declares {size} bytes of messages")
+        raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
+        return msgspec.msgpack.decode(raw, type=Said)
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise CorruptContent(f"not what was said: {error}") from error
+
+
+def _pack_apart(wire: Wire) -> bytes:
+    """One zstd frame in which what was said ends with a block, so that it can be unpacked without the rest."""
+    said = msgspec.msgpack.encode(Said(wire.messages, wire.message))
+    rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
+    compressing = _compressor().compressobj(size=len(said) + len(rest))
+    first = compressing.compress(said) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    return _APART_HEAD.pack(APART, len(first), len(said)) + first + compressing.compress(rest) + compressing.flush()
+
+
+def _unpack_apart(frame: bytes) -> Any:
+    """The Wire; typed so, because `unpack` returns what it is asked for."""
+    _, size = _apart_sizes(frame)
+    raw = memoryview(decompress(frame[_APART_HEAD.size :]))
+    said = msgspec.msgpack.decode(raw[:size], type=Said)
+    rest = msgspec.msgpack.decode(raw[size:], type=Wire)
+    return msgspec.structs.replace(rest, messages=said.messages, message=said.message)
+
+
+def _apart_sizes(frame: bytes) -> tuple[int, int]:
+    """Of what was said: how long it is packed and unpacked. Raises CorruptContent."""
+    if len(frame) < _APART_HEAD.size:
+        raise CorruptContent(f"a frame of {len(frame)} bytes is none")
+    _, packed, size = _APART_HEAD.unpack_from(frame)
+    return packed, size
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:
@@ -131,7 +203,8 @@ def content_hash(facts: bytes, wire: bytes) -> str:
 
 def render_ids(ids: memoryview, separator: str) -> bytes:
     """Token ids (an int32 view) as the JSON list that an engine wrote."""
-    return b"[" + separator.join(map(str, ids)).encode() + b"]"
+    text = msgspec.json.encode(ids.tolist())
+    return text if separator == "," else text.replace(b",", separator.encode())
 
 
 def prompt_ids_separator(text: bytes, count: int) -> str | None:

@@ -46,6 +46,7 @@ from workers.parse_parts import (
     metadata,
     only_choice,
     payloads_in,
+    prompt_tokens,
     weight_versions,
 )
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, Known, Prompt, PromptDiffers, TokenId, token_text
@@ -137,7 +138,8 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
     no_duplicates(bytes(meta_raw), meta, where)
     triples = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent)
+    count = meta.get("prompt_tokens") or prompt_tokens(root)
+    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
     message = _message(choice, len(triples))
     output_ids = [triple.id for triple in triples]
     version = meta.get("weight_version")
@@ -171,7 +173,7 @@ def _vllm(root: _Root, choice: Fields, known: Known | None, sent: bytes | None) 
         raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
     usage = object_at(root.usage, "usage")
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent)
+    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent, usage.get("prompt_tokens"))
     parsed = Parsed(
         dialect="vllm",
         message=_message(choice, len(output_ids)),

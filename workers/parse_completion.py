@@ -58,7 +58,8 @@ def completion(
         raise Rejected(f"choices[0].logprobs.token_logprobs has {len(values)} entries for {len(output_ids)} token ids")
     usage = object_at(root.usage, "usage")
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent)
+    count = usage.get("prompt_tokens")
+    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
     versions = metadata(root)
     if dialect == "auto":
         is_sglangs = "matched_stop" in choice or versions or not is_null(root.sglext)

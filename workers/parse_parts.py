@@ -164,6 +164,11 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     return found
 
 
+def prompt_tokens(root: Top) -> msgspec.Raw | None:
+    """What `usage` says of the prompt's length, if there is one."""
+    return None if is_null(root.usage) else object_at(root.usage, "usage").get("prompt_tokens")
+
+
 def int32(ids: list[int]) -> bytes:
     """Little-endian, four bytes a token."""
     return array("i", ids).tobytes()

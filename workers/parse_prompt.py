@@ -19,6 +19,7 @@ MAX_TOKEN_ID = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 IDS = msgspec.json.Decoder(list[TokenId])
+_COUNT = msgspec.json.Decoder(int)
 
 
 class PromptDiffers(Rejected):
@@ -38,19 +39,39 @@ def token_text(ids: Iterable[int]) -> bytes:
     return "".join(f"{number}," for number in ids).encode()
 
 
+def _counted(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
+    """Raises Rejected where the engine says nothing of its prompt, PromptDiffers where it counts other tokens."""
+    if raw is None or is_null(raw):
+        raise Rejected(f"{where} is missing, and so is the number of prompt tokens")
+    count, expected = typed(_COUNT, raw, "prompt_tokens"), sent.count(b",")
+    if count != expected:
+        raise PromptDiffers(f"prompt_tokens is {count}, but {expected} tokens were sent")
+
+
 class Prompt:
     """The prompt's ids; only those behind `known` are decoded.
 
     `text` is the engine's own spelling of them, empty where it reports none.
     """
 
-    def __init__(self, raw: msgspec.Raw | None, where: str, known: Known | None, sent: bytes | None = None) -> None:
+    def __init__(
+        self,
+        raw: msgspec.Raw | None,
+        where: str,
+        known: Known | None,
+        sent: bytes | None = None,
+        count: msgspec.Raw | None = None,
+    ) -> None:
         """`sent`: the token text of the prompt that was sent as ids, which the engine's must be if it reports any.
+
+        Where it does not, `count`, its number of prompt tokens, must be theirs: it may not have looked at them at all.
 
         Raises Rejected, or PromptDiffers.
         """
         if sent is not None:
             self.text = b"" if raw is None or is_null(raw) else _confirmed(bytes(raw), where, sent)
+            if not self.text:
+                _counted(count, where, sent)
             inner = sent
         elif raw is None:
             raise Rejected(f"{where} is missing")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.history import Plan, diverging
+from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
 from app.domain.session import Session, Turn
 from app.errors import HistoryMismatch, RollbackTooDeep
@@ -24,10 +25,6 @@ class _Mark(NamedTuple):
 
     size: int
     hash: str
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 class IncomingPrompt:
@@ -41,19 +38,23 @@ class IncomingPrompt:
         self._data = b"" if request.text is None else request.text.encode()
         self._new = b""
         self._messages = 0
+        self._spelling = ""
 
     def __len__(self) -> int:
         return self._messages
 
     def check(self, leaf: Turn | None) -> None:
-        """The prompt has been judged when the request was read."""
+        """Nothing to judge; a long prompt is hashed where this is called."""
+        self.spelling(0)
 
     def canonical(self, index: int) -> str:
         return _digest(self._new)
 
     def spelling(self, count: int) -> str:
         """A hash of the whole prompt."""
-        return _digest(self._ids.text + b"," if self._ids is not None else self._data)
+        if not self._spelling:
+            self._spelling = _digest(b"ids:" + self._ids.text if self._ids is not None else b"text:" + self._data)
+        return self._spelling
 
     def new(self, plan: Plan) -> list[bytes]:
         """The new text, if the prompt is text and has any."""
@@ -84,6 +85,8 @@ class IncomingPrompt:
         continued = self._continued(chain)
         for place in range(len(chain) - 1, -1, -1):
             turn = chain[place]
+            if self._stored(turn).size < 0:
+                break  # its tokens are not known as text: what comes before it would be discarded on a guess
             if turn.number in continued:
                 return self._within(session, Plan(turn.number, turn.message_count, _numbers(chain[place + 1 :])))
             if turn.protocol == "completions" and turn.client_hash == own:
@@ -114,8 +117,7 @@ class IncomingPrompt:
         data = memoryview(self._ids.text + b"," if self._ids is not None else self._data)
         hasher, done = hashlib.sha256(), 0
         found: set[int] = set()
-        for turn in chain:
-            mark = self._stored(turn)
+        for mark, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
             if turn.protocol != "completions" or not done <= mark.size <= len(data):
                 continue
             hasher.update(data[done : mark.size])

@@ -22,13 +22,14 @@ from workers.depth import MAX_DEPTH, too_deep
 Message = Mapping[str, Any]
 
 
-def _digest(data: bytes) -> str:
+def digest(data: bytes) -> str:
+    """128 bits as hex."""
     return hashlib.sha256(data).hexdigest()[:32]
 
 
 def canonical_hash(message: Message, matcher: Matcher) -> str:
     """128 bits over what `matcher` takes to be the message, as hex."""
-    return _digest(msgspec.json.encode(CANONICAL[matcher](message), order="sorted"))
+    return digest(msgspec.json.encode(CANONICAL[matcher](message), order="sorted"))
 
 
 def _tolerant(message: Message) -> list[Any]:

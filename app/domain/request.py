@@ -105,15 +105,14 @@ def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
     """A prompt as text or as ids; a list with one of either is that one."""
     if raw is None:
         raise InvalidRequest("prompt is missing")
-    if _is_list(raw):
+    if _is_list(raw) and bytes(raw).lstrip()[1:].lstrip()[:1] in (b'"', b"["):
         items = _items(raw)
-        if items and not bytes(items[0])[:1].isdigit():
-            if len(items) > 1:
-                raise Unsupported("prompt must be one prompt: a session has one continuation")
-            raw = items[0]
+        if len(items) != 1:
+            raise Unsupported("prompt must be one prompt: a session has one continuation")
+        raw = items[0]
     if _is_list(raw):
         return None, _ids(raw, "prompt")
-    value = _value(raw, "prompt")
+    value = value_of(raw, "prompt")
     if not isinstance(value, str):
         raise InvalidRequest("prompt must be text or a list of token ids")
     return value, None
@@ -171,7 +170,8 @@ def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     return messages
 
 
-def _value(raw: msgspec.Raw | None, name: str) -> Any:
+def value_of(raw: bytes | msgspec.Raw | None, name: str) -> Any:
+    """Field `name` of a request. Raises InvalidRequest: raw JSON may still hold a number that none can be made of."""
     try:
         return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -179,14 +179,14 @@ def _value(raw: msgspec.Raw | None, name: str) -> Any:
 
 
 def _flag(raw: msgspec.Raw | None, name: str) -> bool:
-    value = _value(raw, name)
+    value = value_of(raw, name)
     if value is None or isinstance(value, bool):
         return bool(value)
     raise InvalidRequest(f"{name} must be true or false")
 
 
 def _one_choice(raw: msgspec.Raw | None, name: str = "n") -> None:
-    value = _value(raw, name)
+    value = value_of(raw, name)
     if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
         return
     if isinstance(value, int) and not isinstance(value, bool) and value > 1:

@@ -70,18 +70,35 @@ class Inconsistent(Exception):
     """Stored tokens that do not add up to what the log says of them."""
 
 
-def samples(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Sample]:
-    """The session's samples in order; `content` holds every live turn.
+class Segment(msgspec.Struct, frozen=True):
+    """The turns that a segment's sample will be made of; `cut`: there are more, which do not fit."""
 
-    A sample ends with the last turn with which it has at most `max_seq_len` tokens, and is then `truncated`;
-    one whose first turn is too long is left out. Raises Inconsistent.
+    number: int
+    turns: Sequence[TurnTokens]
+    cut: bool
+
+    @property
+    def status(self) -> Status:
+        return "truncated" if self.cut else status_of(self.turns[-1].event.finish_reason)
+
+
+def segments(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Segment]:
+    """The session's segments in order; `content` holds every live turn.
+
+    Each ends with the last turn with which it has at most `max_seq_len` tokens, and is then `truncated`; one whose
+    first turn is too long is left out.
     """
-    segments: dict[int, list[TurnTokens]] = {}
+    found: dict[int, list[TurnTokens]] = {}
     for number in session.path:
         turn = content[number]
-        segments.setdefault(turn.event.segment, []).append(turn)
-    fitting = ((turns, _fitting(turns, max_seq_len)) for _, turns in sorted(segments.items()))
-    return [_sample(turns[:kept], kept < len(turns)) for turns, kept in fitting if kept]
+        found.setdefault(turn.event.segment, []).append(turn)
+    fitting = ((number, turns, _fitting(turns, max_seq_len)) for number, turns in sorted(found.items()))
+    return [Segment(number, turns[:kept], kept < len(turns)) for number, turns, kept in fitting if kept]
+
+
+def samples(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Sample]:
+    """The samples of all segments. Raises Inconsistent."""
+    return [sample(segment) for segment in segments(session, content, max_seq_len)]
 
 
 def _fitting(turns: Sequence[TurnTokens], max_seq_len: int | None) -> int:
@@ -93,7 +110,9 @@ def _fitting(turns: Sequence[TurnTokens], max_seq_len: int | None) -> int:
     return bisect.bisect_right(ends, max_seq_len)
 
 
-def _sample(turns: Sequence[TurnTokens], cut: bool) -> Sample:
+def sample(segment: Segment) -> Sample:
+    """Raises Inconsistent."""
+    turns = segment.turns
     ends = [turn.event.base_tokens for turn in turns[1:]]
     tokens: list[Array] = []
     logprobs: list[Array] = []
@@ -126,7 +145,7 @@ def _sample(turns: Sequence[TurnTokens], cut: bool) -> Sample:
         mask[span.output_start : span.end] = 1
     by_token, names = _versions(versions, len(joined))
     prompt_length = next((span.output_start for span in spans if span.end > span.output_start), len(joined))
-    first, last = turns[0].event, turns[-1].event
+    first = turns[0].event
     return Sample(
         segment=first.segment,
         cause=first.segment_cause,
@@ -140,7 +159,7 @@ def _sample(turns: Sequence[TurnTokens], cut: bool) -> Sample:
         version_spans=versions,
         prompt_length=prompt_length,
         response_length=len(joined) - prompt_length,
-        status="truncated" if cut else status_of(last.finish_reason),
+        status=segment.status,
         turns=spans,
     )
 

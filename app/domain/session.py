@@ -211,6 +211,7 @@ def _opened(event: TurnOpened, seq: int) -> OpenTurn:
 
 
 def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, Any]:
+    _require_parent(session, event)
     turn = Turn(
         number=event.turn,
         parent=event.parent,
@@ -244,6 +245,13 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
         live = tuple(_payload(session, event.parent, ref) for ref in event.payloads)
         changes["payloads"] = {**session.payloads, event.turn: live}
     return changes
+
+
+def _require_parent(session: Session, event: TurnCommitted) -> None:
+    """A chain of turns leads back to an earlier one and ends. Raises UnknownEvent."""
+    continues = event.base_messages > 0 or event.base_tokens > 0
+    if event.turn != len(session.turns) + 1 or not int(continues) <= event.parent < event.turn:
+        raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
 
 
 def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:

@@ -16,7 +16,7 @@ from app.domain.samples import Sample, TurnSpan
 from app.export import identity
 from app.export.atif_steps import Steps, read_message
 from app.export.columns import Columns
-from app.export.row import Fields, Row, TurnContent, Value
+from app.export.row import Fields, Row, TurnContent, Unfit, Value
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
@@ -150,4 +150,8 @@ def _model(turn: TurnContent) -> str | None:
 
 
 def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    """Raises Unfit for a time that no calendar has."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    except (OverflowError, ValueError, OSError) as error:
+        raise Unfit("a time of it is out of range") from error

@@ -81,8 +81,8 @@ DOCUMENTS: Mapping[str, Entry] = {
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
-def require(format: str, shape: str, explain: bool) -> None:
-    """Raises InvalidRequest for a format or shape that there is not, or the two together. `explain` goes with any."""
+def require(format: str, shape: str) -> None:
+    """Raises InvalidRequest for a format or shape that there is not, or the two together."""
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:

@@ -81,12 +81,7 @@ def rollout_number(session_id: str) -> int:
 
 def weight_versions(sample: Sample) -> list[str]:
     """The engines' names, one a turn; a turn during which the weights changed gives each of them, in order."""
-    return [
-        span.version
-        for turn in sample.turns
-        for span in sample.version_spans
-        if turn.output_start <= span.start < turn.end
-    ]
+    return [span.version for span in sample.version_spans]
 
 
 def metadata(row: Row, beside: Fields) -> Fields:

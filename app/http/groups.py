@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -66,7 +66,7 @@ async def hand_out(
 
 
 @router.get("/groups/{group_id:path}")
-async def get_group(request: Request, group_id: str) -> dict[str, Any]:
+async def get_group(request: Request, group_id: Annotated[str, Path(pattern=NO_NUL)]) -> dict[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
     found: dict[str, Any] = msgspec.to_builtins(await services(request).feed.group(group_id))
     return found

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from app.errors import AppError, InvalidRequest, Unsupported
+from app.errors import AppError, InvalidRequest
 from app.http.sessions import NO_NUL
-from app.http.state import begun, services
+from app.http.state import services
 from app.service.export import Filters, Wish
 from app.store import reads
 
 router = APIRouter()
-
-BUILT = {"format": "ndjson", "shape": "turnlog"}
-LATER = frozenset({"advantage"})
-"""Documented parameters of `/export` that this version lacks; ignoring one would change the rows' meaning."""
 
 
 @router.get("/health")
@@ -62,20 +62,21 @@ async def export(
     session_status: Literal["open", "closed", "erased"] | None = None,
     since: str | None = None,
     until: str | None = None,
-    min_reward: float | None = None,
-    max_reward: float | None = None,
+    min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     cursor: str | None = None,
     limit: Annotated[int | None, Query(ge=1)] = None,
     explain: bool = False,
     replay: bool = False,
     max_seq_len: Annotated[int | None, Query(ge=1)] = None,
+    advantage: Literal["grpo"] | None = None,
 ) -> StreamingResponse:
-    """Training rows as NDJSON, in the order of commit.
+    """Training rows in the order of commit, in any format and shape.
 
     `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
     `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
     """
-    _require_known(request, {"format": format, "shape": shape})
+    _require_known(request)
     filters = Filters(
         session_id=session_id,
         group_id=group_id,
@@ -86,22 +87,32 @@ async def export(
         min_reward=min_reward,
         max_reward=max_reward,
     )
-    started = await services(request).exporter.start(Wish(filters, limit, explain, replay, max_seq_len), cursor)
-    rows, empty = await begun(started.rows)
-    headers = {"x-turnlog-cursor": started.cursor}
-    if limit is None or empty:
+    wish = Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape)
+    started = await services(request).exporter.start(wish, cursor)
+    headers = {
+        "x-turnlog-cursor": started.cursor,
+        "content-disposition": f'attachment; filename="turnlog{started.suffix}"',
+    }
+    if limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
-    return StreamingResponse(rows, media_type="application/x-ndjson", headers=headers)
+    return _ClosedStream(started.pieces, started.media_type, headers)
 
 
-def _require_known(request: Request, chosen: dict[str, str]) -> None:
-    for name, value in chosen.items():
-        if value != BUILT[name]:
-            raise Unsupported(f"{name}={value} is not built; this version has {name}={BUILT[name]}")
-    parameters = {*Filters.__struct_fields__, *BUILT, "cursor", *Wish.__struct_fields__} - {"filters"}
+class _ClosedStream(StreamingResponse):
+    """Ends its pieces with the response, also where the client has gone: they may hold temporary files."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(pieces, media_type=media_type, headers=headers)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._pieces):
+            await super().__call__(scope, receive, send)
+
+
+def _require_known(request: Request) -> None:
+    parameters = {*Filters.__struct_fields__, "cursor", *Wish.__struct_fields__} - {"filters"}
     for name in request.query_params:
-        if name in LATER:
-            raise Unsupported(f"{name} is not built in this version")
         if name not in parameters:
             raise InvalidRequest(f"{name} is not a parameter of /export; there are {', '.join(sorted(parameters))}")
 
@@ -110,12 +121,26 @@ def _seconds(name: str, text: str | None) -> float | None:
     """Seconds since the epoch, or ISO 8601 (UTC where it names no zone). Raises InvalidRequest."""
     if text is None:
         return None
+    seconds = _number(text)
+    if math.isnan(seconds):
+        seconds = _moment(text)
+    if not math.isfinite(seconds):
+        raise InvalidRequest(f"{name}={text:.64} is neither seconds since the epoch nor a time of ISO 8601")
+    return seconds
+
+
+def _number(text: str) -> float:
+    """NaN for a text that is none."""
     try:
         return float(text)
     except ValueError:
-        pass
+        return math.nan
+
+
+def _moment(text: str) -> float:
+    """NaN for a text that is none."""
     try:
         moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{name} must be seconds since the epoch or ISO 8601") from error
+    except ValueError:
+        return math.nan
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -167,13 +167,14 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
 
 async def _session_json(app: Services, live: Live) -> AsyncIterator[bytes]:
     session = live.session
+    metadata = await app.samples.metadata(live, session)
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
         separator = b","
     if separator != b",":
         yield separator
-    yield b'],"metadata":' + msgspec.json.encode(await app.samples.metadata(live)) + b"}"
+    yield b'],"metadata":' + msgspec.json.encode(metadata) + b"}"
 
 
 @router.post("/sessions/{session_id}/samples")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import BlobRef, Protocol
-from app.domain.request import ChatRequest, join_object
+from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.service import transcript
@@ -33,12 +33,14 @@ class Blobs(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt's ids as decimal text, joined by commas. It begins with `known` if the parent's tokens are continued.
 
-    `trimmed` of the parent's last tokens are left out.
+    `trimmed` of the parent's last tokens are left out. `extends`: it was built on the stored tokens, so that it must
+    begin with them.
     """
 
     text: bytes
     known: Known | None
     trimmed: int = 0
+    extends: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -94,7 +96,7 @@ def outgoing(session: Session, request: Request, settings: Settings) -> Outgoing
     return Outgoing(protocol, params, tools, Blobs(params_number, tools_number, tuple(refs), tuple(rows)))
 
 
-def first_ask(opening: Opening, request: Request, settings: Settings) -> Ask:
+def first_ask(opening: Opening, request: Request, prompt: Prompt | None, settings: Settings) -> Ask:
     """What is known at the parent need not be sent again, where the operator says that engines keep it."""
     plan = opening.plan
     rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
@@ -102,7 +104,8 @@ def first_ask(opening: Opening, request: Request, settings: Settings) -> Ask:
     if "routed_experts" not in settings.replay:
         return Ask(rid, b"", clients_first_row(request.params), clients)
     before = opening.session.payload(plan.parent, "routed_experts")
-    if not settings.replay_incremental or before is None or not plan.base_messages:
+    anew = not plan.base_messages or (prompt is not None and prompt.known is None)
+    if not settings.replay_incremental or before is None or anew:
         return Ask(rid, b"", 0, clients)
     return Ask(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
 
@@ -114,17 +117,9 @@ def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]
 
 def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """The request's `chat_template_kwargs`. Raises InvalidRequest."""
-    value = decoded(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise InvalidRequest("chat_template_kwargs must be an object")
     return value
-
-
-def decoded(raw: bytes | msgspec.Raw | None, name: str) -> Any:
-    """Field `name` of a request. Raises InvalidRequest: raw JSON may still hold a number that none can be made of."""
-    try:
-        return None if raw is None else msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not a value that can be read") from error

@@ -124,7 +124,8 @@ class SessionCache:
         if live is None or len(live.session.turns) < number:
             return
         turn = live.session.turn(number)
-        live.messages.extend(_messages_parent(turn), turn.number, messages)
+        if turn.protocol == "chat":
+            live.messages.extend(_messages_parent(turn), turn.number, messages)
         if tokens is not None:
             live.tokens.extend(_tokens_parent(turn), turn.number, tokens, _trimmed(live.session, turn))
         self._account(session_id, live)
@@ -150,13 +151,13 @@ class SessionCache:
             lambda connection: reads.load_frames(connection, session_id, numbers, facts=False)
         )
         try:
-            wires = await _off_loop(len(chain), lambda: reads.unpack_wires(frames, numbers))
+            saids = await _off_loop(len(chain), lambda: reads.unpack_said(frames, numbers))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
         live.messages = Chain()
         for member in chain:
-            wire = wires[member.number]
-            live.messages.extend(_messages_parent(member), member.number, b",".join((*wire.messages, wire.message)))
+            said = saids[member.number]
+            live.messages.extend(_messages_parent(member), member.number, b",".join((*said.messages, said.message)))
         self._account(session_id, live)
         return live.messages.upto(turn) or b""
 

@@ -30,7 +30,7 @@ class Chain:
         """Add a turn's items after those of `parent` (0: they begin a chain), less the parent's last `trimmed` ones.
 
         Where `parent` is not here, nothing is kept: the chain is read from the store when it is needed. Only items
-        without commas of their own can be trimmed; the parent's own end is not known any more then.
+        without commas of their own can be trimmed; the ends of turns that held them are not known any more then.
         """
         kept = bisect.bisect_right(self._turns, parent)
         known = parent == 0 or (kept > 0 and self._turns[kept - 1] == parent)
@@ -42,7 +42,8 @@ class Chain:
         if trimmed:
             for _ in range(trimmed):
                 del self._text[max(self._text.rfind(b","), 0) :]
-            del self._turns[-1], self._ends[-1]
+            while self._ends and self._ends[-1] > len(self._text):
+                del self._turns[-1], self._ends[-1]
         self._text += b"," + items if self._text and items else items
         self._turns.append(turn)
         self._ends.append(len(self._text))

@@ -13,39 +13,39 @@ import base64
 import binascii
 import contextlib
 import logging
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from app.domain.events import EXPORTED, UnknownEvent
-from app.domain.groups import grpo
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.export import shapes
 from app.export.row import Fields, Row, Unfit
+from app.service.places import Place, Places
 from app.service.rows import Known, SessionRows, known
-from app.store import bulk, reads
+from app.store import reads
 from app.store.bulk import Stored
 from app.store.engine import Database
-from app.store.reads import Connection, Position
+from app.store.reads import Position
 from workers.codec import CorruptContent
+
+T = TypeVar("T")
+
+UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
+"""What is wrong with one session, and no other's business."""
+
+ERASED = "erased"
 
 log = logging.getLogger("turnlog.export")
 
-PAGE = 64
-"""Sessions looked up at a time."""
-
-PAGE_TURNS = 256
-"""Turns read at a time, if they are of more than one session."""
-
-REPLAY_PAGE = 2
-"""Sessions read at a time with replay payloads, which are larger than all else."""
-
-GROUPS_KEPT = 256
-"""Groups whose advantages are remembered during an export: a group's sessions mostly end close together."""
+SLICE_BYTES = 4 << 20
+"""Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     low: Position
     high: Position | None = None
     at: Position | None = None
-    given: int | None = None
+    given: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
@@ -108,21 +108,9 @@ class Export(msgspec.Struct, frozen=True):
     cursor: str
     next_cursor: str
     media_type: str
+    suffix: str
     is_empty: bool
     pieces: AsyncGenerator[bytes]
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """A session's turn in the export: at `place`, with the other sessions of its group where a shape takes those.
-
-    `advantage` is the session's own, `elsewhere` says that its group comes later.
-    """
-
-    stored: Stored
-    place: Position
-    members: Sequence[Stored] = ()
-    advantages: Mapping[str, float] = {}
-    elsewhere: bool = False
 
 
 class Exporter:
@@ -134,7 +122,7 @@ class Exporter:
 
     async def start(self, wish: Wish, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
-        shapes.require(wish.format, wish.shape, wish.explain)
+        shapes.require(wish.format, wish.shape)
         epoch, horizon = await self._database.read(
             lambda connection: (reads.epoch(connection), reads.horizon(connection))
         )
@@ -146,154 +134,101 @@ class Exporter:
         pinned = given if given.high is not None else msgspec.structs.replace(given, high=horizon)
         assert pinned.high is not None
         following = Cursor(epoch, pinned.high)
-        pages = self._pages(pinned, wish)
+        pages = self._pages(pinned, pinned.high, wish)
         first = await anext(pages, None)
-        writer = shapes.open_writer(wish.format, wish.shape, wish.explain)
-        pieces = _written(writer, first, pages)
-        return Export(pinned.encode(), following.encode(), writer.media_type, first is None, pieces)
+        writer = await asyncio.to_thread(shapes.open_writer, wish.format, wish.shape, wish.explain)
+        pieces = _written(writer, first, _ahead(pages))
+        media_type, suffix = writer.media_type, writer.suffix
+        return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
 
     async def rows(self, session_ids: Sequence[str], wish: Wish) -> list[Fields]:
         """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
+        places = self._places(reads.END, wish)
+        part = await places.of(session_ids)
+        stored = await places.read(part)
         window = Cursor("", Position(0, 0), reads.END)
-        found = await self._read([(one, reads.END) for one in session_ids], reads.END, wish)
-        return await asyncio.to_thread(self._fields, found, window, wish)
+        return await asyncio.to_thread(lambda: list(self._fields(part, stored, window, wish)))
 
-    async def _pages(self, window: Cursor, wish: Wish) -> AsyncIterator[Sequence[Fields]]:
-        assert window.high is not None
-        given = 0
-        after = _resume(window)
-        while wish.limit is None or given < wish.limit:
-            places = await self._changed(after, window.high, wish)
-            if not places:
-                return
-            for part in await self._parts(places, wish):
-                found = await self._read(part, window.high, wish)
-                rows = await asyncio.to_thread(self._fields, found, window, wish)
-                if wish.limit is not None:
-                    rows = rows[: wish.limit - given]
-                given += len(rows)
-                if rows:
-                    yield rows
-                if given == wish.limit:
-                    return
-            after = places[-1][1]
-
-    async def _changed(self, after: Position, high: Position, wish: Wish) -> list[tuple[str, Position]]:
-        """The next places. Where nobody asks for what is left out, only of the group that is asked for."""
-        filters = wish.filters
-        return await self._database.read(
-            lambda connection: reads.changed_sessions(
-                connection,
-                after=after,
-                upto=high,
-                limit=PAGE,
-                session_id=filters.session_id,
-                group_id=None if wish.explain else filters.group_id,
-                types=(*EXPORTED, "SessionCreated") if wish.explain else EXPORTED,
-            )
-        )
-
-    async def _parts(self, places: list[tuple[str, Position]], wish: Wish) -> list[list[tuple[str, Position]]]:
-        """The places in parts that can be in memory at once."""
-        counts = await self._database.read(lambda c: bulk.turn_counts(c, [one for one, _ in places]))
-        parts: list[list[tuple[str, Position]]] = []
-        turns = 0
-        for one in places:
-            turns += counts.get(one[0], 0)
-            if not parts or turns > PAGE_TURNS or (wish.replay and len(parts[-1]) == REPLAY_PAGE):
-                parts.append([])
-                turns = counts.get(one[0], 0)
-            parts[-1].append(one)
-        return parts
-
-    async def _read(self, places: list[tuple[str, Position]], high: Position, wish: Wish) -> list[_Place]:
-        return await self._database.read(lambda connection: self._stored(connection, places, high, wish))
-
-    def _stored(
-        self, connection: Connection, places: list[tuple[str, Position]], high: Position, wish: Wish
-    ) -> list[_Place]:
-        stored = bulk.read_sessions(connection, [one for one, _ in places], high, replay=wish.replay)
+    def _places(self, high: Position, wish: Wish) -> Places:
         grouped = shapes.takes_groups(wish.shape)
-        members: dict[str, list[str]] = {}
-        advantages: dict[str, dict[str, float]] = {}
-        found: list[_Place] = []
-        for session_id, place in places:
-            one = stored.get(session_id)
-            if one is None:
-                continue
-            group_id = one.group_id
-            if group_id is None or not (grouped or wish.advantage):
-                found.append(_Place(one, place, [one] if grouped else ()))
-                continue
-            if group_id not in members:
-                members[group_id] = bulk.group_members(connection, group_id)
-                advantages[group_id] = grpo(bulk.rewards(connection, members[group_id], high)) if wish.advantage else {}
-            given = advantages[group_id]
-            if not grouped:
-                found.append(_Place(one, place, advantages=given))
-                continue
-            ends = bulk.last_places(connection, members[group_id], high, EXPORTED)
-            if session_id not in ends:
-                # It had nothing to export then, or has been erased: it is no part of its group's row.
-                found.append(_Place(one, place))
-            elif wish.filters.session_id is None and max(ends.values()) > place:
-                found.append(_Place(one, place, elsewhere=True))
-            else:
-                beside = bulk.read_sessions(connection, sorted(ends), high, replay=wish.replay)
-                found.append(_Place(one, place, list(beside.values()), given))
-        return found
+        advantages = wish.advantage is not None
+        return Places(self._database, high, grouped=grouped, advantages=advantages, replay=wish.replay)
 
-    def _fields(self, places: Sequence[_Place], window: Cursor, wish: Wish) -> list[Fields]:
-        """The places' rows; what is left out is a row too where `explain` asks for it. Runs on a thread."""
-        found: list[Fields] = []
-        for place in places:
-            if place.elsewhere:
-                continue
-            skip = window.given or 0 if place.place == window.at else 0
-            if place.members:
-                found += self._group(place, window, wish)[skip:]
-            else:
-                rows = islice(self._session(place.stored, place, window, wish), skip, None)
-                found += [self._shaped(row, wish) for row in rows]
-        return found if wish.explain else [row for row in found if shapes.EXCLUDED not in row]
+    async def _pages(self, window: Cursor, high: Position, wish: Wish) -> AsyncIterator[Sequence[Fields]]:
+        left = sys.maxsize if wish.limit is None else wish.limit
+        places = self._places(high, wish)
+        # Where nobody asks for what is left out, only the group that is asked for is looked at.
+        group_id = None if wish.explain else wish.filters.group_id
+        types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
+        after: Position | None = _resume(window)
+        while left and after is not None:
+            parts, after = await places.following(after, wish.filters.session_id, group_id, types)
+            for part in parts:
+                stored = await places.read(part)
+                made = self._fields(part, stored, window, wish)
+                while left and (rows := await asyncio.to_thread(_slice, made, left)):
+                    left -= len(rows)
+                    yield rows
 
-    def _group(self, place: _Place, window: Cursor, wish: Wish) -> list[Fields]:
-        """A whole group as one row, and what of it is left out."""
-        every = [one for member in place.members for one in self._session(member, place, window, wish)]
+    def _fields(
+        self, part: Sequence[Place], stored: Mapping[str, Stored], window: Cursor, wish: Wish
+    ) -> Iterator[Fields]:
+        """The places' rows; what is left out is a row too where `explain` asks for it. For a thread."""
+        for place in part:
+            members = [stored[member] for member in place.members if member in stored]
+            skip = window.given or 0 if place.at == window.at else 0
+            if place.is_group:
+                rows = iter(self._group(members, place, window, wish))
+            else:
+                every = (row for member in members for row in self._session(member, place, window, wish))
+                rows = (self._shaped(row, wish) for row in every)
+            for row in islice(rows, skip, None):
+                if wish.explain or shapes.EXCLUDED not in row:
+                    yield row
+
+    def _group(self, members: Sequence[Stored], place: Place, window: Cursor, wish: Wish) -> list[Fields]:
+        """A whole group as one row, and what of it is left out.
+
+        There is no row of a part of a group: only erased sessions and discarded turns may be missing.
+        """
+        every = [one for member in members for one in self._session(member, place, window, wish)]
         rows = [one for one in every if isinstance(one, Row)]
         left_out = [one for one in every if not isinstance(one, Row)]
         total = bool(rows) + len(left_out) if wish.explain else 1
-        cursors = [_behind(window, place.place, number, total) for number in range(1, 2 + len(left_out))]
+        cursors = [_behind(window, place.at, number, total) for number in range(1, 2 + len(left_out))]
         if not rows:
             return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
         rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
-        try:
-            whole = shapes.of_group(wish.shape, rows)
-        except Unfit as error:
-            whole = _excluded(place.stored.session_id, cursors[0], str(error))
+        missing = next((one for one in left_out if one["turn"] is None and one[shapes.EXCLUDED] != ERASED), None)
+        if missing is not None:
+            reason = f"a session of the group is left out: {missing['session_id']}: {missing[shapes.EXCLUDED]}"
+            whole = _excluded(place.session_id, cursors[0], reason)
+        else:
+            whole = _or_excluded(lambda: shapes.of_group(wish.shape, rows), place.session_id, cursors[0])
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
     def _shaped(self, row: Row | Fields, wish: Wish) -> Fields:
         if not isinstance(row, Row):
             return row
-        try:
-            return shapes.of_row(wish.format, wish.shape, row)
-        except Unfit as error:
-            return _excluded(row.session.session_id, row.cursor, str(error), segment=row.sample.segment)
+        return _or_excluded(
+            lambda: shapes.of_row(wish.format, wish.shape, row),
+            row.session.session_id,
+            row.cursor,
+            row.sample.segment,
+        )
 
-    def _session(self, stored: Stored, place: _Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
+    def _session(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
         try:
             yield from self._readable(stored, place, window, wish)
-        except (UnknownEvent, CorruptContent, Inconsistent) as error:
-            log.error("session %s cannot be exported: %s", stored.session_id, error)
-            yield _excluded(stored.session_id, _behind(window, place.place), f"unreadable: {error}")
+        except UNREADABLE as error:
+            yield _unreadable(stored.session_id, _behind(window, place.at), error)
 
-    def _readable(self, stored: Stored, place: _Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
+    def _readable(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, of each live segment, then of each turn that is not live."""
-        session_id, at = stored.session_id, place.place
+        session_id, at = stored.session_id, place.at
         if stored.status == "erased":
-            yield _excluded(session_id, _behind(window, at), "erased")
+            yield _excluded(session_id, _behind(window, at), ERASED)
             return
         found = known(stored)
         reason = _session_excluded(found, wish.filters)
@@ -301,39 +236,115 @@ class Exporter:
             yield _excluded(session_id, _behind(window, at), reason)
             return
         made = SessionRows(stored, found, wish.max_seq_len, self._release)
-        samples = {sample.segment: sample for sample in made.samples}
-        segments = sorted(made.live_segments)
+        fitting = {segment.number: segment for segment in made.segments}
         live = set(found.session.path)
         discarded = [turn for turn in found.session.turns if turn.number not in live] if wish.explain else []
-        total = len(segments) + len(discarded)
-        for number, segment in enumerate(segments, 1):
-            cursor, sample = _behind(window, at, number, total), samples.get(segment)
-            if sample is None:
-                yield _excluded(session_id, cursor, "no turn within max_seq_len", segment=segment)
-            elif wish.filters.status not in (None, sample.status):
-                yield _excluded(session_id, cursor, f"status is {sample.status}", segment=segment)
+        total = len(made.live_segments) + len(discarded)
+        for place_of, number in enumerate(made.live_segments, 1):
+            cursor, segment = _behind(window, at, place_of, total), fitting.get(number)
+            if segment is None:
+                yield _excluded(session_id, cursor, "no turn within max_seq_len", segment=number)
+            elif wish.filters.status not in (None, segment.status):
+                yield _excluded(session_id, cursor, f"status is {segment.status}", segment=number)
             else:
                 advantage = place.advantages.get(session_id)
-                yield made.row(sample, cursor, routing=wish.replay, advantage=advantage)
-        for number, turn in enumerate(discarded, len(segments) + 1):
-            cursor = _behind(window, at, number, total)
+                yield made.row(segment, cursor, routing=wish.replay, advantage=advantage)
+        for place_of, turn in enumerate(discarded, len(made.live_segments) + 1):
+            cursor = _behind(window, at, place_of, total)
             yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
 
 
+class _Worker:
+    """Does a writer's work on threads. A cancellation does not stop a thread: closing leaves the end to it then."""
+
+    def __init__(self, writer: shapes.Writer) -> None:
+        self._writer = writer
+        self._work: asyncio.Task[Any] | None = None
+
+    async def do(self, call: Callable[..., T], *arguments: Any) -> T:
+        work = asyncio.create_task(asyncio.to_thread(call, *arguments))
+        self._work = work
+        return await asyncio.shield(work)
+
+    def close(self) -> None:
+        if self._work is None or self._work.done():
+            self._writer.close()
+        else:
+            self._work.add_done_callback(lambda _: self._writer.close())
+
+
+async def _ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[Sequence[Fields]]:
+    """The same pages, of which the next is read and shaped while one is written."""
+
+    async def following() -> Sequence[Fields] | None:
+        return await anext(pages, None)
+
+    task = asyncio.create_task(following())
+    try:
+        while (rows := await task) is not None:
+            task = asyncio.create_task(following())
+            yield rows
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def _written(
-    writer: shapes.Writer, first: Sequence[Fields] | None, rest: AsyncIterator[Sequence[Fields]]
+    writer: shapes.Writer, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
 ) -> AsyncGenerator[bytes]:
-    """The pages as pieces of one file; the work is done on threads."""
-    with contextlib.closing(writer):
+    """The pages as pieces of one file."""
+    with contextlib.closing(_Worker(writer)) as worker:
         if first is not None:
-            for piece in await asyncio.to_thread(_all, writer.write, first):
+            for piece in await worker.do(_all, writer.write, first):
                 yield piece
-        async for rows in rest:
-            for piece in await asyncio.to_thread(_all, writer.write, rows):
-                yield piece
+        async with contextlib.aclosing(rest):
+            async for rows in rest:
+                for piece in await worker.do(_all, writer.write, rows):
+                    yield piece
         last = writer.finish()
-        while piece := await asyncio.to_thread(next, last, b""):
+        while piece := await worker.do(next, last, b""):
             yield piece
+
+
+def _slice(made: Iterator[Fields], limit: int) -> list[Fields]:
+    """The next rows: at most `limit`, and so many that they can be in memory at once."""
+    rows: list[Fields] = []
+    size = 0
+    for row in islice(made, limit):
+        rows.append(row)
+        size += sum(map(_weight, row.values()))
+        if size >= SLICE_BYTES:
+            break
+    return rows
+
+
+def _weight(value: object) -> int:
+    """About how many bytes a field takes."""
+    match value:
+        case np.ndarray():
+            return value.nbytes
+        case str() | bytes():
+            return len(value)
+        case msgspec.Raw():
+            return len(memoryview(value))
+        case list() | tuple():
+            return sum(map(_weight, value))
+    return 8
+
+
+def _or_excluded(make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None) -> Fields:
+    """A shaped row, or why there is none: the shape cannot hold it, or what it looked at is damaged."""
+    try:
+        return make()
+    except Unfit as error:
+        return _excluded(session_id, cursor, str(error), segment=segment)
+    except UNREADABLE as error:
+        return _unreadable(session_id, cursor, error, segment)
+
+
+def _unreadable(session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
+    log.error("session %s cannot be exported: %s", session_id, error)
+    return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
 
 
 def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:

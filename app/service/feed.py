@@ -131,7 +131,7 @@ class Feed:
 
     async def hand_out(self, ask: Ask) -> AsyncIterator[bytes]:
         """Lease, and then give a line of JSON for each group. Raises InvalidRequest for a shape that there is not."""
-        shapes.require("ndjson", ask.shape, ask.explain)
+        shapes.require("ndjson", ask.shape)
         # Askers of one process would only take the same groups away from each other.
         async with self._leasing:
             await settle(self._database, self._writer)
@@ -215,12 +215,14 @@ class Feed:
 
     async def _lines(self, ask: Ask, current: int | None, given: Sequence[_Given]) -> AsyncIterator[bytes]:
         for one in given:
-            yield await self._line(ask, current, one)
+            async for piece in self._line(ask, current, one):
+                yield piece
         if ask.explain:
             async for line in self._left_out(ask, current, {one.group.group_id for one in given}):
                 yield line
 
-    async def _line(self, ask: Ask, current: int | None, given: _Given) -> bytes:
+    async def _line(self, ask: Ask, current: int | None, given: _Given) -> AsyncIterator[bytes]:
+        """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._database.read(partial(group_reads.attempts_of, group_id=group_id))
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.status == "closed"}
@@ -239,16 +241,18 @@ class Feed:
             for one in every
             if one.session_id not in rewards
         ]
-        rows: list[bytes] = []
+        yield msgspec.json.encode(line)[:-1] + b',"rows":['
+        separator = b""
         wish = Wish(explain=True, max_seq_len=ask.max_seq_len, shape=ask.shape, advantage="grpo")
         for part in _parts(list(rewards), ask.shape):
             found = await self._rows.rows(part, wish)
             made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)
-            rows += made
+            for row in made:
+                yield separator + row
+                separator = b","
             # A turn that was rolled back is no part of the group that a trainer would miss.
             excluded += [one for one in left_out if ask.explain or "turn" not in one]
-        head = msgspec.json.encode(line)
-        return b'%b,"rows":[%b],"excluded":%b}\n' % (head[:-1], b",".join(rows), msgspec.json.encode(excluded))
+        yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
     async def _left_out(self, ask: Ask, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
         """Of each other group that has not been acknowledged, why it was not given."""

@@ -54,13 +54,14 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 class Flight:
-    """A turn in flight in this process; a marked retry joins it."""
+    """A turn in flight in this process; a marked retry joins it. `asked`: an engine may have heard of it."""
 
     def __init__(self, mark: RetryMark, body_hash: str) -> None:
         self.mark = mark
         self.body_hash = body_hash
         self.cut: CutReason | None = None
         self.readers = 0
+        self.asked = False
         self._at_work: asyncio.Task[object] | None = None
         self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 
@@ -74,9 +75,10 @@ class Flight:
 
     def cut_off(self, reason: CutReason) -> None:
         """End the work on the prompt or the engine's; a turn that is past both is judged by its fence."""
-        self.cut = self.cut or reason
-        if self._at_work is not None:
-            self._at_work.cancel()
+        if self.cut is None:
+            self.cut = reason
+            if self._at_work is not None:
+                self._at_work.cancel()
 
     @contextlib.contextmanager
     def may_be_cut(self) -> Iterator[None]:

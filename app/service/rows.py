@@ -12,14 +12,15 @@ from typing import TypeVar, overload
 import msgspec
 
 from app.domain.events import TurnCommitted, UnknownEvent
-from app.domain.samples import Sample, TurnTokens, samples
+from app.domain.samples import Sample, Segment, TurnTokens, segments
+from app.domain.samples import sample as made
 from app.domain.session import Session, fold
 from app.export.row import Routing, Row, Source, TurnContent
 from app.service import replay
 from app.store.bulk import Stored
 from app.store.reads import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Facts, Wire
+from workers.codec import CorruptContent, Facts, Said
 from workers.parse import REPLAY
 
 T = TypeVar("T", covariant=True)
@@ -67,28 +68,27 @@ def known(stored: Stored) -> Known:
 
 
 class SessionRows:
-    """A session's samples, and a row of each. `release` is this version's, for provenance.
+    """A session's live segments, and a row of each. `release` is this version's, for provenance.
 
-    Raises CorruptContent, Inconsistent.
+    `segments` are those of which something fits; samples are made one at a time, because a segment for each turn,
+    each with its whole prompt, is much more than the session. Raises CorruptContent.
     """
 
     def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, release: str) -> None:
         self._stored = stored
         self._known = found
         self._release = release
-        self._wires: dict[int, Wire] = {}
+        self._saids: dict[int, Said] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
         content = {number: self._tokens(number) for number in found.session.path}
-        self.samples = samples(found.session, content, max_seq_len)
+        self.segments = segments(found.session, content, max_seq_len)
+        self.live_segments = sorted({self.session.turn(number).segment for number in self.session.path})
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
-    @property
-    def live_segments(self) -> set[int]:
-        return {self.session.turn(number).segment for number in self.session.path}
-
-    def row(self, sample: Sample, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
-        """`routing`: with replay payloads."""
+    def row(self, segment: Segment, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
+        """`routing`: with replay payloads. Raises CorruptContent, Inconsistent."""
+        sample = made(segment)
         return Row(
             session=self.session,
             sample=sample,
@@ -97,7 +97,7 @@ class SessionRows:
             metadata=self._metadata,
             source=self._source(sample),
             cursor=cursor,
-            is_last=sample is self.samples[-1],
+            is_last=segment.number == self.live_segments[-1],
             routing=dict(self._routing(sample)) if routing else {},
             advantage=advantage,
             replay=routing,
@@ -114,10 +114,10 @@ class SessionRows:
         found = codec.unpack(facts, Facts)
         return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
 
-    def _wire(self, number: int) -> Wire:
-        if number not in self._wires:
-            self._wires[number] = codec.unpack(self._stored.frames[number][1], Wire)
-        return self._wires[number]
+    def _said(self, number: int) -> Said:
+        if number not in self._saids:
+            self._saids[number] = codec.unpack_said(self._stored.frames[number][1])
+        return self._saids[number]
 
     def _blob(self, number: int) -> bytes:
         if number not in self._shared:
@@ -143,11 +143,11 @@ class SessionRows:
 
     def _messages(self, number: int) -> list[bytes]:
         """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
-        wire = self._wire(number)
+        said = self._said(number)
         if self._known.events[number].protocol == "chat":
-            return [*wire.messages, wire.message]
-        said = [b'{"role":"user","content":' + text + b"}" for text in wire.messages]
-        return [*said, b'{"role":"assistant","content":' + wire.message + b"}"]
+            return [*said.messages, said.message]
+        prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
+        return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
 
     def _source(self, sample: Sample) -> Source:
         events = [self._known.events[span.turn] for span in sample.turns]

@@ -14,7 +14,7 @@ from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.export import miles
 from app.service import transcript
 from app.service.cache import Live, SessionCache
-from app.service.rows import SessionRows, known
+from app.service.rows import Known, SessionRows, known
 from app.service.token_in import TokenIn
 from app.store import bulk, reads
 from app.store.bulk import Stored
@@ -32,20 +32,21 @@ class Samples:
     async def safetensors(self, live: Live, max_seq_len: int | None) -> bytes:
         """The samples of all live segments in the miles wire shape. Raises SessionUnreadable."""
         session_id = live.session.session_id
-        metadata = await self.metadata(live)
         stored = await self._cache.database.read(
             lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True)
         )
         if session_id not in stored:
             raise SessionNotFound(f"session {session_id} does not exist")
         try:
-            return await asyncio.to_thread(self._body, stored[session_id], max_seq_len, metadata)
+            found = await asyncio.to_thread(known, stored[session_id])
+            metadata = await self.metadata(live, found.session)
+            return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, metadata)
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
-    def _body(self, stored: Stored, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
-        made = SessionRows(stored, known(stored), max_seq_len, self._release)
-        rows = [made.row(sample, "", routing=True) for sample in made.samples]
+    def _body(self, stored: Stored, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
+        made = SessionRows(stored, found, max_seq_len, self._release)
+        rows = [made.row(segment, "", routing=True) for segment in made.segments]
         reason = None if rows else "no_records" if not made.session.path else "all_truncated"
         prompts = self._token_in.prompts
         responses = (
@@ -55,10 +56,12 @@ class Samples:
         )
         return miles.samples_body(rows, metadata, reason, responses)
 
-    async def metadata(self, live: Live) -> dict[str, Any]:
-        """What `GET /sessions/{id}` says of a session beside its records. Raises SessionUnreadable."""
-        session, prompts = live.session, self._token_in.prompts
-        leaf = session.leaf
+    async def metadata(self, live: Live, session: Session) -> dict[str, Any]:
+        """What `GET /sessions/{id}` says of `session` beside its records; `live` may have moved on meanwhile.
+
+        Raises SessionUnreadable.
+        """
+        prompts, leaf = self._token_in.prompts, session.leaf
         ids = b"" if leaf is None else await transcript.token_ids(self._cache.database, session, leaf.number)
         tokens = memoryview(ids).cast("i").tolist()
         found: dict[str, Any] = {
@@ -67,20 +70,20 @@ class Samples:
             **summary(session),
         }
         if prompts is not None:
-            found["tito_session_mismatch"] = await self._mismatch(live, tokens)
+            found["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
         return found
 
-    async def _mismatch(self, live: Live, tokens: list[int]) -> list[dict[str, Any]] | None:
+    async def _mismatch(self, live: Live, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:
         """Where the accumulated tokens differ from the template's rendering of the messages.
 
         None where there is no such rendering: no turn, a completion, messages that the template refuses.
         """
-        leaf = live.session.leaf
+        leaf = session.leaf
         if leaf is None or leaf.protocol != "chat":
             return None
         messages = msgspec.json.decode(b"[" + await self._cache.messages(live, leaf.number) + b"]")
         try:
-            return await self._token_in.mismatch(live.session, leaf, tokens, messages)
+            return await self._token_in.mismatch(session, leaf, tokens, messages)
         except InvalidRequest:
             return None
 

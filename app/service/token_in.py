@@ -7,26 +7,30 @@ Python and so shares the interpreter with the loop, a tokenizer does not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from app.domain import decide
 from app.domain.history import Incoming
-from app.domain.request import ChatRequest, TokenIds
+from app.domain.request import ChatRequest, TokenIds, value_of
 from app.domain.session import Session, Turn
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
-from app.service.asking import Outgoing, Prompt, decoded, template_arguments
+from app.service.asking import Outgoing, Prompt, template_arguments
 from app.service.cache import SessionCache, id_text
-from app.service.claims import Opening
+from app.service.claims import Opening, Request
 from app.store import reads
 from app.tito import normalise
 from app.tito.extension import NotAnExtension
-from workers import codec
-from workers.codec import CorruptContent, Facts
+from workers.codec import CorruptContent
 from workers.parse import Known
 
 if TYPE_CHECKING:
@@ -34,6 +38,12 @@ if TYPE_CHECKING:
 
 THREADS = 2
 """More would only wait for each other: rendering holds the interpreter, and encoding uses cores of its own."""
+
+SMALL = 32 << 10
+"""Messages of so many bytes take about a millisecond; they have threads of their own, not to wait for long prompts."""
+
+NICENESS = 10
+"""Of the tokenizer's threads, on Linux: where they share a core with the event loop, it waits for them no more."""
 
 TAIL = 64
 """How many of the last stored ids a junction may look at."""
@@ -49,27 +59,44 @@ class TokenIn:
     def __init__(self, cache: SessionCache, prompts: Prompts | None) -> None:
         self._cache = cache
         self.prompts = prompts
-        self._threads = ThreadPoolExecutor(THREADS, "tokenizer")
+        self._threads = ThreadPoolExecutor(THREADS, "tokenizer", initializer=_yield_to_others)
+        self._brief = ThreadPoolExecutor(THREADS, "tokenizer-brief")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._brief.shutdown(wait=False, cancel_futures=True)
 
-    def given(self, opening: Opening, ids: TokenIds) -> Prompt:
-        """The client's own ids; whether they continue the stored ones is for the parent's hash to say."""
-        parent = decide.token_parent(opening.session, opening.plan)
-        return Prompt(ids.text, None if parent is None else _known(parent))
-
-    async def built(self, opening: Opening, request: ChatRequest, incoming: Incoming, outgoing: Outgoing) -> Prompt:
-        """The ids of a chat's prompt.
-
-        Raises InvalidRequest (what the template refuses), TokenPrefixMismatch (a session that rejects drift), and
-        SessionUnreadable.
-        """
-        assert self.prompts is not None
+    def check(self, request: Request) -> Template | None:
+        """What the prompt of a chat will be rendered with; None where none will be. Raises InvalidRequest."""
+        if self.prompts is None or request.ids is not None or not isinstance(request, ChatRequest):
+            return None
         template = _template(request.params, request.tools)
         self.prompts.check_arguments(template_arguments(request.params))
-        if _flag(request.params, "continue_final_message"):
+        if value_of(request.params.get("continue_final_message"), "continue_final_message"):
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
+        return template
+
+    async def given(self, opening: Opening, ids: TokenIds) -> Prompt:
+        """The client's own ids. Raises TokenPrefixMismatch where the session rejects drift, and SessionUnreadable."""
+        parent = decide.token_parent(opening.session, opening.plan)
+        if parent is None or not parent.token_count:
+            return Prompt(ids.text, None)
+        if _begins_with(ids.text, parent):
+            return Prompt(ids.text, _known(parent))
+        if opening.session.config.on_drift == "reject":
+            at = await self.first_difference(opening, parent, lambda: map(int, ids.text.split(b",")))
+            raise TokenPrefixMismatch(
+                f"input_ids do not continue the {parent.token_count} stored tokens: they differ at position {at}"
+            )
+        return Prompt(ids.text, None)
+
+    async def built(self, opening: Opening, template: Template, incoming: Incoming, outgoing: Outgoing) -> Prompt:
+        """The ids of a chat's prompt.
+
+        Raises InvalidRequest (what the template refuses), TokenPrefixMismatch (a session that rejects drift, stored
+        tokens that are not those of the log), and SessionUnreadable.
+        """
+        assert self.prompts is not None
         parent = decide.token_parent(opening.session, opening.plan)
         if parent is not None and parent.token_count:
             try:
@@ -80,8 +107,9 @@ class TokenIn:
                         f"the prompt cannot continue the {parent.token_count} stored tokens: {error}"
                     ) from error
         messages = await self._history(opening, incoming)
-        ids = await self._run(self.prompts.first, messages, template.offered, template.arguments)
-        return Prompt(id_text(ids.tobytes()), None)
+        size = sum(len(memoryview(raw)) for raw in incoming.raws)
+        text = await self._run(size, _first_text, self.prompts, messages, template.offered, template.arguments)
+        return Prompt(text, None)
 
     async def mismatch(
         self, session: Session, leaf: Turn, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]
@@ -92,9 +120,9 @@ class TokenIn:
         """
         assert self.prompts is not None
         template = await self._rendered_with(session, leaf)
-        return await self._run(self.prompts.mismatch, tokens, messages, template.offered, template.arguments)
+        return await self._run(SMALL + 1, self.prompts.mismatch, tokens, messages, template.offered, template.arguments)
 
-    async def _rendered_with(self, session: Session, turn: Turn) -> _Template:
+    async def _rendered_with(self, session: Session, turn: Turn) -> Template:
         """What the first prompt of the turn's segment was rendered with. Raises SessionUnreadable."""
         first = session.token_chain(turn.number)[0]
         blobs = await self._blobs(session.session_id, first)
@@ -111,22 +139,21 @@ class TokenIn:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: its parameters are not there")
         return found
 
-    async def first_difference(self, opening: Opening, parent: Turn, facts: bytes) -> int:
+    async def first_difference(self, opening: Opening, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which a prompt that continues nothing differs from the stored tokens.
 
-        `facts` is the frame that its turn would have stored. Raises SessionUnreadable.
+        `given` makes its ids, on a thread. Raises SessionUnreadable.
         """
         stored = await self._cache.tokens(opening.live, parent.number)
 
         def compared() -> int:
-            given = memoryview(codec.unpack(facts, Facts).suffix_ids).cast("i")
-            pairs = zip(map(int, stored.split(b",")), given, strict=False)
-            return next((at for at, (one, other) in enumerate(pairs) if one != other), len(given))
+            pairs = zip_longest(map(int, stored.split(b",")), given())
+            return next((at for at, (one, other) in enumerate(pairs) if one != other), parent.token_count)
 
         return await asyncio.to_thread(compared)
 
     async def _extended(
-        self, opening: Opening, parent: Turn, incoming: Incoming, outgoing: Outgoing, template: _Template
+        self, opening: Opening, parent: Turn, incoming: Incoming, outgoing: Outgoing, template: Template
     ) -> Prompt:
         """The stored tokens and what is new. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
@@ -135,17 +162,22 @@ class TokenIn:
         tail = [int(one) for one in stored.rsplit(b",", TAIL)[-TAIL:]]
         base = opening.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
-        extension = await self._run(self.prompts.after, tail, new, template.offered, template.arguments, base)
+        size = sum(len(memoryview(raw)) for raw in incoming.raws[base:])
+        extension = await self._run(size, self.prompts.after, tail, new, template.offered, template.arguments, base)
         known = _known(parent)
         if extension.trim:
+            if extension.trim > parent.output_tokens:
+                raise NotAnExtension("the last stored token was not sampled, and the template has another in its place")
+            if not _begins_with(stored, parent):
+                raise TokenPrefixMismatch(f"the {parent.token_count} stored tokens are not those of the log")
             stored = stored.rsplit(b",", extension.trim)[0]
             text = stored + b","
             known = Known(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
         added = id_text(extension.ids.tobytes())
-        return Prompt(stored + b"," + added if added else stored, known, extension.trim)
+        return Prompt(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
     async def _require_same_template(
-        self, session: Session, parent: Turn, outgoing: Outgoing, template: _Template
+        self, session: Session, parent: Turn, outgoing: Outgoing, template: Template
     ) -> None:
         """Tools stand in front of the history, and template arguments may change it: are they those of its beginning?
 
@@ -160,9 +192,7 @@ class TokenIn:
         kept = template.choice == "none" and template.tools == before.tools
         if not kept and template.offered != before.offered:
             raise NotAnExtension("the tools are not those that the stored tokens begin with")
-        if before.arguments != template.arguments and await self._run(
-            self.prompts.rewrites_history, before.arguments, template.arguments, template.offered
-        ):
+        if await self._run(0, self.prompts.rewrites_history, before.arguments, template.arguments, template.offered):
             raise InvalidRequest(
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
@@ -175,8 +205,24 @@ class TokenIn:
         stored = await self._cache.messages(opening.live, opening.plan.parent)
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
-    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+    async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
+        """Work on messages of so many bytes."""
+        threads = self._brief if size <= SMALL else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+
+
+def _first_text(
+    prompts: Prompts, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
+) -> bytes:
+    """A whole prompt as the text of its ids, which for a long one is work for a thread as well."""
+    return id_text(prompts.first(messages, tools, arguments).tobytes())
+
+
+def _yield_to_others() -> None:
+    """Let the event loop's thread run first; elsewhere than on Linux threads have no niceness of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def added_text(prompt: Prompt, base: int, output_ids: bytes) -> bytes:
@@ -185,11 +231,22 @@ def added_text(prompt: Prompt, base: int, output_ids: bytes) -> bytes:
     return b",".join(part for part in (prompt.text[start:], id_text(output_ids)) if part)
 
 
+def _begins_with(text: bytes, parent: Turn) -> bool:
+    """Are the first of these ids the tokens after turn `parent`, by the log's hash?"""
+    size = parent.tokens_text_bytes
+    if len(text) + 1 < size:
+        return False
+    hasher = hashlib.sha256(memoryview(text)[:size])
+    if len(text) + 1 == size:
+        hasher.update(b",")
+    return hasher.hexdigest() == parent.tokens_hash
+
+
 def _known(parent: Turn) -> Known:
     return Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
-class _Template(msgspec.Struct, frozen=True):
+class Template(msgspec.Struct, frozen=True):
     """What a request has its template render beside messages: `offered` are those of its `tools` that it shows."""
 
     tools: Sequence[Any] | None
@@ -198,16 +255,12 @@ class _Template(msgspec.Struct, frozen=True):
     arguments: Mapping[str, Any]
 
 
-def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> _Template:
+def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> Template:
     """Raises InvalidRequest."""
-    tools = decoded(raw_tools, "tools") or None
+    tools = value_of(raw_tools, "tools") or None
     if tools is not None and not isinstance(tools, list):
         raise InvalidRequest("tools must be a list")
-    choice = decoded(params.get("tool_choice"), "tool_choice")
-    effort = decoded(params.get("reasoning_effort"), "reasoning_effort")
+    choice = value_of(params.get("tool_choice"), "tool_choice")
+    effort = value_of(params.get("reasoning_effort"), "reasoning_effort")
     arguments = normalise.arguments(template_arguments(params), effort)
-    return _Template(tools, choice, normalise.offered(tools, choice), arguments)
-
-
-def _flag(params: Mapping[str, msgspec.Raw], name: str) -> bool:
-    return bool(decoded(params.get(name), name))
+    return Template(tools, choice, normalise.offered(tools, choice), arguments)

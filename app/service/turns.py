@@ -25,7 +25,7 @@ from app.domain.events import Protocol, TurnAbandoned
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from app.domain.session import Session
-from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed, TokenPrefixMismatch
+from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed, TokenPrefixMismatch, Unsupported
 from app.service import transcript
 from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
 from app.service.cache import SessionCache
@@ -33,7 +33,7 @@ from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
 from app.service.judge import Judge, Judged
 from app.service.sessions import Clock, refusal
-from app.service.token_in import TokenIn, added_text
+from app.service.token_in import Template, TokenIn, added_text
 from app.settings import Settings
 from app.store.log import Refused, StoredChunk
 from app.store.log_turns import Commit, Stage
@@ -45,6 +45,7 @@ from app.upstream.dialects import asked_for, takes_rid
 from app.upstream.engines import Engines
 from app.upstream.headers import Headers
 from workers import codec
+from workers.codec import Facts
 from workers.job import Place
 
 PARSE_INLINE = 512 << 10
@@ -101,8 +102,10 @@ class Turns:
             assert live is not None
             if request is None:
                 request = await _beside(len(body), lambda: _parsed(protocol, body))
+                self._require_takes_ids(request)
             incoming = _arrival(request, session)
             await _beside(len(body), lambda: incoming.check(session.leaf))  # noqa: B023
+            template = self._token_in.check(request)
             flight = self._flights.get(session_id)
             if flight is not None:
                 if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
@@ -124,11 +127,16 @@ class Turns:
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
                 if opening is not None:
-                    reply = await self._settled(_Taken(flight, opening, request, incoming, client, reader))
+                    reply = await self._settled(_Taken(flight, opening, request, template, incoming, client, reader))
                     return reply
             finally:
                 del self._flights[session_id]
                 flight.land(reply if reply is not None and reply.turn is not None else None)
+
+    def _require_takes_ids(self, request: Request) -> None:
+        """Raises Unsupported for a chat's own ids where the engines are known to ignore them."""
+        if self._settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
+            raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
 
     async def _settled(self, taken: _Taken) -> TurnReply:
         """As `_generate`; a fault of ours, or being cancelled, leaves no claim behind either."""
@@ -161,14 +169,14 @@ class Turns:
                 def body(ask: Ask) -> bytes:
                     return sending.body(ask, [*stored, *new], text, prompt)
 
-                ask, engine, reply = await self._ask(taken, body)
+                ask, engine, reply = await self._ask(taken, prompt, body)
             reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
             if reply.status != 200:
                 await self._claims.reject(opening, "engine_error", reply.status)
                 return TurnReply(reply.status, reply.headers, reply.body.pieces)
             refused = reply.body
             judged = await self._judge.judge(opening, incoming, new, engine, reply, requested_at, ask, prompt)
-            await self._require_no_drift(opening, judged)
+            await self._require_no_drift(opening, judged, prompt)
         except Cut:
             raise await self._cut(taken.flight, opening) from None
         except AppError as error:
@@ -190,18 +198,20 @@ class Turns:
     async def _prompt(self, taken: _Taken, sending: Outgoing) -> Prompt | None:
         """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
         if taken.request.ids is not None:
-            return self._token_in.given(taken.opening, taken.request.ids)
-        if self._token_in.prompts is None or not isinstance(taken.request, ChatRequest):
+            return await self._token_in.given(taken.opening, taken.request.ids)
+        if taken.template is None or not isinstance(taken.incoming, Incoming):
             return None
-        assert isinstance(taken.incoming, Incoming)
-        return await self._token_in.built(taken.opening, taken.request, taken.incoming, sending)
+        return await self._token_in.built(taken.opening, taken.template, taken.incoming, sending)
 
-    async def _ask(self, taken: _Taken, body: Callable[[Ask], bytes]) -> tuple[Ask, str, EngineReply]:
+    async def _ask(
+        self, taken: _Taken, prompt: Prompt | None, body: Callable[[Ask], bytes]
+    ) -> tuple[Ask, str, EngineReply]:
         """What was asked in the end, which engine answered, and how. Raises as `Engines.generate`."""
         opening, grow = taken.opening, taken.reader.grow
         session_id, protocol = opening.session.session_id, opening.event.protocol
         headers = http_headers.to_engine(taken.client, session_id, self._settings.upstream_api_key)
-        ask = first_ask(opening, taken.request, self._settings)
+        ask = first_ask(opening, taken.request, prompt, self._settings)
+        taken.flight.asked = True
         engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
         if reply.status == 400 and ask.own:
             # A prompt that drifted may be shorter than the row asked for, which engines refuse.
@@ -209,12 +219,19 @@ class Turns:
             engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
         return ask, engine, reply
 
-    async def _require_no_drift(self, opening: Opening, judged: Judged) -> None:
-        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens, if the session wants it."""
+    async def _require_no_drift(self, opening: Opening, judged: Judged, prompt: Prompt | None) -> None:
+        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.
+
+        It should where it was built on them, and where the session rejects drift.
+        """
         parent = decide.token_parent(opening.session, opening.plan)
-        if parent is None or judged.reply.base or opening.session.config.on_drift != "reject":
+        if parent is None or judged.reply.base:
             return
-        at = await self._token_in.first_difference(opening, parent, judged.facts)
+        if opening.session.config.on_drift != "reject" and not (prompt is not None and prompt.extends):
+            return
+        at = await self._token_in.first_difference(
+            opening, parent, lambda: memoryview(codec.unpack(judged.facts, Facts).suffix_ids).cast("i")
+        )
         raise TokenPrefixMismatch(
             f"the prompt's {judged.reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
             f"they differ at position {at}"
@@ -223,7 +240,7 @@ class Turns:
     async def _cut(self, flight: Flight, opening: Opening) -> AppError:
         """The turn was ended from outside: tell the engine, let go of the claim, and say why."""
         session_id = opening.session.session_id
-        if takes_rid(self._settings.upstream_dialect):
+        if flight.asked and takes_rid(self._settings.upstream_dialect):
             task = asyncio.create_task(self._engines.abort(session_id, opening.rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
@@ -311,6 +328,7 @@ class _Taken(msgspec.Struct, frozen=True):
     flight: Flight
     opening: Opening
     request: Request
+    template: Template | None
     incoming: Arrival
     client: Headers
     reader: Reader

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from sqlalchemy import Connection, select
 
-from app.domain.events import RewardAssigned, name_of
+from app.domain.events import RewardAssigned, UnknownEvent, name_of
 from app.domain.upcast import decode
 from app.store.reads import SPAN, ChunkKey, EventRow, Frames, Position, at_or_before
 from app.store.schema import blobs, chunks, events, sessions, turns
@@ -27,16 +27,35 @@ class Stored(msgspec.Struct, frozen=True):
     chunks: dict[ChunkKey, bytes | None]
 
 
-def turn_counts(connection: Connection, session_ids: Sequence[str]) -> dict[str, int]:
-    """How many turns each session has committed: about how much there is to read of it."""
-    query = select(sessions.c.session_id, sessions.c.turns).where(sessions.c.session_id.in_(session_ids))
-    return {row[0]: row[1] for row in connection.execute(query)}
+class Head(msgspec.Struct, frozen=True):
+    """A session's group, and how many turns it has committed: about how much there is to read of it."""
+
+    session_id: str
+    group_id: str | None
+    turns: int
+
+
+_HEAD = (sessions.c.session_id, sessions.c.group_id, sessions.c.turns)
+
+
+def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Head]:
+    query = select(*_HEAD).where(sessions.c.session_id.in_(session_ids))
+    return {row[0]: Head(*row) for row in connection.execute(query)}
 
 
 def read_sessions(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
 ) -> dict[str, Stored]:
-    """At most some hundred sessions; of an erased one there is only its status. `replay`: their live chunks too."""
+    """Of an erased session there is only its status. `replay`: the live chunks too."""
+    found: dict[str, Stored] = {}
+    for part in _parts(session_ids):
+        found |= _read_part(connection, part, upto, replay=replay)
+    return found
+
+
+def _read_part(
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+) -> dict[str, Stored]:
     heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
         sessions.c.session_id.in_(session_ids)
     )
@@ -64,19 +83,18 @@ def read_sessions(
     return found
 
 
-def group_members(connection: Connection, group_id: str) -> list[str]:
-    """The sessions of a group that have not been erased, in the order of their ids."""
-    query = (
-        select(sessions.c.session_id)
-        .where(sessions.c.group_id == group_id, sessions.c.status != "erased")
-        .order_by(sessions.c.session_id)
-    )
-    return list(connection.execute(query).scalars())
+def group_members(connection: Connection, group_id: str) -> list[Head]:
+    """All sessions of a group, erased ones too: what the log says of them stays."""
+    return [Head(*row) for row in connection.execute(select(*_HEAD).where(sessions.c.group_id == group_id))]
 
 
 def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    """Each session's reward as of a place in the order; sessions that had none are left out. Raises UnknownEvent."""
+    """Each session's reward as of a place in the order; sessions that had none are left out.
+
+    So are those of which one cannot be read: an export says of them that they cannot.
+    """
     found: dict[str, float] = {}
+    unreadable: set[str] = set()
     for part in _parts(session_ids):
         query = (
             select(events.c.session_id, events.c.version, events.c.data)
@@ -84,10 +102,14 @@ def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) 
             .order_by(events.c.session_id, events.c.seq)
         )
         for session_id, version, data in connection.execute(query):
-            event = decode(REWARD, version, data)
+            try:
+                event = decode(REWARD, version, data)
+            except UnknownEvent:
+                unreadable.add(session_id)
+                continue
             if isinstance(event, RewardAssigned) and event.turn is None:
                 found[session_id] = event.reward
-    return found
+    return {session_id: reward for session_id, reward in found.items() if session_id not in unreadable}
 
 
 def last_places(

@@ -214,6 +214,9 @@ PRAGMAS = (
     "PRAGMA journal_size_limit = 67108864",
 )
 
+READER_CACHE = "PRAGMA cache_size = -8192"
+"""Each of several connections that read has a page cache of its own; the system's holds the same pages."""
+
 MIN_SQLITE = (3, 35, 0)
 """The first with RETURNING."""
 

@@ -23,7 +23,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError
-from app.store.dialect import PRAGMAS, AlchemyTx, Tx, WriteConflict, is_conflict, store_error
+from app.store.dialect import PRAGMAS, READER_CACHE, AlchemyTx, Tx, WriteConflict, is_conflict, store_error
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def create_engine(url: str) -> AsyncEngine:
     def _configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in PRAGMAS:
+        for pragma in (*PRAGMAS, READER_CACHE):
             cursor.execute(pragma)
         cursor.close()
 
@@ -111,10 +111,15 @@ class Database:
             if self._lock is not None:
                 self._lock.release()
 
-    async def read(self, function: Callable[[Connection], T]) -> T:
-        """Run `function` on a connection. Raises StoreUnavailable where the database cannot answer."""
+    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+        """Run `function` on a connection. Raises StoreUnavailable where the database cannot answer.
+
+        `one_moment`: all of its statements see the same state, as they do on SQLite in any case.
+        """
         try:
             async with self.engine.connect() as connection:
+                if one_moment and not self.is_sqlite:
+                    await connection.execution_options(isolation_level="REPEATABLE READ")
                 return await connection.run_sync(function)
         except (DBAPIError, PoolTimeout, OSError) as error:
             raise store_error(error) or error from error

@@ -63,7 +63,7 @@ _notes = (
     .returning(group_changes.c.group_id)
 )
 _locked = (
-    select(groups.c.sessions, groups.c.completed_at, groups.c.measured)
+    select(groups.c.sessions, groups.c.completed_at, groups.c.measured, groups.c.erased)
     .where(groups.c.group_id == bindparam("gid"))
     .with_for_update()
 )
@@ -121,7 +121,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
     if known is None:
         new = {"group_id": group_id, "sessions": 0, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
         tx.insert(_insert_group, [new])
-        known = (0, None, False)
+        known = (0, None, False, 0)
     row = tx.one(_members, {"gid": group_id})
     assert row is not None
     every, gone, lacking, last_change = row[0], row[1] or 0, row[2] or 0, row[3]
@@ -137,7 +137,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
             "lacking": lacking,
             "complete_since": since,
             "complete": complete,
-            "still_measured": bool(known[2]) and complete and known[0] == present,
+            "still_measured": bool(known[2]) and complete and known[0] == present and known[3] == gone,
         },
     )
 

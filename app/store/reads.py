@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, exists, func, null, or_, select, tuple_
@@ -15,7 +15,7 @@ from app.domain.session import Session, fold
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import blobs, chunks, events, groups, refused_replies, sessions, snapshots, store_meta, turns
 from workers import codec
-from workers.codec import CorruptContent, Facts, Wire
+from workers.codec import CorruptContent, Facts, Said, Wire
 
 SNAPSHOT_FORMAT = "session-3"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
@@ -49,8 +49,8 @@ _HEAD = (
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A place in the order of commits."""
 
-    tx: int
-    position: int
+    tx: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    position: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 END = Position(2**63 - 1, 2**63 - 1)
@@ -185,6 +185,11 @@ def load_wires(connection: Connection, session_id: str, numbers: Sequence[int]) 
 def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
     """Raises CorruptContent, also where the content is not there."""
     return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
+
+
+def unpack_said(frames: Frames, numbers: Sequence[int]) -> dict[int, Said]:
+    """The messages of some turns. Raises CorruptContent, also where the content is not there."""
+    return {number: codec.unpack_said(frames.get(number, (None, None))[1]) for number in numbers}
 
 
 def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:

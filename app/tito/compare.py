@@ -89,14 +89,15 @@ class Comparator:
 
     def _spoken(self, ids: array[int], segments: list[Segment]) -> Iterator[bool]:
         """For each segment: is it inside an assistant's message?"""
+        opening = self._junction.opening
         inside = opened = False
         for segment in segments:
             if segment.special:
                 token = ids[segment.start]
-                opened = token == self._junction.opening[0]
+                opened = bool(opening) and token == opening[0]
                 inside = (opened and not self._role) or (inside and token not in self._ends)
             elif opened and self._role:
-                head = ids[segment.start : segment.start + 2 * len(self._junction.opening)]
+                head = ids[segment.start : segment.start + 2 * len(opening)]
                 inside, opened = self._decode(head).startswith(self._role), False
             yield inside
 

@@ -40,6 +40,9 @@ RESERVED = frozenset(
 )
 """What `apply_chat_template` takes for itself, as every name that begins with `return_`: no template's arguments."""
 
+_CACHED_BYTES = 64 << 10
+"""Tools and arguments of more than this are not kept: what they give is derived each time."""
+
 _CACHED_VARIANTS = 64
 """Pairs of tools and arguments whose heads are kept: one pair a task in most runs."""
 
@@ -106,6 +109,8 @@ class Prompts:
         StartupError: no such tokenizer, no fast one, no chat template, no junction, an unknown family.
         """
         row = family_of(family)
+        # One text a call leaves nothing to share out, and the package's own threads are not as nice as the caller.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer = _tokenizer(_transformers(), path_or_name)
         if not tokenizer.is_fast:
             raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
@@ -148,9 +153,9 @@ class Prompts:
         every = {**arguments, **self._pinned}
         head, text = self._dummies.render_new(self._junction.text, shown, schemas, every)
         variant = _key(schemas, every)
-        if digest(head) not in self._heads(variant):
+        if digest(head) not in self._known_heads(variant):
             self._heads.cache_clear()  # a template that writes the date has other heads after midnight
-            if digest(head) not in self._heads(variant):
+            if digest(head) not in self._known_heads(variant):
                 raise NotAnExtension("the chat template renders the messages before these otherwise")
         return self._junction.join(tail, self._encode(text))
 
@@ -217,6 +222,9 @@ class Prompts:
         if not text.isascii():
             _check_text(text)
         return array("i", self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def _known_heads(self, variant: bytes) -> frozenset[bytes]:
+        return (self._heads if len(variant) <= _CACHED_BYTES else self._derive_heads)(variant)
 
     def _derive_heads(self, variant: bytes) -> frozenset[bytes]:
         return self._dummies.heads(*_VARIANT.decode(variant))

@@ -8,7 +8,21 @@ import sys
 
 import uvloop
 
-from ops.bench import clients, curve, growth, health, large, latency, memory, replies, startup, turns
+from ops.bench import (
+    clients,
+    curve,
+    export,
+    growth,
+    health,
+    large,
+    latency,
+    memory,
+    prepare,
+    replies,
+    startup,
+    tokenising,
+    turns,
+)
 
 BENCHMARKS = {
     "turns": turns,
@@ -21,6 +35,9 @@ BENCHMARKS = {
     "memory": memory,
     "large": large,
     "load-curve": curve,
+    "prepare": prepare,
+    "tokenising": tokenising,
+    "export": export,
 }
 
 

@@ -187,7 +187,7 @@ def _sglang(root: Value, choice: Value) -> Reading:
         prompt=_prompt(get(choice, "prompt_token_ids")),
         output=output,
         logprobs=logprobs,
-        versions=_versions(root, meta, len(output)),
+        versions=_versions(root, get(meta, "weight_versions"), get(meta, "weight_version"), len(output)),
         finish_reason=_reason(reason),
         message=get(choice, "message"),
     )
@@ -205,7 +205,7 @@ def _vllm(root: Value, choice: Value) -> Reading:
         prompt=_prompt(get(root, "prompt_token_ids")),
         output=output,
         logprobs=logprobs,
-        versions=_versions(root, None, len(output)),
+        versions=_versions(root, get(choice, "weight_versions"), None, len(output)),
         finish_reason=_reason(get(choice, "finish_reason")),
         message=get(choice, "message"),
     )
@@ -226,9 +226,8 @@ def _reason(value: Value) -> str | None:
     return value
 
 
-def _versions(root: Value, meta: Value, tokens: int) -> list[str]:
-    """Spans win over the single version, that in `meta_info` over that in `metadata`."""
-    spans = get(meta, "weight_versions")
+def _versions(root: Value, spans: Value, version: Value, tokens: int) -> list[str]:
+    """Spans, in `meta_info` or vLLM's choice, win over the single version, that in `meta_info` over `metadata`'s."""
     if spans is not None:
         versions: list[str] = []
         for span in _list(spans, "weight_versions"):
@@ -240,7 +239,6 @@ def _versions(root: Value, meta: Value, tokens: int) -> list[str]:
         if len(versions) != tokens:
             raise Malformed("weight_versions do not cover the output")
         return versions
-    version = get(meta, "weight_version")
     if version is None:
         version = get(get(root, "metadata"), "weight_version")
     if version is None:

@@ -176,7 +176,7 @@ class Engine:
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
         raw = bytes(request.input_ids)
-        if not raw or raw == b"null":
+        if not raw or raw == b"null" or self.config.dialect == "vllm":  # a field that vLLM's chat does not know
             prompt = self.template.prompt(conversation)
         else:
             ids = self._decode_ids(raw)

@@ -75,7 +75,7 @@ def feed_over(made: Groups) -> Feed:
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:
     """The reply's lines; there is no content in this store, so sessions are left out of them with a reason."""
     lines = await feed.hand_out(Ask(consumer, size, 60.0, **wish))
-    return [json.loads(line) async for line in lines]
+    return [json.loads(line) for line in b"".join([piece async for piece in lines]).splitlines()]
 
 
 async def a_group(made: Groups, name: str, *versions: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from integration.stand import Stand, serving, standing
+from integration.tito import checked, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
 
 
@@ -35,6 +36,41 @@ def stand(shared: Stand) -> Stand:
     return shared
 
 
+@pytest.fixture(scope="session")
+def shared_vllm(vllm: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with checked(tmp_path_factory.mktemp("vllm"), vllm.base_url) as made:
+        yield made
+
+
+@pytest.fixture
+def vllm_stand(shared_vllm: Stand) -> Stand:
+    """The shared server before an engine that speaks vLLM's dialect."""
+    assert shared_vllm.sim.post("/sim/reset").status_code == 200
+    return shared_vllm
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What TURNLOG_TOKENIZER names: the simulator's own tokenizer."""
+    pytest.importorskip("transformers")
+    return str(tokenizer_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="session")
+def shared_tito(sglang: SimulatorProcess, tokenizer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    with checked(
+        tmp_path_factory.mktemp("tito"), sglang.base_url, environment={"TURNLOG_TOKENIZER": tokenizer}
+    ) as made:
+        yield made
+
+
+@pytest.fixture
+def tito(shared_tito: Stand) -> Stand:
+    """The shared server with a tokenizer, with nothing left over at the engine from another test."""
+    assert shared_tito.sim.post("/sim/reset").status_code == 200
+    return shared_tito
+
+
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """A server with small limits and little patience."""
@@ -46,3 +82,10 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     }
     with standing(tmp_path_factory.mktemp("tight"), environment=environment) as made:
         yield made
+
+
+@pytest.fixture(params=["sglang", "vllm", "tito"])
+def every(request: pytest.FixtureRequest) -> Stand:
+    """A server before each engine, and one with a tokenizer."""
+    found: Stand = request.getfixturevalue({"sglang": "stand", "vllm": "vllm_stand", "tito": "tito"}[request.param])
+    return found

@@ -13,7 +13,8 @@ from ops.simulator.faults import FAULTS
 from ops.simulator.process import SimulatorProcess
 
 STATUSES = {"status_500": 500, "status_503": 503, "status_429": 429, "status_400": 400}
-SOUND = {"drip", "abort"}
+SOUND = {"drip", "abort", "other_prompt"}
+"""`other_prompt` is drift where Turnlog did not send the prompt's ids: see test_drift."""
 PAYLOADS = {"bad_experts_base64", "misaligned_experts", "wrong_experts_rows"}
 """Faults in a payload, which this server does not ask engines for."""
 SLOW = {"never"}

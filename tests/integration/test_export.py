@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.stand import Stand, Talk, error_of
+from integration.stand import WEATHER, Stand, Talk, error_of
 
 FIELDS = {
     "tokens",
@@ -179,20 +180,192 @@ def test_a_limited_export_gives_no_cursor_that_skips_what_the_limit_cut_off(stan
 
 
 @pytest.mark.parametrize(
-    "query",
+    ("query", "told"),
     [
-        {"grup_id": "x"},
-        {"format": "xml"},
-        {"format": "parquet"},
-        {"shape": "verl"},
-        {"limit": 0},
-        {"limit": "x"},
-        {"cursor": "zzz"},
-        {"status": "odd"},
-        {"since": "yesterday"},
-        {"min_reward": "x"},
+        ({"grup_id": "x"}, ("grup_id", "group_id, limit")),
+        ({"format": "xml"}, ("format=xml", "ndjson, parquet, safetensors, msgpack, atif, messages")),
+        ({"format": ""}, ("format=", "ndjson")),
+        ({"shape": "odd"}, ("shape=odd", "turnlog, miles, slime, verl, skyrl")),
+        ({"format": "atif", "shape": "verl"}, ("format=atif", "shape=verl", "ndjson, parquet, safetensors, msgpack")),
+        ({"limit": 0}, ("limit=0", "greater than or equal to 1")),
+        ({"limit": "x"}, ("limit=x", "integer")),
+        ({"limit": "1.5"}, ("limit=1.5", "integer")),
+        ({"max_seq_len": -1}, ("max_seq_len=-1", "greater than or equal to 1")),
+        ({"cursor": "zzz"}, ("cursor", "one that an export gave")),
+        ({"cursor": ""}, ("cursor", "one that an export gave")),
+        ({"status": "odd"}, ("status=odd", "'completed', 'truncated' or 'aborted'")),
+        ({"session_status": "x"}, ("session_status=x", "'open', 'closed' or 'erased'")),
+        ({"since": "yesterday"}, ("since=yesterday", "ISO 8601")),
+        ({"until": "nan"}, ("until=nan", "ISO 8601")),
+        ({"since": "1e999"}, ("since=1e999", "ISO 8601")),
+        ({"min_reward": "x"}, ("min_reward=x", "number")),
+        ({"max_reward": "nan"}, ("max_reward=nan", "finite")),
+        ({"advantage": "gae"}, ("advantage=gae", "grpo")),
+        ({"explain": "perhaps"}, ("explain=perhaps", "boolean")),
+        ({"replay": "perhaps"}, ("replay=perhaps", "boolean")),
+        ({"session_id": "\0"}, ("session_id", "pattern")),
     ],
 )
-def test_a_bad_parameter_is_400(stand: Stand, query: dict[str, object]) -> None:
-    status, code = error_of(stand.http.get("/export", params=query))
-    assert (status, code in ("invalid_request", "unsupported")) == (400, True)
+def test_a_bad_parameter_is_400_and_says_what_is_accepted(
+    stand: Stand, query: dict[str, object], told: tuple[str, ...]
+) -> None:
+    response = stand.http.get("/export", params=query)
+    assert error_of(response) == (400, "invalid_request")
+    message = response.json()["error"]["message"]
+    assert [part for part in told if part not in message] == [], message
+
+
+def test_a_cursor_of_an_earlier_version_is_refused_rather_than_misread(stand: Stand) -> None:
+    """It named a segment where this one counts rows."""
+    whole = stand.http.get("/export").headers["x-turnlog-cursor"]
+    fields = json.loads(base64.urlsafe_b64decode(whole + "=" * (-len(whole) % 4)))
+    old = base64.urlsafe_b64encode(json.dumps({**fields, "at": fields["low"], "segment": 0}).encode()).decode()
+    assert error_of(stand.http.get("/export", params={"cursor": old})) == (400, "invalid_request")
+
+
+def test_a_cursor_of_another_epoch_is_refused(stand: Stand) -> None:
+    whole = stand.http.get("/export").headers["x-turnlog-cursor"]
+    fields = json.loads(base64.urlsafe_b64decode(whole + "=" * (-len(whole) % 4)))
+    other = base64.urlsafe_b64encode(json.dumps({**fields, "epoch": "other"}).encode()).decode()
+    response = stand.http.get("/export", params={"cursor": other})
+    assert error_of(response) == (400, "invalid_request")
+    assert "epoch" in response.json()["error"]["message"]
+
+
+def whole_group(stand: Stand, rewards: list[float | None]) -> tuple[str, list[Talk]]:
+    group, talks = group_of(stand, len(rewards))
+    for talk, reward in zip(talks, rewards, strict=True):
+        if reward is not None:
+            assert stand.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
+    return group, talks
+
+
+def members(rows: list[dict[str, Any]]) -> list[set[str]]:
+    return [set(row["session_ids"]) for row in rows if "excluded" not in row]
+
+
+def test_a_group_that_grows_is_given_again_whole_and_its_old_cursor_gives_the_old_bytes(stand: Stand) -> None:
+    group, talks = whole_group(stand, [1.0, 0.0])
+    query = {"group_id": group, "shape": "atropos", "advantage": "grpo", "explain": "true"}
+    first = stand.http.get("/export", params=query)
+    old = {talk.id for talk in talks}
+    assert members(lines(first)) == [old]
+    late = stand.talk(group_id=group)
+    late.say("Late")
+    again = stand.http.get("/export", params={**query, "cursor": first.headers["x-turnlog-cursor"]})
+    assert again.content == first.content
+    following = {**query, "cursor": first.headers["x-turnlog-next-cursor"]}
+    [row] = [one for one in lines(stand.http.get("/export", params=following)) if one["excluded"] != "group_id differs"]
+    assert row["excluded"] == "no reward for 1 of the group's 3 rows"
+    stand.http.put(f"{late.path}/reward", json={"reward": 0.5})
+    rows = lines(stand.http.get("/export", params={**following, "explain": "false"}))
+    assert members(rows) == [{*old, late.id}]
+    assert sorted(rows[0]["scores"]) == [0.0, 0.5, 1.0]
+
+
+def test_two_groups_whose_sessions_alternate_are_each_given_once(stand: Stand) -> None:
+    mark = stand.http.get("/export").headers["x-turnlog-next-cursor"]
+    groups = [uuid.uuid4().hex for _ in range(3)]
+    expected: dict[str, set[str]] = {group: set() for group in groups}
+    for number in range(9):
+        talk = stand.talk(group_id=groups[number % 3])
+        talk.say("Hello")
+        stand.http.put(f"{talk.path}/reward", json={"reward": number})
+        expected[groups[number % 3]].add(talk.id)
+    empty = stand.talk(group_id=groups[0])
+    for explain in ("false", "true"):
+        query: dict[str, Any] = {"cursor": mark, "shape": "atropos", "explain": explain}
+        rows = stand.rows(**query)
+        assert members(rows) == [expected[group] for group in groups]
+        assert [row["session_id"] for row in rows if "excluded" in row] == [empty.id] * (explain == "true")
+        seen, query["limit"] = [], 1
+        while page := stand.rows(**query):
+            seen += page
+            query["cursor"] = page[-1]["cursor"]
+        assert [row.get("group_id") for row in seen] == [row.get("group_id") for row in rows]
+
+
+def test_an_erased_session_is_no_longer_part_of_its_groups_row(stand: Stand) -> None:
+    group, talks = whole_group(stand, [1.0, 0.0, 0.5])
+    mark = stand.http.get("/export", params={"group_id": group}).headers["x-turnlog-cursor"]
+    for talk in (talks[2], talks[0]):
+        assert stand.http.delete(f"{talk.path}?erase=true").status_code == 204
+    for query in ({}, {"cursor": mark}):
+        rows = stand.rows(group_id=group, shape="atropos", explain="true", **query)
+        told = {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
+        assert members(rows) == [{talks[1].id}]
+        assert told[talks[0].id] == told[talks[2].id] == "erased"
+
+
+def test_one_session_of_a_group_asked_for_by_id_brings_its_group(stand: Stand) -> None:
+    _, talks = whole_group(stand, [1.0, 0.0])
+    for talk in talks:
+        assert members(talk.rows(shape="atropos")) == [{one.id for one in talks}]
+
+
+def test_a_filter_that_leaves_out_a_part_of_a_group_leaves_out_the_group(stand: Stand) -> None:
+    group = uuid.uuid4().hex
+    talk = stand.talk(group_id=group)
+    talk.say("Hello")
+    talk.say("Tools", tools=[WEATHER], sim={"tool_calls": False, "finish_reason": "length"})
+    stand.http.put(f"{talk.path}/reward", json={"reward": 1})
+    query = {"group_id": group, "shape": "atropos", "status": "completed"}
+    assert stand.rows(**query) == []
+    whole, part = (one for one in stand.rows(**query, explain="true") if one["session_id"] == talk.id)
+    assert whole["excluded"] == f"a session of the group is left out: {talk.id}: status is truncated"
+    assert (part["segment"], part["excluded"]) == (1, "status is truncated")
+    later = stand.rows(**query, explain="true", cursor=part["cursor"])
+    assert talk.id not in {one["session_id"] for one in later}
+
+
+def test_two_turns_that_were_rolled_back_are_both_told_page_by_page(stand: Stand) -> None:
+    talk = stand.talk(rollback_window=2)
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    talk.messages = talk.messages[:2]
+    talk.say("Instead")
+    rows = talk.rows(explain="true")
+    assert [(row.get("turn"), "excluded" in row) for row in rows] == [(None, False), (2, True), (3, True)]
+    query: dict[str, Any] = {"explain": "true", "limit": 1, "cursor": rows[0]["cursor"]}
+    [second] = talk.rows(**query)
+    [third] = talk.rows(**{**query, "cursor": second["cursor"]})
+    assert [second, third] == rows[1:]
+    assert talk.rows(**{**query, "cursor": third["cursor"]}) == []
+
+
+def test_what_happened_since_a_cursor_is_said_as_the_contract_has_it(stand: Stand) -> None:
+    """A reward or a turn that came later is not in the rows of before; what was erased is gone, and explained."""
+    group, talks = group_of(stand, 3)
+    query = {"group_id": group, "explain": "true"}
+    first = stand.http.get("/export", params=query)
+    query["cursor"] = first.headers["x-turnlog-cursor"]
+    stand.http.put(f"{talks[0].path}/reward", json={"reward": 1})
+    talks[1].say("More")
+    assert stand.http.get("/export", params=query).content == first.content
+    stand.http.delete(f"{talks[2].path}?erase=true")
+    before, after = lines(first), lines(stand.http.get("/export", params=query))
+    assert [row for row in after if row["session_id"] != talks[2].id] == [
+        row for row in before if row["session_id"] != talks[2].id
+    ]
+    [told] = [row for row in after if row["session_id"] == talks[2].id]
+    assert told["excluded"] == "erased"
+
+
+def test_every_reason_of_the_filters(stand: Stand) -> None:
+    group, talks = group_of(stand, 2)
+    stand.http.put(f"{talks[0].path}/reward", json={"reward": 1})
+
+    def reasons(talk: Talk, **query: Any) -> list[str]:
+        rows = talk.rows(explain="true", **query)
+        return [row.get("excluded", "") for row in rows]
+
+    assert reasons(talks[0], group_id="other") == ["group_id differs"]
+    assert reasons(talks[0], session_status="closed") == ["session_status is open"]
+    assert reasons(talks[0], since="2090-01-01") == ["committed before since"]
+    assert reasons(talks[0], until=1) == ["committed after until"]
+    assert reasons(talks[0], min_reward=2) == ["reward below min_reward"]
+    assert reasons(talks[0], max_reward=0) == ["reward above max_reward"]
+    assert reasons(talks[1], min_reward=0) == reasons(talks[1], max_reward=0) == ["no reward"]
+    assert reasons(talks[1], status="aborted") == ["status is completed"]
+    assert reasons(talks[1], max_seq_len=1) == ["no turn within max_seq_len"]
+    assert reasons(talks[0], group_id=group) == [""]

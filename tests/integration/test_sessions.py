@@ -278,7 +278,7 @@ def test_health_ready_and_models(stand: Stand) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
         ("POST", "/generate"),
         ("POST", "/abort_request"),
         ("GET", "/get_model_info"),

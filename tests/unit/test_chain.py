@@ -21,6 +21,26 @@ def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
     assert transcript.upto(5) == b"e"
 
 
+def test_a_trim_leaves_out_the_parents_last_items_and_its_end() -> None:
+    chain = Chain()
+    chain.extend(0, 1, b"1,2,3")
+    chain.extend(1, 2, b"7,8", 1)
+    assert (chain.upto(1), chain.upto(2)) == (None, b"1,2,7,8")
+    chain.extend(2, 3, b"9", 4)
+    assert chain.upto(3) == b"9"
+    chain.extend(1, 4, b"5", 1)
+    assert (chain.upto(4), len(chain)) == (None, 0)
+
+
+def test_a_turn_without_items_leaves_no_comma() -> None:
+    chain = Chain()
+    chain.extend(0, 1, b"")
+    chain.extend(1, 2, b"5")
+    chain.extend(2, 3, b"")
+    chain.extend(3, 4, b"6")
+    assert [chain.upto(turn) for turn in (1, 2, 3, 4)] == [b"", b"5", b"5", b"5,6"]
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:
@@ -35,3 +55,19 @@ def test_what_it_knows_is_right(parents: list[int]) -> None:
             assert found in (None, expected)
         if parent == 0:
             assert transcript.upto(turn) == b"%d" % turn
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 1)), max_size=8))
+def test_what_it_knows_of_trimmed_items_is_right(steps: list[tuple[int, int, int]]) -> None:
+    chain, whole = Chain(), {0: [""][:0]}
+    for turn, (drawn, count, wish) in enumerate(steps, 1):
+        parent = drawn % turn
+        trimmed = min(wish, len(whole[parent])) if parent else 0
+        new = [f"{turn}{number}" for number in range(count)]
+        whole[turn] = [*whole[parent][: len(whole[parent]) - trimmed], *new]
+        chain.extend(parent, turn, ",".join(new).encode(), trimmed)
+        for known in range(1, turn + 1):
+            assert chain.upto(known) in (None, ",".join(whole[known]).encode())
+        if parent == 0:
+            assert chain.upto(turn) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import msgspec
@@ -12,9 +13,12 @@ from hypothesis import strategies as st
 from making import int32
 
 from workers.codec import (
+    APART,
+    APART_BYTES,
     MAX_RAW,
     CorruptContent,
     Facts,
+    Said,
     Wire,
     compress,
     content_hash,
@@ -24,6 +28,7 @@ from workers.codec import (
     prompt_ids_separator,
     render_ids,
     unpack,
+    unpack_said,
 )
 
 FACTS = Facts(b"abcd" * 50, b"efgh", b"12345678")
@@ -43,6 +48,39 @@ def test_content_survives() -> None:
     assert unpack(pack(FACTS), Facts) == FACTS
     assert unpack(pack(WIRE), Wire) == WIRE
     assert decompress(compress(b"")) == b""
+
+
+LARGE = msgspec.structs.replace(WIRE, reply=b'{"text":"' + bytes(range(32, 34)) * APART_BYTES + b'"}')
+
+
+@pytest.mark.parametrize("wire", [WIRE, LARGE])
+def test_what_was_said_is_unpacked_alone(wire: Wire) -> None:
+    frame = pack(wire)
+    assert unpack(frame, Wire) == wire
+    assert unpack_said(frame) == Said(wire.messages, wire.message)
+    assert (frame[:1] == APART) == (wire is LARGE)
+
+
+def test_a_large_wire_of_an_earlier_version_is_read() -> None:
+    frame = compress(msgspec.msgpack.encode(LARGE))
+    assert unpack(frame, Wire) == LARGE
+    assert unpack_said(frame) == Said(LARGE.messages, LARGE.message)
+
+
+def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> None:
+    frame = pack(LARGE)
+    assert unpack_said(frame[: len(frame) // 2]) == Said(LARGE.messages, LARGE.message)
+    with pytest.raises(CorruptContent):
+        unpack(frame[: len(frame) // 2], Wire)
+
+
+def test_no_damage_of_a_packed_wire_is_more_than_corrupt() -> None:
+    frame = pack(LARGE)
+    for at in range(min(len(frame), 64)):
+        for damaged in (frame[:at], frame[:at] + bytes([frame[at] ^ 0x10]) + frame[at + 1 :]):
+            for read in (unpack_said, lambda data: unpack(data, Wire)):
+                with contextlib.suppress(CorruptContent):
+                    read(damaged)
 
 
 def test_a_frame_says_its_size_and_carries_a_checksum() -> None:

@@ -349,9 +349,9 @@ class TestSkyrl:
 class TestRegistry:
     def test_what_there_is(self) -> None:
         for format in shapes.FORMATS:
-            shapes.require(format, "turnlog", True)
+            shapes.require(format, "turnlog")
         for shape in shapes.SHAPES:
-            shapes.require("ndjson", shape, False)
+            shapes.require("ndjson", shape)
 
     @pytest.mark.parametrize(
         ("format", "shape", "named"),
@@ -359,7 +359,7 @@ class TestRegistry:
     )
     def test_what_there_is_not_is_named(self, format: str, shape: str, named: str) -> None:
         with pytest.raises(InvalidRequest, match=f"{named} .*(parquet|skyrl)"):
-            shapes.require(format, shape, False)
+            shapes.require(format, shape)
 
     @pytest.mark.parametrize("format", shapes.FORMATS)
     def test_a_writer_of_each(self, format: str) -> None:

@@ -1,4 +1,4 @@
-"""A chat request's body: split, judged, and left as it was spelled."""
+"""A request's body, chat or completion: split, judged, and left as it was spelled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.request import OURS, hash_body, join_object, parse_chat
+from app.domain.request import OURS, TokenIds, hash_body, join_object, parse_chat, parse_completion
 from app.errors import InvalidRequest, Unsupported
 
 DEEP = "[" * 150 + "]" * 150
@@ -95,3 +95,84 @@ def test_nothing_but_invalid_request(body: bytes) -> None:
 @given(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=3), max_size=4))
 def test_joined_fields_are_the_object(fields: dict[str, object]) -> None:
     assert json.loads(join_object({name: json.dumps(value).encode() for name, value in fields.items()})) == fields
+
+
+def test_ids_are_taken_out_of_the_parameters() -> None:
+    request = parse_chat(b'{"messages":[1],"input_ids":[ 1 ,\n2, 3],"top_k":5}')
+    assert request.ids == TokenIds(3, b"1,2,3")
+    assert set(request.params) == {"top_k"}
+    assert parse_chat(b'{"messages":[1],"input_ids":null}').ids is None
+
+
+BAD_IDS = [
+    "[]",
+    "[-1]",
+    "[-0]",
+    "[1.0]",
+    "[1e2]",
+    "[true]",
+    "[null]",
+    '["1"]',
+    "[2147483648]",
+    "[1,[2]]",
+    "{}",
+    '"x"',
+    "1",
+]
+
+
+@pytest.mark.parametrize("ids", BAD_IDS)
+def test_what_are_no_ids(ids: str) -> None:
+    with pytest.raises(InvalidRequest, match="input_ids must be a list of token ids"):
+        parse_chat(f'{{"messages":[1],"input_ids":{ids}}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "ids"),
+    [
+        ('"a"', "a", None),
+        ('""', "", None),
+        ('["a"]', "a", None),
+        ('[ "a" ]', "a", None),
+        ('"\\ud83d\\ude00"', "\U0001f600", None),
+        ("[5, 6]", None, TokenIds(2, b"5,6")),
+        ("[[5, 6]]", None, TokenIds(2, b"5,6")),
+        ("[2147483647]", None, TokenIds(1, b"2147483647")),
+    ],
+)
+def test_a_prompt_is_text_or_ids_alone_or_in_a_list(prompt: str, text: str | None, ids: TokenIds | None) -> None:
+    request = parse_completion(f'{{"prompt":{prompt},"n":1,"best_of":1,"echo":false,"rid":"x","top_k":5}}'.encode())
+    assert (request.text, request.ids, set(request.params)) == (text, ids, {"top_k"})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *sorted({*BAD_IDS} - {'["1"]', '"x"'}),
+        "null",
+        "[[]]",
+        "[[[1]]]",
+        '[["a"]]',
+        '[1,"a"]',
+        "{}",
+        "1e999",
+        '"\\ud800"',
+        "[" * 900 + "1" + "]" * 900,
+    ],
+    ids=lambda prompt: prompt[:20],
+)
+def test_what_is_no_prompt(prompt: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(f'{{"prompt":{prompt}}}'.encode())
+    assert not isinstance(caught.value, Unsupported)
+
+
+@pytest.mark.parametrize("rest", ['"n":2', '"best_of":2', '"echo":true', '"prompt":["a","b"]', '"prompt":[[1],[2]]'])
+def test_a_turn_has_one_prompt_one_choice_and_no_echo(rest: str) -> None:
+    with pytest.raises(Unsupported):
+        parse_completion(f'{{"prompt":"a",{rest}}}'.encode())
+
+
+def test_a_body_is_another_request_on_another_route() -> None:
+    body = b'{"messages":[1],"prompt":"a"}'
+    assert parse_chat(body).body_hash != parse_completion(body).body_hash

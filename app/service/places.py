@@ -1,0 +1,145 @@
+"""What an export reads next: sessions in the order of their last change, or whole groups of them.
+
+A place is looked up before any content is read: which sessions its row is made of, and their advantages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from app.domain.events import EXPORTED
+from app.domain.groups import grpo
+from app.store import bulk, reads
+from app.store.bulk import Head, Stored
+from app.store.engine import Database
+from app.store.reads import Connection, Position
+
+PAGE = 64
+"""Places looked up at a time."""
+
+PART_TURNS = 256
+"""Turns read at a time, if they are of more than one place."""
+
+REPLAY_SESSIONS = 2
+"""Sessions read at a time with replay payloads, which are larger than all else."""
+
+GROUPS_KEPT = 256
+"""Groups that are remembered during an export: a group's sessions mostly end close together."""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A session's turn in an export, or its group's: the sessions that are read for it, of about so many turns."""
+
+    session_id: str
+    at: Position
+    members: Sequence[str]
+    turns: int
+    is_group: bool
+    advantages: Mapping[str, float]
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """Where each session's last exported event stands; sessions without one are left out."""
+
+    ends: Mapping[str, Position]
+    last: Position
+    turns: int
+    advantages: Mapping[str, float]
+
+
+class Places:
+    """The places up to `high`. `grouped`: a row is made of a whole group; `advantages` are wanted of each session.
+
+    A group stands at the place of its last session, also if that has been erased since.
+    """
+
+    def __init__(self, database: Database, high: Position, *, grouped: bool, advantages: bool, replay: bool) -> None:
+        self._database = database
+        self._high = high
+        self._grouped = grouped
+        self._advantages = advantages
+        self._replay = replay
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+
+    async def following(
+        self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
+    ) -> tuple[list[list[Place]], Position | None]:
+        """The next places, in parts that can be in memory at once, and the last one looked at; None: there is none."""
+
+        def read(connection: Connection) -> tuple[list[Place], Position | None]:
+            changed = reads.changed_sessions(
+                connection,
+                after=after,
+                upto=self._high,
+                limit=PAGE,
+                session_id=session_id,
+                group_id=group_id,
+                types=types,
+            )
+            heads = bulk.heads(connection, [one for one, _ in changed])
+            found = [self._place(connection, heads[one], at, session_id is not None) for one, at in changed]
+            return [place for place in found if place is not None], changed[-1][1] if changed else None
+
+        places, last = await self._database.read(read)
+        return self._parts(places), last
+
+    async def of(self, session_ids: Sequence[str]) -> list[Place]:
+        """The places of these sessions, each with its group if rows are made of groups."""
+
+        def read(connection: Connection) -> list[Place]:
+            heads = bulk.heads(connection, session_ids)
+            found = (self._place(connection, heads[one], reads.END, True) for one in session_ids if one in heads)
+            return [place for place in found if place is not None]
+
+        return await self._database.read(read)
+
+    async def read(self, part: Sequence[Place]) -> dict[str, Stored]:
+        """Everything that is stored of the sessions of these places."""
+        every = sorted({member for place in part for member in place.members})
+        return await self._database.read(
+            lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay), one_moment=True
+        )
+
+    def _place(self, connection: Connection, head: Head, at: Position, asked_for: bool) -> Place | None:
+        """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""
+        alone = Place(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
+        if head.group_id is None or not (self._grouped or self._advantages):
+            return alone
+        group = self._group(connection, head.group_id)
+        if not self._grouped:
+            return msgspec.structs.replace(alone, advantages=group.advantages)
+        if head.session_id not in group.ends:
+            return msgspec.structs.replace(alone, is_group=False)
+        if group.last > at and not asked_for:
+            return None
+        return Place(head.session_id, at, sorted(group.ends), group.turns, True, group.advantages)
+
+    def _group(self, connection: Connection, group_id: str) -> _Group:
+        known = self._groups.get(group_id)
+        if known is None:
+            members = bulk.group_members(connection, group_id)
+            every = [member.session_id for member in members]
+            ends = bulk.last_places(connection, every, self._high, EXPORTED) if self._grouped else {}
+            known = self._groups[group_id] = _Group(
+                ends=ends,
+                last=max(ends.values(), default=Position(0, 0)),
+                turns=sum(member.turns for member in members),
+                advantages=grpo(bulk.rewards(connection, every, self._high)) if self._advantages else {},
+            )
+            if len(self._groups) > GROUPS_KEPT:
+                self._groups.popitem(last=False)
+        return known
+
+    def _parts(self, places: Sequence[Place]) -> list[list[Place]]:
+        parts: list[list[Place]] = []
+        turns = sessions = 0
+        for place in places:
+            turns, sessions = turns + place.turns, sessions + len(place.members)
+            if not parts or turns > PART_TURNS or (self._replay and sessions > REPLAY_SESSIONS):
+                parts.append([])
+                turns, sessions = place.turns, len(place.members)
+            parts[-1].append(place)
+        return parts

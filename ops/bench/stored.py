@@ -1,0 +1,168 @@
+"""Sessions written straight into a store with the content that turns have: how a benchmark begins with a full one."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from app.domain.events import (
+    BlobRef,
+    RewardAssigned,
+    SessionConfig,
+    SessionCreated,
+    TurnCommitted,
+    TurnOpened,
+    VersionSpan,
+)
+from app.domain.history import canonical_hash, decode_message
+from app.service.recovery import register
+from app.store.engine import Database
+from app.store.log import Operation, StoredBlob
+from app.store.log_sessions import AssignReward, Close, Create
+from app.store.log_turns import Claim, Commit
+from workers import codec
+from workers.codec import TOKEN_BYTES, Facts, Wire
+from workers.parse import token_text
+
+TURNS_PER_TRANSACTION = 500
+CONFIG = SessionConfig(rollback_window=1)
+_HASH = "0" * 32
+
+
+class StoredTurn(msgspec.Struct, frozen=True):
+    """What a turn adds to its session, as it is stored: two frames, and what the log says of them.
+
+    `text` is that of its token ids, `messages` the request's new ones and `message` the reply's (raw JSON);
+    `hashes` are the canonical ones of all of these.
+    """
+
+    facts: bytes
+    wire: bytes
+    messages: Sequence[bytes]
+    message: bytes
+    hashes: tuple[str, ...]
+    text: bytes
+    suffix_tokens: int
+    output_tokens: int
+    content_hash: str
+
+    @classmethod
+    def of(cls, facts: Facts, wire: Wire) -> StoredTurn:
+        packed = codec.pack(facts), codec.pack(wire)
+        return cls(
+            *packed,
+            messages=wire.messages,
+            message=wire.message,
+            hashes=tuple(_canonical(raw) for raw in (*wire.messages, wire.message)),
+            text=token_text(memoryview(facts.suffix_ids + facts.output_ids).cast("i")),
+            suffix_tokens=len(facts.suffix_ids) // TOKEN_BYTES,
+            output_tokens=len(facts.output_ids) // TOKEN_BYTES,
+            content_hash=codec.content_hash(*packed),
+        )
+
+
+async def write_sessions(
+    database: Database, sessions: Iterable[tuple[str, Sequence[StoredTurn]]], params: bytes, *, ended: bool
+) -> None:
+    """Each turn continues the one before it. `params` are those of every request, a JSON object.
+
+    `ended`: the sessions are closed, with a reward.
+    """
+    incarnation = await register(database)
+    waiting: list[Operation[Any]] = []
+    for session_id, turns in sessions:
+        waiting += _session(session_id, turns, params, incarnation, ended)
+        if len(waiting) >= 2 * TURNS_PER_TRANSACTION:
+            await _write(database, waiting)
+            waiting = []
+    await _write(database, waiting)
+
+
+async def _write(database: Database, operations: Sequence[Operation[Any]]) -> None:
+    await database.write(lambda tx: [operation.apply(tx) for operation in operations], durable=False)
+
+
+def _session(
+    session_id: str, turns: Sequence[StoredTurn], params: bytes, incarnation: int, ended: bool
+) -> list[Operation[Any]]:
+    at = time.time()
+    operations: list[Operation[Any]] = [
+        Create(session_id, at, SessionCreated(CONFIG, body_hash=_HASH), _HASH, None, None)
+    ]
+    log = _Log(session_id, incarnation, at, params)
+    for stored in turns:
+        operations += log.turn(stored)
+    if ended:
+        reward = float(len(session_id) % 2)
+        operations += [AssignReward(session_id, at, RewardAssigned(reward)), Close(session_id, at)]
+    return operations
+
+
+class _Log:
+    """What a session's events add up, turn by turn."""
+
+    def __init__(self, session_id: str, incarnation: int, at: float, params: bytes) -> None:
+        self._session_id = session_id
+        self._incarnation = incarnation
+        self._at = at
+        self._params = params
+        self._turn = self._messages = self._tokens = self._text_bytes = 0
+        self._text = hashlib.sha256()
+        self._spelling = hashlib.sha256()
+
+    def turn(self, stored: StoredTurn) -> list[Operation[Any]]:
+        """The claim and the commit; the log holds the session's creation and two events a turn."""
+        self._turn += 1
+        fence = 2 * self._turn
+        opened = TurnOpened(self._turn, self._turn - 1, self._incarnation, body_hash=_HASH)
+        for raw in stored.messages:
+            self._spelling.update(raw + b",")
+        self._text.update(stored.text)
+        self._text_bytes += len(stored.text)
+        event = self._committed(stored, fence)
+        self._spelling.update(stored.message + b",")
+        self._messages += len(stored.messages) + 1
+        self._tokens += stored.suffix_tokens + stored.output_tokens
+        blobs = [
+            StoredBlob(ref.number, ref.kind, ref.size, ref.hash, codec.compress(self._params))
+            for ref in event.new_blobs
+        ]
+        return [
+            Claim(self._session_id, fence - 1, self._at, opened, 8.0),
+            Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
+        ]
+
+    def _committed(self, stored: StoredTurn, fence: int) -> TurnCommitted:
+        params = BlobRef(0, "params", len(self._params), hashlib.sha256(self._params).hexdigest())
+        return TurnCommitted(
+            turn=self._turn,
+            parent=self._turn - 1,
+            fence=fence,
+            segment=0,
+            base_messages=self._messages,
+            new_messages=len(stored.messages),
+            message_hashes=stored.hashes,
+            client_hash=self._spelling.copy().hexdigest()[:32],
+            base_tokens=self._tokens,
+            suffix_tokens=stored.suffix_tokens,
+            output_tokens=stored.output_tokens,
+            tokens_hash=self._text.hexdigest(),
+            tokens_text_bytes=self._text_bytes,
+            body_hash=_HASH,
+            content_hash=stored.content_hash,
+            params=0,
+            dialect="sglang",
+            engine="http://127.0.0.1:1",
+            weight_versions=(VersionSpan("default", 0, stored.output_tokens),),
+            requested_at=self._at,
+            finish_reason="stop",
+            new_blobs=(params,) if self._turn == 1 else (),
+        )
+
+
+def _canonical(raw: bytes) -> str:
+    return canonical_hash(decode_message(raw, "a message"), CONFIG.matcher)

@@ -1,0 +1,368 @@
+"""Completions: a prompt as text or ids, recorded as turns of the same log."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from integration.stand import Stand, error_of, until, user
+from integration.tito import text_of
+from integration.writing import Writing
+
+
+def test_a_text_is_continued(every: Stand) -> None:
+    writing = Writing(every)
+    for text in ("Once upon a time", " and then", " until"):
+        writing.write(text)
+    committed = writing.committed()
+    assert [event["protocol"] for event in committed] == ["completions"] * 3
+    assert [event["parent"] for event in committed] == [0, 1, 2]
+    assert [event.get("segment_cause") for event in committed] == [None] * 3
+    assert [body["prompt"] for body in writing.asked()] == [
+        record["request"]["prompt"] for record in writing.state()["records"]
+    ]
+    assert "RolledBack" not in writing.types()
+
+
+def test_ids_are_continued_exactly(every: Stand) -> None:
+    writing = Writing(every)
+    for ids in ([5, 6, 7], [8], [9, 10]):
+        writing.add_ids(*ids)
+    [row] = writing.rows()
+    assert row["tokens"] == writing.ids == writing.state()["metadata"]["accumulated_token_ids"]
+    assert [event["suffix_tokens"] for event in writing.committed()] == [3, 1, 2]
+    assert sum(row["loss_mask"]) == sum(event["output_tokens"] for event in writing.committed())
+    assert [body["prompt"] for body in writing.asked()] == [
+        record["request"]["prompt"] for record in writing.state()["records"]
+    ]
+    assert len([blob for event in writing.committed() for blob in event.get("new_blobs", ())]) == 1
+
+
+def test_a_record_is_what_was_sent_and_answered(every: Stand) -> None:
+    writing = Writing(every)
+    one = writing.write("Once", temperature=0.7)
+    two = writing.write(" more")
+    records = writing.state()["records"]
+    assert [record["path"] for record in records] == ["/v1/completions"] * 2
+    assert [record["response"] for record in records] == [one.json(), two.json()]
+    assert [record["request"] for record in records] == writing.asked()
+    sent = records[0]["request"]
+    assert (sent["temperature"], sent["logprobs"], sent["return_token_ids"], sent["model"]) == (
+        0.7,
+        0,
+        True,
+        "simulator",
+    )
+    assert "stream" not in sent
+
+
+def test_an_export_row_holds_text_as_messages_and_the_engines_tokens(every: Stand) -> None:
+    writing = Writing(every)
+    one = writing.write("Once", max_tokens=4)
+    [row] = writing.rows()
+    choice = one.json()["choices"][0]
+    assert row["tokens"] == choice["prompt_token_ids"] + choice["token_ids"]
+    assert text_of(row["tokens"]).startswith("Once")
+    assert row["logprobs"][-len(choice["token_ids"]) :] == choice["logprobs"]["token_logprobs"]
+    assert row["messages"] == [user("Once"), {"role": "assistant", "content": choice["text"]}]
+    assert (row["status"], row["turns"][0]["finish_reason"]) == ("truncated", "length")
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_the_same_prompt_again_is_a_retry_of_its_turn(every: Stand, kind: str) -> None:
+    writing = Writing(every)
+    step = writing.write if kind == "text" else writing.add_ids
+    parts: list[Any] = ["One", " two"] if kind == "text" else [5, 6]
+    step(parts[0])
+    before = writing.text if kind == "text" else writing.ids
+    step(parts[1])
+    prompt = before + parts[1] if kind == "text" else [*before, parts[1]]  # type: ignore[operator, misc]
+    response = writing.ask(prompt)
+    assert (response.status_code, response.headers["x-turnlog-turn"]) == (200, "3")
+    assert writing.types()[-2:] == ["RolledBack", "TurnCommitted"]
+    assert [record["turn"] for record in writing.state()["records"]] == [1, 3]
+    rows = writing.rows()
+    assert rows[-1]["turns"][-1]["turn"] == 3
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_a_prompt_may_go_back_as_far_as_the_window(every: Stand, kind: str) -> None:
+    writing = Writing(every)
+    prompts: list[Any] = []
+    for part in ("One", " two", " three") if kind == "text" else (5, 6, 7):
+        prompts.append(writing.text + part if kind == "text" else [*writing.ids, part])
+        writing.write(part) if kind == "text" else writing.add_ids(part)
+    before = writing.types()
+    assert error_of(writing.ask(prompts[1])) == (400, "rollback_too_deep")
+    assert error_of(writing.ask(prompts[0])) == (400, "rollback_too_deep")
+    assert writing.types() == before
+    other = prompts[1] + " else" if kind == "text" else [*prompts[1], 9]
+    assert error_of(writing.ask(other)) == (400, "rollback_too_deep")
+    assert writing.ask(prompts[2]).status_code == 200
+    assert writing.events()[-2]["discarded"] == [3]
+
+
+def test_another_continuation_of_the_turn_before_is_a_rollback(every: Stand) -> None:
+    writing = Writing(every)
+    writing.write("One")
+    first = writing.text
+    writing.write(" two")
+    assert writing.ask(first + " instead").status_code == 200
+    assert writing.events()[-2]["discarded"] == [2]
+
+
+@pytest.mark.parametrize("prompt", ["Something else", [1, 2, 3]])
+def test_another_prompt_is_no_history(every: Stand, prompt: Any) -> None:
+    writing = Writing(every)
+    writing.write("One")
+    writing.write(" two")
+    before = writing.types()
+    response = writing.ask(prompt)
+    assert error_of(response) == (400, "history_mismatch")
+    assert response.headers["x-should-retry"] == "false"
+    assert writing.types() == before
+    writing.write(" three")
+
+
+@pytest.mark.parametrize("prompt", ["Something else", [1, 2, 3]])
+def test_another_prompt_may_begin_a_segment(every: Stand, prompt: Any) -> None:
+    writing = Writing(every, on_divergence="segment")
+    writing.write("One")
+    response = writing.ask(prompt)
+    assert response.status_code == 200
+    assert [(row["segment"], row["segment_cause"], len(row["turns"])) for row in writing.rows()] == [
+        (0, None, 1),
+        (1, "divergence", 1),
+    ]
+    assert writing.committed()[1]["parent"] == 1
+    choice = response.json()["choices"][0]
+    assert writing.state()["metadata"]["accumulated_token_ids"] == choice["prompt_token_ids"] + choice["token_ids"]
+
+
+@pytest.mark.parametrize("divergence", ["reject", "segment"])
+def test_chat_and_completion_do_not_continue_each_other(every: Stand, divergence: str) -> None:
+    writing = Writing(every, on_divergence=divergence)
+    writing.say("Hello")
+    reply = writing.ask("Hello")
+    chat = None
+    if divergence == "reject":
+        assert error_of(reply) == (400, "history_mismatch")
+        writing.say("On")
+        assert len(writing.committed()) == 2
+        other = Writing(every)
+        other.write("Once")
+        assert error_of(other.chat([user("Once")])) == (400, "history_mismatch")
+        other.write(" more")
+        return
+    assert reply.status_code == 200
+    chat = writing.chat([user("Hello again")])
+    assert chat.status_code == 200
+    assert [row["segment_cause"] for row in writing.rows()] == [None, "divergence", "divergence"]
+    writing.messages = [user("Hello again"), chat.json()["choices"][0]["message"]]
+    writing.say("And on")
+    assert [len(row["turns"]) for row in writing.rows()] == [1, 1, 2]
+    assert [record["path"] for record in writing.state()["records"]] == [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"n": 2}, "unsupported"),
+        ({"best_of": 2}, "unsupported"),
+        ({"echo": True}, "unsupported"),
+        ({"prompt": ["a", "b"]}, "unsupported"),
+        ({"prompt": [[1], [2]]}, "unsupported"),
+        ({"echo": "yes"}, "invalid_request"),
+        ({"prompt": None}, "invalid_request"),
+        ({"prompt": []}, "invalid_request"),
+        ({"prompt": [-1]}, "invalid_request"),
+        ({"prompt": [True]}, "invalid_request"),
+        ({"prompt": [1, "a"]}, "invalid_request"),
+        ({"prompt": [[[1]]]}, "invalid_request"),
+        ({"prompt": {}}, "invalid_request"),
+        ({"prompt": 5}, "invalid_request"),
+        ({"stream": "yes"}, "invalid_request"),
+    ],
+)
+def test_what_is_no_completion_is_400_and_never_reaches_the_engine(
+    every: Stand, fields: dict[str, Any], code: str
+) -> None:
+    writing = Writing(every)
+    assert error_of(writing.ask(**{"prompt": "Once", **fields})) == (400, code)
+    assert writing.asked() == []
+    assert writing.types() == ["SessionCreated"]
+
+
+@pytest.mark.parametrize("depth", [3, 90, 700])
+def test_a_prompt_nested_deep_is_400(stand: Stand, depth: int) -> None:
+    writing = Writing(stand)
+    body = '{"prompt":' + "[" * depth + "1" + "]" * depth + "}"
+    assert error_of(stand.http.post(writing.url, content=body))[0] == 400
+
+
+@pytest.mark.parametrize("prompt", [["Once"], [[5, 6]]])
+def test_one_prompt_in_a_list_is_that_prompt(every: Stand, prompt: Any) -> None:
+    writing = Writing(every)
+    assert writing.ask(prompt, n=1, best_of=1, echo=False).status_code == 200
+    assert [body["prompt"] for body in writing.asked()] == prompt
+
+
+def test_logprobs_that_a_client_asks_for_are_asked_for(every: Stand) -> None:
+    writing = Writing(every)
+    writing.write("Once", logprobs=3)
+    writing.write(" more", logprobs=None)
+    assert [body["logprobs"] for body in writing.asked()] == [3, 0]
+
+
+def test_marked_retries_get_the_committed_reply(every: Stand) -> None:
+    writing = Writing(every)
+    for first, again in (
+        ({"idempotency-key": "k"}, {"idempotency-key": "k"}),
+        ({"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}),
+    ):
+        prompt = writing.text + " more"
+        one = writing.ask(prompt, headers=first)
+        two = writing.ask(prompt, headers=again)
+        assert one.content == two.content
+        assert two.headers["x-turnlog-replayed"] == "true"
+        writing.text = prompt + one.json()["choices"][0]["text"]
+    assert len(writing.asked()) == len(writing.committed()) == 2
+    assert error_of(writing.ask("Other", headers={"idempotency-key": "k"})) == (422, "idempotency_mismatch")
+
+
+def test_a_second_completion_at_once_is_busy_and_a_marked_one_joins(every: Stand) -> None:
+    writing = Writing(every)
+    key = {"idempotency-key": "k"}
+    slow = {"sim": {"latency_s": 0.5}}
+    call = every.meanwhile(writing.ask, "Once", headers=key, **slow)
+    until(lambda: writing.asked())
+    assert error_of(writing.ask("Other")) == (409, "session_busy")
+    assert error_of(writing.chat([user("x")])) == (409, "session_busy")
+    assert writing.ask("Once", headers=key, **slow).content == call.result().content
+    assert len(writing.asked()) == 1
+
+
+def test_a_key_of_a_chat_with_the_same_body_is_no_retry_of_it(stand: Stand) -> None:
+    talk = Writing(stand)
+    body = json.dumps({"messages": [user("x")], "prompt": "x"})
+    headers = {"idempotency-key": "k"}
+    chat = stand.http.post(talk.chat_path, content=body, headers=headers)
+    assert chat.status_code == 200
+    other = stand.http.post(talk.url, content=body, headers=headers)
+    assert error_of(other) == (422, "idempotency_mismatch")
+    marked = stand.http.post(talk.url, content=body, headers={"x-stainless-retry-count": "1"})
+    assert error_of(marked) == (400, "history_mismatch")
+
+
+@pytest.mark.parametrize("fault", ["not_json", "nan_logprob", "missing_logprobs", "short_logprobs", "no_choices"])
+def test_a_malformed_reply_is_502_and_commits_nothing(every: Stand, fault: str) -> None:
+    writing = Writing(every)
+    writing.write("Once")
+    before = writing.state()["records"]
+    assert error_of(writing.ask(writing.text + " more", sim={"fault": fault})) == (502, "upstream_invalid")
+    assert writing.state()["records"] == before
+    writing.write(" more")
+
+
+def test_an_engines_refusal_passes(every: Stand) -> None:
+    writing = Writing(every)
+    response = writing.ask("Once", sim={"fault": "status_429"})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert writing.ask("").status_code == 400
+    assert writing.committed() == []
+    writing.write("Once")
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_another_prompt_than_was_sent_is_told_where_ids_were_sent(every: Stand, kind: str) -> None:
+    writing = Writing(every)
+    response = writing.ask("Once upon" if kind == "text" else [5, 6, 7], sim={"fault": "other_prompt"})
+    if kind == "text":
+        assert response.status_code == 200
+        return
+    assert error_of(response) == (500, "token_prefix_mismatch")
+    assert writing.committed() == []
+    assert writing.ask([5, 6, 7]).status_code == 200
+
+
+def test_missing_prompt_ids_are_502_for_text_and_none_for_ids(every: Stand) -> None:
+    writing = Writing(every)
+    assert error_of(writing.ask("Once", sim={"fault": "missing_prompt_ids"})) == (502, "upstream_invalid")
+    writing.add_ids(5, 6, 7, sim={"fault": "missing_prompt_ids"})
+    assert writing.state()["metadata"]["accumulated_token_ids"] == writing.ids
+
+
+def test_an_abort_is_a_state_of_its_own(every: Stand) -> None:
+    writing = Writing(every)
+    reply = writing.write("Once", max_tokens=40, sim={"fault": "abort"})
+    assert reply.json()["choices"][0]["finish_reason"] == "abort"
+    [row] = writing.rows()
+    assert row["status"] == "aborted"
+    writing.write(" more")
+
+
+def test_text_that_is_not_ascii_is_continued(every: Stand) -> None:
+    writing = Writing(every)
+    writing.write("Straße 你好 👩\u200d🔬")
+    writing.write(" “ü” \u0000 \\ ")
+    assert len(writing.committed()) == 2
+    assert writing.committed()[1]["parent"] == 1
+    assert "RolledBack" not in writing.types()
+    assert writing.asked()[1]["prompt"] == writing.state()["records"][1]["request"]["prompt"]
+
+
+def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) -> None:
+    for policy in ("segment", "reject"):
+        writing = Writing(stand, on_drift=policy)
+        writing.write("Once", sim={"text": "quart"}, max_tokens=40)
+        writing.text = writing.text.removesuffix("<|im_end|>")
+        response = writing.ask(writing.text + "ers of it")
+        if policy == "segment":
+            assert response.status_code == 200
+            assert [row["segment_cause"] for row in writing.rows()] == [None, "drift"]
+            continue
+        assert error_of(response) == (500, "token_prefix_mismatch")
+        assert len(writing.committed()) == 1
+
+
+def test_a_delete_ends_it(every: Stand) -> None:
+    writing = Writing(every)
+    call = every.meanwhile(writing.ask, "Once", sim={"latency_s": 15})
+    until(lambda: writing.asked())
+    assert every.http.delete(writing.path).status_code == 204
+    assert error_of(call.result()) == (404, "session_closed")
+    assert writing.committed() == []
+    assert error_of(writing.ask("Once")) == (404, "session_closed")
+
+
+def test_the_session_may_be_in_a_header(every: Stand) -> None:
+    talk = every.known(f"completion-by-header-{every.server.port}")
+    text = "Once"
+    for _ in range(2):
+        response = every.http.post(
+            "/v1/completions", json={"prompt": text, "max_tokens": 4}, headers={"x-session-id": talk.id}
+        )
+        assert response.status_code == 200, response.text
+        text += response.json()["choices"][0]["text"] + " and"
+    assert talk.types() == ["SessionCreated", *["TurnOpened", "TurnCommitted"] * 2]
+    assert error_of(every.http.post("/v1/completions", json={"prompt": text}))[0] == 400
+
+
+def test_the_order_of_refusals_is_that_of_a_turn(stand: Stand) -> None:
+    unknown = stand.http.post("/sessions/never-seen/v1/completions", content="{")
+    assert error_of(unknown) == (404, "session_not_found")
+    writing = Writing(stand)
+    writing.write("Once")
+    call = stand.meanwhile(writing.write, " slowly", sim={"latency_s": 0.5})
+    until(lambda: len(writing.asked()) == 2)
+    assert error_of(stand.http.post(writing.url, content="{")) == (400, "invalid_request")
+    assert error_of(writing.ask("Other")) == (409, "session_busy")
+    call.result()
+    assert error_of(writing.ask("Other")) == (400, "history_mismatch")

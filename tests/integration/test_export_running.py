@@ -1,0 +1,317 @@
+"""Exports while sessions are written, of many sessions, and to clients that go away."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.reading import CONTAINERS, DOCUMENTS, Row, read
+from integration.stand import Stand, Talk, serving, until
+from ops.simulator.process import SimulatorProcess
+
+SESSIONS = 2000
+TURNS = 5
+SLOWEST_S = 2.0
+"""Generous: the machine may be shared."""
+
+MEMORY = 450 << 20
+"""Of the server, most of it SQLite's page cache: 64 MiB for each connection that an export has read through."""
+
+ABORTS = 50
+CONNECTIONS = 8
+"""Of the database, for reads; each has up to two files open."""
+
+
+@pytest.fixture
+def own(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    """A server of the test's own, so that its export holds nothing else."""
+    with serving(tmp_path, sglang.base_url) as stand:
+        yield stand
+
+
+@pytest.fixture(scope="module")
+def large(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """A server of many sessions: real ones, multiplied in the store."""
+    with serving(tmp_path_factory.mktemp("large"), sglang.base_url) as stand:
+        talk = stand.talk(session_id="one", group_id="g")
+        for number in range(TURNS):
+            talk.say(f"Question {number}", sim={"completion_tokens": 400, "tool_calls": False})
+        assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
+        stand.server.stop()
+        multiply(stand.server.database_path, "one", SESSIONS)
+        stand.server.start()
+        yield stand
+
+
+def multiply(path: Path, session_id: str, count: int) -> None:
+    """Copies `c1`, `c2`, … behind all that there is, each of a group of its own."""
+    numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count}) "
+    with closing(sqlite3.connect(path)) as database, database:
+        [last] = database.execute("SELECT max(position) FROM events").fetchone()
+        [events] = database.execute("SELECT count(*) FROM events WHERE session_id = ?", (session_id,)).fetchone()
+        made = {
+            "session_id": "'c' || i",
+            "position": f"{last} + (i - 1) * {events} + seq",
+            "group_id": "'g' || i",
+        }
+        for table in ("sessions", "events", "turns", "blobs"):
+            names = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+            values = ", ".join(made.get(name, name) for name in names)
+            query = f"INSERT INTO {table} {numbers} SELECT {values} FROM {table}, n WHERE session_id = ?"
+            database.execute(query, (session_id,))
+
+
+class Writers:
+    """Clients that take turns in their sessions until they are stopped."""
+
+    def __init__(self, stand: Stand, talks: list[Talk], clients: int) -> None:
+        self._stopped = threading.Event()
+        shares = [talks[start::clients] for start in range(clients)]
+        self._runs = [stand.meanwhile(self._run, share) for share in shares]
+
+    def _run(self, talks: list[Talk]) -> int:
+        turns = 0
+        while not self._stopped.is_set():
+            for talk in talks:
+                talk.say(f"Turn {turns}")
+            turns += len(talks)
+        return turns
+
+    def __enter__(self) -> Writers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        for run in self._runs:
+            assert run.result(timeout=60) > 0
+
+
+def get(stand: Stand, **query: Any) -> bytes:
+    response = stand.http.get("/export", params=query)
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+@pytest.mark.parametrize("format", [*CONTAINERS, *DOCUMENTS])
+def test_the_same_cursor_gives_the_same_bytes_while_others_write(own: Stand, format: str) -> None:
+    talks = [own.talk(group_id=f"g{number % 3}") for number in range(8)]
+    for number, talk in enumerate(talks):
+        talk.say("Hello")
+        assert own.http.put(f"{talk.path}/reward", json={"reward": number}).status_code == 200
+    shapes = ["turnlog"] if format in DOCUMENTS else ["turnlog", "miles", "atropos"]
+    with Writers(own, talks, 4):
+        until(lambda: len(talks[0].committed()) > 1)
+        cursor = own.http.get("/export").headers["x-turnlog-cursor"]
+        query = {"cursor": cursor, "format": format, "advantage": "grpo", "explain": "true"}
+        first = {shape: get(own, shape=shape, **query) for shape in shapes}
+        for _ in range(4):
+            seen = len(talks[0].committed())
+            for shape in shapes:
+                assert get(own, shape=shape, **query) == first[shape]
+            until(lambda seen=seen: len(talks[0].committed()) > seen)
+    for shape in shapes:
+        assert get(own, shape=shape, **query) == first[shape]
+        assert read(format, first[shape])
+
+
+def test_a_running_export_has_a_consistent_prefix_of_every_session(own: Stand) -> None:
+    talks = [own.talk() for _ in range(30)]
+    for talk in talks:
+        talk.say("Hello")
+    seen: list[Row] = []
+    with Writers(own, talks, 6):
+        for number in range(12):
+            rows = read(CONTAINERS[number % 4], get(own, format=CONTAINERS[number % 4]))
+            assert len({row["session_id"] for row in rows}) == len(rows) == len(talks)
+            seen += rows
+    final = {row["session_id"]: row for row in read("ndjson", get(own))}
+    logs = {talk.id: talk.events() for talk in talks}
+    lengths = set()
+    for row in seen:
+        whole = final[row["session_id"]]
+        turns = row["turns"] if isinstance(row["turns"], list) else read("ndjson", row["turns"].encode())[0]
+        length = turns[-1]["end"]
+        assert turns == whole["turns"][: len(turns)]
+        assert list(row["tokens"]) == whole["tokens"][:length]
+        assert list(row["loss_mask"]) == whole["loss_mask"][:length]
+        assert list(row["logprobs"]) == whole["logprobs"][:length]
+        assert len(row["tokens"]) == len(row["weight_versions"]) == length
+        upto = [event for event in logs[row["session_id"]] if event["seq"] <= row["as_of_seq"]]
+        assert len([event for event in upto if event["type"] == "TurnCommitted"]) == len(turns)
+        lengths.add(len(turns))
+    assert len(lengths) > 2
+
+
+def test_what_one_export_ends_with_the_next_begins_behind_while_others_write(own: Stand) -> None:
+    """Followed by its cursors, an export gives the end of every session at last, in the order of commits."""
+    talks = [own.talk() for _ in range(10)]
+    newest: dict[str, Row] = {}
+    query: dict[str, Any] = {}
+    with Writers(own, talks, 5):
+        until(lambda: all(talk.committed() for talk in talks))
+        for _ in range(15):
+            newest |= follow(own, query)
+    newest |= follow(own, query)
+    assert follow(own, query) == {}
+    final = {row["session_id"]: row for row in read("ndjson", get(own))}
+    assert {name: row["tokens"] for name, row in newest.items()} == {name: row["tokens"] for name, row in final.items()}
+
+
+def follow(stand: Stand, query: dict[str, Any]) -> dict[str, Row]:
+    response = stand.http.get("/export", params=query)
+    query["cursor"] = response.headers["x-turnlog-next-cursor"]
+    rows = read("ndjson", response.content)
+    assert len({row["session_id"] for row in rows}) == len(rows)
+    return {row["session_id"]: row for row in rows}
+
+
+class Health:
+    """Asks `/health` again and again from a thread of its own, and keeps how long each answer took, in seconds."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._stand = stand
+        self._stopped = threading.Event()
+        self._run = stand.meanwhile(self._probe)
+        self.latencies: list[float] = []
+
+    def _probe(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._stand.server.port, timeout=30)
+        with closing(connection):
+            while not self._stopped.is_set():
+                start = time.perf_counter()
+                connection.request("GET", "/health")
+                assert connection.getresponse().read().startswith(b'{"status":"ok"')
+                self.latencies.append(time.perf_counter() - start)
+                time.sleep(0.005)
+
+    def __enter__(self) -> Health:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._run.result(timeout=60)
+
+
+def resident(stand: Stand) -> int:
+    """Bytes of the server's memory now."""
+    with open(f"/proc/{stand.server.pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("format", "shape"),
+    [*((format, "turnlog") for format in (*CONTAINERS, *DOCUMENTS)), ("parquet", "verl"), ("ndjson", "atropos")],
+)
+def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
+    large: Stand, format: str, shape: str
+) -> None:
+    highest = 0
+    size = 0
+    pieces = []
+    with Health(large) as health:
+        with large.http.stream("GET", "/export", params={"format": format, "shape": shape}) as response:
+            assert response.status_code == 200
+            for piece in response.iter_bytes():
+                pieces.append(piece)
+                size += len(piece)
+                highest = max(highest, resident(large))
+        probes = len(health.latencies)
+    assert probes > 10
+    assert max(health.latencies) < SLOWEST_S
+    assert highest < MEMORY
+    rows = read(format, b"".join(pieces))
+    if shape == "atropos":
+        assert [row["session_ids"] for row in rows] == [["one"], *([f"c{number + 1}"] for number in range(SESSIONS))]
+        return
+    names = [row["extra_fields"] if shape == "verl" else row["session_id"] for row in rows]
+    if shape == "verl":
+        names = [read("ndjson", name.encode())[0]["session_id"] for name in names]
+    assert names == ["one", *(f"c{number + 1}" for number in range(SESSIONS))]
+
+
+def test_many_sessions_come_page_by_page_as_they_come_at_once(large: Stand) -> None:
+    cursor = large.http.get("/export", params={"limit": 1}).headers["x-turnlog-cursor"]
+    whole = get(large, shape="slime", cursor=cursor)
+    seen = b""
+    while page := get(large, shape="slime", cursor=cursor, limit=700):
+        seen += page
+        cursor = read("ndjson", page.splitlines()[-1])[0]["metadata"]["turnlog"]["cursor"]
+    assert seen == whole
+
+
+def open_files(stand: Stand) -> list[str]:
+    """What each descriptor of the server stands for."""
+    found = []
+    for entry in Path(f"/proc/{stand.server.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(str(entry.readlink()))
+    return found
+
+
+def temporary(stand: Stand) -> list[str]:
+    """Files without a name."""
+    return [one for one in open_files(stand) if "/#" in one]
+
+
+def threads(stand: Stand) -> int:
+    return len(list(Path(f"/proc/{stand.server.pid}/task").iterdir()))
+
+
+def abort(stand: Stand, query: str, wait_s: float) -> None:
+    """Ask for an export and go away in the middle of it."""
+    with socket.create_connection(("127.0.0.1", stand.server.port)) as connection:
+        connection.sendall(f"GET /export?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        time.sleep(wait_s)
+
+
+def test_the_temporary_file_of_an_export_can_be_seen(large: Stand) -> None:
+    """Else the next test would find none left behind, whatever was."""
+    with large.http.stream("GET", "/export", params={"format": "safetensors"}) as response:
+        assert next(response.iter_bytes())
+        assert temporary(large)
+    until(lambda: not temporary(large))
+
+
+@pytest.mark.parametrize(
+    "query", ["format=safetensors", "format=parquet", "format=ndjson", "format=msgpack&shape=verl"]
+)
+def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> None:
+    before = len(open_files(large))
+    for number in range(ABORTS):
+        abort(large, query, 0.01 * (number % 10))
+    until(lambda: not temporary(large))
+    until(lambda: len(open_files(large)) <= before + 2 * CONNECTIONS)
+    running = threads(large)
+    for _ in range(ABORTS):
+        abort(large, query, 0.02)
+    until(lambda: not temporary(large))
+    assert threads(large) <= running + 4
+    with Health(large) as health:
+        assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
+        until(lambda: len(health.latencies) > 20)
+    assert max(health.latencies) < SLOWEST_S
+
+
+def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(large: Stand) -> None:
+    before = resident(large)
+    connections = [socket.create_connection(("127.0.0.1", large.server.port)) for _ in range(4)]
+    try:
+        for connection in connections:
+            connection.sendall(b"GET /export HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with Health(large) as health:
+            until(lambda: len(health.latencies) > 200)
+        assert resident(large) < max(MEMORY, before + (100 << 20))
+    finally:
+        for connection in connections:
+            connection.close()

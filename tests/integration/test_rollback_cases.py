@@ -1,0 +1,244 @@
+"""Where a request may join: the cases of docs/matching.md, each under every matcher it holds for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
+from integration.tito import require_consistent
+
+PLAIN = {"tool_calls": False, "reasoning": False}
+MATCHERS = ("tolerant", "strict", "role_content_only")
+
+Change = Callable[[Message], Message]
+
+
+@pytest.fixture(params=["capture", "tito"])
+def either(request: pytest.FixtureRequest) -> Stand:
+    found: Stand = request.getfixturevalue("stand" if request.param == "capture" else "tito")
+    return found
+
+
+@pytest.fixture(params=MATCHERS)
+def talk(request: pytest.FixtureRequest, either: Stand) -> Talk:
+    """A session of three turns under each matcher."""
+    made = either.talk(matcher=request.param)
+    for text in ("One", "Two", "Three"):
+        made.say(text, sim=PLAIN)
+    return made
+
+
+def path(talk: Talk) -> list[int]:
+    return [record["turn"] for record in talk.state()["records"]]
+
+
+def test_the_whole_history_continues_the_leaf(talk: Talk) -> None:
+    talk.say("Four", sim=PLAIN)
+    assert path(talk) == [1, 2, 3, 4]
+    assert "RolledBack" not in talk.types()
+
+
+def test_the_whole_history_and_nothing_new_continues_the_leaf(talk: Talk) -> None:
+    assert talk.chat(talk.messages, sim=PLAIN).status_code == 200
+    assert path(talk) == [1, 2, 3, 4]
+    assert talk.committed()[-1]["new_messages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "new"),
+    [
+        (5, []),
+        (4, []),
+        (4, ["Instead"]),
+        (4, ["Instead", "and more"]),
+        (5, ["With the same question first"]),
+    ],
+)
+def test_a_history_that_stops_one_turn_short_discards_that_turn(talk: Talk, keep: int, new: list[str]) -> None:
+    response = talk.chat([*talk.messages[:keep], *map(user, new)], sim=PLAIN)
+    assert response.status_code == 200, response.text
+    assert path(talk) == [1, 2, 4]
+    assert talk.events()[-2]["discarded"] == [3]
+    assert talk.committed()[-1]["parent"] == 2
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 3])
+def test_a_history_that_stops_further_back_is_too_deep(talk: Talk, keep: int) -> None:
+    before = talk.state()["records"]
+    response = talk.chat([*talk.messages[:keep], user("Instead")], sim=PLAIN)
+    assert error_of(response) == (400, "rollback_too_deep")
+    assert response.headers["x-should-retry"] == "false"
+    assert talk.state()["records"] == before
+
+
+@pytest.mark.parametrize("place", [1, 3, 5])
+def test_another_assistant_message_is_a_mismatch_wherever_it_stands(talk: Talk, place: int) -> None:
+    before = talk.state()["records"]
+    forged = [*talk.messages[:place], {"role": "assistant", "content": "Never said"}, *talk.messages[place + 1 :]]
+    assert error_of(talk.chat([*forged, user("On")], sim=PLAIN)) == (400, "history_mismatch")
+    assert error_of(talk.chat(forged[: place + 1], sim=PLAIN)) == (400, "history_mismatch")
+    assert talk.state()["records"] == before
+
+
+def test_another_user_message_before_stored_answers_is_a_mismatch(talk: Talk) -> None:
+    forged = [user("Another one"), *talk.messages[1:], user("On")]
+    assert error_of(talk.chat(forged, sim=PLAIN)) == (400, "history_mismatch")
+
+
+def test_a_history_with_a_message_left_out_is_a_mismatch(talk: Talk) -> None:
+    assert error_of(talk.chat([*talk.messages[2:], user("On")], sim=PLAIN)) == (400, "history_mismatch")
+
+
+def test_a_rollback_can_be_rolled_back(talk: Talk) -> None:
+    for text in ("Instead", "Instead again"):
+        assert talk.chat([*talk.messages[:4], user(text)], sim=PLAIN).status_code == 200
+    assert path(talk) == [1, 2, 5]
+    assert [event["discarded"] for event in talk.events() if event["type"] == "RolledBack"] == [[3], [4]]
+
+
+def test_what_was_rolled_back_is_no_history_any_more(talk: Talk) -> None:
+    old = talk.messages
+    talk.messages = talk.messages[:4]
+    talk.say("Instead", sim=PLAIN)
+    assert error_of(talk.chat([*old, user("On")], sim=PLAIN)) == (400, "history_mismatch")
+    talk.say("On", sim=PLAIN)
+    assert path(talk) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("fault", ["status_500", "status_503", "not_json", "nan_logprob", "reset", "two_choices"])
+def test_a_retry_that_fails_does_not_lose_the_old_turn(talk: Talk, fault: str) -> None:
+    before = talk.state()["records"]
+    order = {"fault": fault, "at_byte": 20} if fault == "reset" else fault
+    for sent in ([*talk.messages[:4], user("Instead")], talk.messages[:5]):
+        assert talk.chat(sent, sim={**PLAIN, "fault": order}).status_code >= 500
+    assert talk.state()["records"] == before
+    assert "RolledBack" not in talk.types()
+    talk.say("Four", sim=PLAIN)
+    assert len(talk.committed()) == 4
+
+
+def test_a_rollback_and_its_copy_at_once_roll_back_once(either: Stand) -> None:
+    talk = either.talk()
+    for text in ("One", "Two", "Three"):
+        talk.say(text, sim=PLAIN)
+    sent = [*talk.messages[:4], user("Instead")]
+    calls = [either.meanwhile(talk.chat, sent, sim={**PLAIN, "latency_s": 0.3}) for _ in range(6)]
+    assert sorted(call.result().status_code for call in calls) == [200] + [409] * 5
+    assert path(talk) == [1, 2, 4]
+    assert talk.types().count("RolledBack") == 1
+
+
+def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: Stand) -> None:
+    talk = either.talk()
+    for text in ("One", "Two"):
+        talk.say(text, sim=PLAIN)
+    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": 0.4})
+    either.until_generating(talk, 3)
+    busy = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
+    assert error_of(busy) == (409, "session_busy")
+    assert busy.headers["x-should-retry"] == "false"
+    assert call.result().status_code == 200
+    again = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
+    assert error_of(again) == (400, "rollback_too_deep"), "what was one turn back is two by now"
+    assert path(talk) == [1, 2, 3]
+
+
+def test_a_window_of_none_takes_no_retry(either: Stand) -> None:
+    talk = either.talk(rollback_window=0)
+    talk.say("One", sim=PLAIN)
+    for sent in ([user("One")], [user("Other")]):
+        assert error_of(talk.chat(sent, sim=PLAIN)) == (400, "rollback_too_deep")
+    talk.say("Two", sim=PLAIN)
+
+
+def test_a_wide_window_discards_several_turns_at_once(either: Stand) -> None:
+    talk = either.talk(rollback_window=3)
+    for text in ("One", "Two", "Three", "Four"):
+        talk.say(text, sim=PLAIN)
+    talk.messages = talk.messages[:2]
+    talk.say("Instead", sim=PLAIN)
+    assert talk.events()[-2]["discarded"] == [2, 3, 4]
+    assert path(talk) == [1, 5]
+    talk.say("On", sim=PLAIN)
+    [row] = talk.rows()
+    assert [span["turn"] for span in row["turns"]] == [1, 5, 6]
+
+
+def test_an_invalid_tool_call_that_a_harness_drops_is_a_rollback_of_one(either: Stand) -> None:
+    """mini-swe-agent: the assistant message is left out, and the user reports an error in its place."""
+    talk = either.talk()
+    talk.say("Look", tools=[WEATHER], sim={"tool_calls": True, "reasoning": False})
+    response = talk.chat([user("Look"), user("That was no valid call")], tools=[WEATHER], sim=PLAIN)
+    assert response.status_code == 200
+    assert path(talk) == [2]
+
+
+def reserialised(message: Message) -> Message:
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    for call in calls:
+        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+    return {**message, "tool_calls": calls}
+
+
+def otherwise(message: Message) -> Message:
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    calls[0]["function"]["arguments"] = '{"city": "Elsewhere"}'
+    return {**message, "tool_calls": calls}
+
+
+def without_reasoning(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+def without_content(message: Message) -> Message:
+    return {**message, "content": None}
+
+
+CHANGES: list[tuple[Change, dict[str, bool]]] = [
+    (dict, {"tolerant": True, "strict": True, "role_content_only": True}),
+    (reserialised, {"tolerant": True, "strict": False, "role_content_only": True}),
+    (otherwise, {"tolerant": False, "strict": False, "role_content_only": True}),
+    (without_reasoning, {"tolerant": True, "strict": False, "role_content_only": True}),
+    (without_content, {"tolerant": True, "strict": False, "role_content_only": True}),
+]
+
+
+@pytest.mark.parametrize("matcher", MATCHERS)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change[0].__name__)
+def test_what_a_matcher_sees_through_is_the_stored_history_and_else_a_mismatch(
+    either: Stand, matcher: str, change: tuple[Change, dict[str, bool]]
+) -> None:
+    talk = either.talk(matcher=matcher)
+    wish = {"tool_calls": True, "reasoning": False, "completion_tokens": 1}
+    reply = talk.chat([user("Look")], tools=[WEATHER], sim=wish).json()["choices"][0]["message"]
+    assert not reply["content"]
+    made, equal = change
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "Rain"} for call in reply["tool_calls"]]
+    response = talk.chat([user("Look"), made(reply), *results], tools=[WEATHER], sim=PLAIN)
+    if not equal[matcher]:
+        assert error_of(response) == (400, "history_mismatch")
+        return
+    assert response.status_code == 200, response.text
+    [*_, sent] = either.engine_requests(talk.id)
+    assert sent["body"]["messages"][1] == reply, "the stored spelling wins"
+    [row] = talk.rows()
+    assert len(row["turns"]) == 2
+
+
+def test_a_rollback_under_tito_goes_back_to_the_tokens_before(tito: Stand) -> None:
+    talk = tito.talk(rollback_window=2)
+    for text in ("One", "Two", "Three"):
+        talk.say(text, sim={"reasoning": True})
+        require_consistent(tito, talk)
+    stored: list[Any] = talk.state()["records"]
+    talk.messages = talk.messages[:2]
+    talk.say("Instead", sim={"reasoning": True})
+    first = stored[0]["request"]["input_ids"]
+    prompt = talk.state()["records"][-1]["request"]["input_ids"]
+    assert prompt[: len(first)] == first
+    assert talk.committed()[-1]["base_tokens"] == talk.committed()[1]["base_tokens"]
+    require_consistent(tito, talk)

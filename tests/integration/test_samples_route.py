@@ -1,0 +1,358 @@
+"""`POST /sessions/{id}/samples`: read with safetensors' own package and compared with the export."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import safetensors.numpy
+from transformers import AutoTokenizer
+
+from integration.routing import BOTH, Session, fetch, session_of
+from integration.stand import WEATHER, Stand, Talk, error_of, serving, standing, user
+from ops.server import ROOT
+from ops.simulator.process import SimulatorProcess
+
+DTYPES = {
+    "tokens": "int64",
+    "loss_mask": "uint8",
+    "rollout_log_probs": "float64",
+    "rollout_routed_experts": "int32",
+    "rollout_indexer_topk": "int32",
+}
+SAMPLE = {"response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "nulls"}
+NESTED = {"indexer_topk": {"nested": True}}
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    subprocess.run([sys.executable, "-m", "ops.simulator.tokenizer_files", str(folder)], cwd=ROOT, check=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def routed(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """Capture mode, with payloads."""
+    environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
+    with serving(tmp_path_factory.mktemp("routed"), sglang.base_url, environment=environment) as stand:
+        yield stand
+
+
+@pytest.fixture(scope="module")
+def tito(sglang: SimulatorProcess, tokenizer_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    environment = {"TURNLOG_TOKENIZER": tokenizer_path}
+    with serving(tmp_path_factory.mktemp("tito"), sglang.base_url, environment=environment) as stand:
+        yield stand
+
+
+def post(stand: Stand, talk: Talk, **body: Any) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors, and the JSON beside them; each is where it belongs, and no sample lacks one without saying so."""
+    response = stand.http.post(f"{talk.path}/samples", json=body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/octet-stream"
+    tensors = safetensors.numpy.load(response.content)
+    meta = tensors.pop("_samples_meta")
+    assert (meta.dtype, meta.ndim) == (np.uint8, 1)
+    found: dict[str, Any] = json.loads(meta.tobytes())
+    assert found.keys() == {"samples", "session_metadata", "empty_reason"}
+    expected = {
+        f"{name}.{number}"
+        for number, sample in enumerate(found["samples"])
+        for name in DTYPES.keys() - set(sample["nulls"])
+    }
+    assert tensors.keys() == expected
+    assert {name: tensor.dtype.name for name, tensor in tensors.items()} == {
+        name: DTYPES[name.split(".")[0]] for name in tensors
+    }
+    for sample in found["samples"]:
+        assert sample.keys() == SAMPLE
+        assert set(sample["nulls"]) <= {"rollout_routed_experts", "rollout_indexer_topk"}
+    return tensors, found
+
+
+def check(tensors: Tensors, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Each sample is the export's row."""
+    assert len(meta["samples"]) == len(rows)
+    for number, (sample, row) in enumerate(zip(meta["samples"], rows, strict=True)):
+        start = row["prompt_length"]
+        assert tensors[f"tokens.{number}"].tolist() == row["tokens"]
+        assert tensors[f"loss_mask.{number}"].tolist() == row["loss_mask"][start:]
+        expected = np.array(row["logprobs"][start:], np.float64)
+        assert tensors[f"rollout_log_probs.{number}"].tobytes() == expected.tobytes()
+        assert (sample["response_length"], sample["status"]) == (row["response_length"], row["status"])
+        assert len(row["tokens"]) == start + sample["response_length"]
+        ours = sample["metadata"]["turnlog"]
+        for name in ("session_id", "segment", "group_id", "attempt", "status"):
+            assert ours.get(name) == row[name], name
+        assert sample["prefix_cache_info"]["total_prompt_tokens"] == sum(s["output_start"] for s in row["turns"])
+
+
+def payload(row: dict[str, Any], kind: str) -> np.ndarray[Any, Any]:
+    one = row if kind == "routed_experts" else row[kind]
+    data = base64.b64decode(one["routed_experts" if kind == "routed_experts" else "data"])
+    return np.frombuffer(data, one["dtype"]).reshape(one["shape"])
+
+
+def with_tools(stand: Stand) -> Talk:
+    talk = stand.talk(group_id="g", attempt=3)
+    talk.say("Weather?", tools=[WEATHER], sim={"tool_calls": True, "weight_version": "4", **NESTED})
+    calls = talk.messages[-1]["tool_calls"]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "22 °C"} for call in calls]
+    talk.add(*results, tools=[WEATHER], sim={"tool_calls": False, "weight_version": "5", **NESTED})
+    talk.say("Thanks", tools=[WEATHER], sim={"tool_calls": False, "weight_versions": ["5", "6"], **NESTED})
+    return talk
+
+
+def test_a_session_with_tools_is_one_sample_with_all_its_rows(routed: Stand) -> None:
+    talk = with_tools(routed)
+    tensors, meta = post(routed, talk, max_seq_len=None)
+    [row] = talk.rows(replay="true")
+    check(tensors, meta, [row])
+    [sample] = meta["samples"]
+    assert (meta["empty_reason"], sample["nulls"]) == (None, [])
+    assert sample["weight_versions"] == ["4", "5", "5", "6"]
+    assert np.array_equal(tensors["rollout_routed_experts.0"], payload(row, "routed_experts"))
+    assert tensors["rollout_routed_experts.0"].shape == (len(row["tokens"]) - 1, 4, 2)
+    assert np.array_equal(tensors["rollout_indexer_topk.0"], payload(row, "indexer_topk"))
+    cached = sum(one.get("cached_tokens") or 0 for one in talk.committed())
+    assert sample["prefix_cache_info"]["cached_tokens"] == cached
+
+
+def test_the_sessions_metadata_are_those_of_its_state(routed: Stand) -> None:
+    talk = with_tools(routed)
+    assert routed.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
+    _, meta = post(routed, talk)
+    state = talk.state()["metadata"]
+    assert meta["session_metadata"] == state
+    [row] = talk.rows()
+    assert (state["accumulated_token_ids"], state["reward"]) == (row["tokens"], 0.5)
+
+
+def test_rows_are_whole_though_older_turns_payloads_were_tombstoned(routed: Stand) -> None:
+    talk = session_of(routed, rollback_window=0)
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    assert error_of(fetch(talk, 1)) == (410, "payload_tombstoned")
+    tensors, meta = post(routed, talk)
+    [row] = talk.rows(replay="true")
+    check(tensors, meta, [row])
+    assert np.array_equal(tensors["rollout_routed_experts.0"], payload(row, "routed_experts"))
+
+
+def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
+    talk = with_tools(routed)
+    whole, _ = post(routed, talk)
+    [row] = talk.rows()
+    for turns, span in enumerate(row["turns"], 1):
+        for length in (span["end"], span["end"] + 1):
+            tensors, meta = post(routed, talk, max_seq_len=length)
+            check(tensors, meta, talk.rows(max_seq_len=length))
+            [sample] = meta["samples"]
+            assert sample["status"] == ("truncated" if turns < 3 else "completed")
+            assert len(tensors["tokens.0"]) == span["end"]
+            for kind in ("rollout_routed_experts.0", "rollout_indexer_topk.0"):
+                assert np.array_equal(tensors[kind], whole[kind][: span["end"] - 1])
+
+
+def test_each_live_segment_is_a_sample(routed: Stand) -> None:
+    talk = session_of(routed, on_divergence="segment", rollback_window=0)
+    talk.say("One")
+    talk.say("Two")
+    talk.messages = []
+    talk.say("A summary")
+    tensors, meta = post(routed, talk)
+    rows = talk.rows(replay="true")
+    assert [row["segment"] for row in rows] == [0, 1]
+    check(tensors, meta, rows)
+    for number, row in enumerate(rows):
+        assert np.array_equal(tensors[f"rollout_routed_experts.{number}"], payload(row, "routed_experts"))
+    longer = max(len(row["tokens"]) for row in rows)
+    tensors, meta = post(routed, talk, max_seq_len=longer - 1)
+    check(tensors, meta, talk.rows(max_seq_len=longer - 1))
+
+
+def test_rolled_back_turns_are_in_no_sample(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("One")
+    kept = talk.messages
+    talk.say("Two")
+    talk.messages = kept
+    talk.say("Instead")
+    tensors, meta = post(stand, talk)
+    check(tensors, meta, talk.rows())
+    assert len(talk.rows()[0]["turns"]) == 2
+
+
+def test_rows_that_do_not_cover_the_sample_are_null_with_the_reason(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("One", sim={"experts": {"unasked": True}})
+    talk.say("Two")
+    tensors, meta = post(stand, talk)
+    [sample] = meta["samples"]
+    check(tensors, meta, talk.rows())
+    assert sorted(sample["nulls"]) == ["rollout_indexer_topk", "rollout_routed_experts"]
+    assert "are needed" in sample["metadata"]["turnlog"]["routed_experts_missing"]
+    assert "indexer_topk_missing" not in sample["metadata"]["turnlog"]
+
+
+def test_rows_that_are_gone_are_null_and_said_to_be_tombstoned(routed: Stand) -> None:
+    """As the freeing of a closed session's payloads leaves them, which here overtakes the request."""
+    talk = with_tools(routed)
+    with closing(sqlite3.connect(routed.server.database_path, timeout=10)) as database, database:
+        database.execute("UPDATE chunks SET data = NULL, tombstoned_by = 1 WHERE session_id = ?", (talk.id,))
+    tensors, meta = post(routed, talk)
+    [sample] = meta["samples"]
+    check(tensors, meta, talk.rows())
+    assert sorted(sample["nulls"]) == ["rollout_indexer_topk", "rollout_routed_experts"]
+    ours = sample["metadata"]["turnlog"]
+    assert (ours["routed_experts_missing"], ours["indexer_topk_missing"]) == ("tombstoned", "tombstoned")
+
+
+def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokenizer_path: str) -> None:
+    talk = with_tools(tito)
+    tensors, meta = post(tito, talk)
+    [row] = talk.rows()
+    check(tensors, meta, [row])
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    expected = tokenizer.decode(row["tokens"][row["prompt_length"] :])
+    assert meta["samples"][0]["response"] == expected
+    assert "22 °C" in expected
+    assert meta["session_metadata"]["tito_session_mismatch"] == []
+
+
+def test_without_a_tokenizer_the_response_is_what_the_assistant_said(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("One", sim={"text": "Red"})
+    talk.say("Two", sim={"text": "Blue"})
+    _, meta = post(stand, talk)
+    assert meta["samples"][0]["response"] == "Red\nBlue"
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_completion_is_a_sample_too(stand: Stand, ids: bool) -> None:
+    talk = stand.talk()
+    body = {"model": "simulator", "prompt": [5, 6, 7] if ids else "Once upon", "max_tokens": 6}
+    first = stand.http.post(f"{talk.path}/v1/completions", json=body)
+    assert first.status_code == 200, first.text
+    tensors, meta = post(stand, talk)
+    check(tensors, meta, talk.rows())
+    assert meta["samples"][0]["response"] == first.json()["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("body", ["", "{}", '{"max_seq_len": null}', '{"max_seq_len": 1000000}'])
+def test_without_a_limit_there_is_everything(stand: Stand, body: str) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    response = stand.http.post(f"{talk.path}/samples", content=body)
+    assert response.status_code == 200
+    [row] = talk.rows()
+    assert safetensors.numpy.load(response.content)["tokens.0"].tolist() == row["tokens"]
+
+
+def test_an_empty_session_has_no_records(stand: Stand) -> None:
+    tensors, meta = post(stand, stand.talk())
+    assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "no_records")
+    assert meta["session_metadata"]["accumulated_token_ids"] == []
+
+
+def test_where_no_turn_fits_all_are_truncated(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    tensors, meta = post(stand, talk, max_seq_len=1)
+    assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "all_truncated")
+
+
+def test_a_reply_of_no_tokens_is_a_sample_without_a_response(stand: Stand) -> None:
+    talk = stand.talk()
+    assert talk.chat([user("Hi")], sim={"completion_tokens": 1, "finish_reason": "abort"}).status_code == 200
+    tensors, meta = post(stand, talk)
+    [sample] = meta["samples"]
+    assert (sample["response_length"], sample["status"], meta["empty_reason"]) == (0, "aborted", None)
+    assert len(tensors["loss_mask.0"]) == len(tensors["rollout_log_probs.0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ('{"max_seq_len": 0}', "max_seq_len"),
+        ('{"max_seq_len": -5}', "max_seq_len"),
+        ('{"max_seq_len": "10"}', "max_seq_len"),
+        ('{"max_seq_len": true}', "max_seq_len"),
+        ('{"max_seq_len": 1.5}', "max_seq_len"),
+        ('{"max_len": 5}', "max_len"),
+        ("[]", "body"),
+        ("null", "body"),
+        ("{", "JSON"),
+        ("\x00", "JSON"),
+    ],
+)
+def test_a_bad_body_is_400_and_names_the_field(stand: Stand, body: str, told: str) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    response = stand.http.post(f"{talk.path}/samples", content=body)
+    assert error_of(response) == (400, "invalid_request")
+    assert told in response.json()["error"]["message"]
+
+
+def test_closed_erased_and_unknown_sessions_are_404(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    assert stand.http.delete(talk.path).status_code == 204
+    assert error_of(stand.http.post(f"{talk.path}/samples", json={})) == (404, "session_closed")
+    stand.http.delete(f"{talk.path}?erase=true")
+    assert error_of(stand.http.post(f"{talk.path}/samples", json={})) == (404, "session_closed")
+    unknown = stand.known("never-seen")
+    assert error_of(stand.http.post(f"{unknown.path}/samples", json={})) == (404, "session_not_found")
+
+
+def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
+    broken, sound = stand.talk(), stand.talk()
+    broken.say("Hello")
+    sound.say("Hello")
+    with closing(sqlite3.connect(stand.server.database_path, timeout=10)) as database, database:
+        database.execute("UPDATE turns SET facts = x'00' WHERE session_id = ?", (broken.id,))
+    response = stand.http.post(f"{broken.path}/samples", json={})
+    assert error_of(response) == (500, "session_unreadable")
+    assert "Hello" not in response.text
+    post(stand, sound)
+    told = broken.rows(explain="true")
+    assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]
+
+
+def test_an_openai_session_then_samples(stand: Stand) -> None:
+    """As a new user would do it."""
+    created = stand.http.post("/sessions").json()
+    talk = stand.known(created["session_id"])
+    with openai.OpenAI(base_url=stand.server.base_url + created["base_url"], api_key="unused") as client:
+        messages: list[Any] = [{"role": "user", "content": "What is 6 times 7?"}]
+        first = client.chat.completions.create(model="simulator", messages=messages)
+        messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And 8?"}]
+        client.chat.completions.create(model="simulator", messages=messages)
+    tensors, meta = post(stand, talk)
+    check(tensors, meta, talk.rows())
+    assert len(meta["samples"]) == 1
+
+
+def test_vllm_has_samples_with_rows_of_its_own_file_format(tmp_path_factory: pytest.TempPathFactory) -> None:
+    environment = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
+    folder = tmp_path_factory.mktemp("vllm")
+    with standing(folder, "--dialect", "vllm", "--seed", "3", environment=environment) as stand:
+        talk: Session = session_of(stand)
+        talk.say("One")
+        talk.say("Two")
+        tensors, meta = post(stand, talk)
+        [row] = talk.rows(replay="true")
+        check(tensors, meta, [row])
+        assert tensors["rollout_routed_experts.0"].shape == (len(row["tokens"]) - 1, 4, 2)
