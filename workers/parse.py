@@ -17,6 +17,7 @@ import msgspec
 from workers.depth import MAX_DEPTH
 from workers.parse_completion import completion
 from workers.parse_json import (
+    NULL,
     Fields,
     Rejected,
     count_is,
@@ -138,7 +139,8 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
     no_duplicates(bytes(meta_raw), meta, where)
     triples = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    count = meta.get("prompt_tokens") or prompt_tokens(root)
+    count = meta.get("prompt_tokens", NULL)
+    count = prompt_tokens(root) if is_null(count) else count
     prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
     message = _message(choice, len(triples))
     output_ids = [triple.id for triple in triples]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from helpers.databases import SqliteTemplate
 
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
@@ -142,18 +147,32 @@ class Stand:
         return [json.loads(line) for line in response.text.splitlines()]
 
 
+@functools.cache
+def _template() -> SqliteTemplate:
+    """One migration for all stands: a process for each would take a second."""
+    folder = tempfile.mkdtemp(prefix="turnlog-template-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return SqliteTemplate(Path(folder))
+
+
 @contextlib.contextmanager
 def serving(
     folder: Path, *upstreams: str, environment: Mapping[str, str] | None = None, engine_url: str | None = None
 ) -> Iterator[Stand]:
     """A stand over engines that run already; `engine_url` is the one to look into, by default the last."""
     folder.mkdir(parents=True, exist_ok=True)
-    with ServerProcess(folder, upstreams=upstreams, environment=environment) as server:
-        stand = Stand(server, engine_url or (upstreams[-1] if upstreams else ""))
-        try:
-            yield stand
-        finally:
-            stand.close()
+    server = ServerProcess(folder, upstreams=upstreams, environment=environment)
+    if "TURNLOG_DATABASE_URL" in (environment or {}):
+        server.migrate()
+    elif not server.database_path.exists():
+        _template().copy(server.database_path)
+    server.start()
+    stand = Stand(server, engine_url or (upstreams[-1] if upstreams else ""))
+    try:
+        yield stand
+    finally:
+        stand.close()
+        server.stop()
 
 
 @contextlib.contextmanager

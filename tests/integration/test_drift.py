@@ -278,3 +278,11 @@ def test_a_row_that_was_asked_for_from_a_prompt_too_short_is_asked_again(
         talk.say("On", sim=PLAIN)
         assert segments(talk) == [(0, None, [1, 2]), (1, "drift", [3, 4])]
         assert kept(stand, talk, 4) == [1, 2, 3, 4]
+        other = stand.talk()
+        other.say("One", sim=PLAIN)
+        other.say("Two", sim=PLAIN)
+        other.say("With tools, which make the prompt longer", tools=[WEATHER], sim=PLAIN)
+        assert segments(other) == [(0, None, [1, 2]), (1, "drift", [3])]
+        rows = other.rows(replay="true")
+        assert [(row["row_start"], row["rows"]) for row in rows] == [(0, len(row["tokens"]) - 1) for row in rows]
+        assert other.generations() == 3

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -356,3 +357,21 @@ def test_vllm_has_samples_with_rows_of_its_own_file_format(tmp_path_factory: pyt
         [row] = talk.rows(replay="true")
         check(tensors, meta, [row])
         assert tensors["rollout_routed_experts.0"].shape == (len(row["tokens"]) - 1, 4, 2)
+
+
+def test_the_metadata_is_of_the_same_moment_as_the_tensors(tito: Stand) -> None:
+    """Also while the session talks."""
+    talk = tito.talk()
+    talk.say("Hello", max_tokens=4)
+    lengths = set()
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(3):
+            turns = thread.submit(lambda: [talk.say("On", max_tokens=4) for _ in range(12)])
+            while not turns.done():
+                tensors, meta = post(tito, talk)
+                beside = meta["session_metadata"]
+                assert beside["accumulated_token_ids"] == tensors["tokens.0"].tolist()
+                assert beside["tito_session_mismatch"] == []
+                lengths.add(len(tensors["tokens.0"]))
+            turns.result()
+    assert len(lengths) > 3, "it was looked at while it talked"

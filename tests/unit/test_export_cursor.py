@@ -1,13 +1,19 @@
-"""Cursors: what an export gave is read back, anything else is refused."""
+"""Cursors: what an export gave is read back, anything else is refused; and how much of one is made at once."""
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.service.export import Cursor, decode_cursor
+from app.service.export import SLICE_BYTES, Cursor, _slice, decode_cursor
 from app.store.reads import Position
 
 PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))
@@ -41,3 +47,42 @@ def test_a_foreign_cursor_is_refused(text: str) -> None:
 def test_any_text_is_no_cursor(text: str) -> None:
     with pytest.raises(InvalidRequest):
         decode_cursor(text)
+
+
+FORGED: list[dict[str, Any]] = [
+    {"low": [0, 10**30]},
+    {"low": [-1, 0]},
+    {"high": [2**70, 0]},
+    {"high": [2**63, 0]},
+    {"at": [-(2**63), -(2**63)], "given": 1},
+    {"at": [0, 1], "given": 2**80},
+    {"at": [0, 1], "given": 0},
+    {"at": [0, 1], "given": -3},
+]
+
+
+@pytest.mark.parametrize("change", FORGED, ids=str)
+def test_numbers_that_no_database_holds_are_refused(change: dict[str, Any]) -> None:
+    def text(fields: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
+
+    sound = {"epoch": "e", "low": [0, 0], "high": [1, 1]}
+    assert decode_cursor(text(sound)) == Cursor("e", Position(0, 0), Position(1, 1))
+    with pytest.raises(InvalidRequest):
+        decode_cursor(text({**sound, **change}))
+
+
+def test_rows_are_made_a_few_megabytes_at_a_time() -> None:
+    made: list[int] = []
+
+    def rows() -> Any:
+        for number in itertools.count():
+            made.append(number)
+            yield {"number": number, "tokens": np.zeros(SLICE_BYTES // 4 // 8, np.int64)}
+
+    source = rows()
+    assert [row["number"] for row in _slice(source, 100)] == [0, 1, 2, 3]
+    assert made == [0, 1, 2, 3], "no more is made than is written next"
+    assert [row["number"] for row in _slice(source, 2)] == [4, 5]
+    text = ({"messages": ["x" * (SLICE_BYTES // 4)] * 2} for _ in range(5))
+    assert [len(_slice(text, 9)) for _ in range(4)] == [2, 2, 1, 0]

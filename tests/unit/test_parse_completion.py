@@ -14,7 +14,7 @@ from helpers.replies import GONE, Text, encode, spoiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.parse import MAX_TOKEN_ID, Parsed, Rejected, Span, parse_reply
+from workers.parse import MAX_TOKEN_ID, Parsed, PromptDiffers, Rejected, Span, parse_reply
 
 CHOICE = ("choices", 0)
 IDS = (*CHOICE, "token_ids")
@@ -269,3 +269,14 @@ def test_mutated_bytes(shape: str, seed: int) -> None:
     start = rng.randrange(len(body))
     junk = rng.choice([b"", b'"', b"}", b"[", b",", b"0", b"-", b"e9", b"\\", b"\xff", b"\x00", b" ", rng.randbytes(2)])
     judge(body[:start] + junk + body[start + rng.randrange(4) :])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [None, 2, 4])
+def test_a_sent_prompt_is_reported_or_counted(shape: str, count: int | None) -> None:
+    reply = json.loads(spoiled(SHAPES[shape], *PROMPT, to=GONE))
+    assert parse_reply(encode(reply), "auto", None, "completions", b"1,2,3,").base == 0
+    body = spoiled(reply, "usage", "prompt_tokens", to=count)
+    with pytest.raises(Rejected, match=r"prompt tokens|3 tokens were sent") as raised:
+        parse_reply(body, "auto", None, "completions", b"1,2,3,")
+    assert isinstance(raised.value, PromptDiffers) == (count is not None)

@@ -156,3 +156,36 @@ async def test_a_differing_prompt_leaves_a_worker_as_what_it_is() -> None:
             await pool.run(b"1,5,3,", b"[]")
         assert type(raised.value) is Rejected
         assert pool.counters().crashes == 0
+
+
+COUNT = {"sglang": "choices.0.meta_info.prompt_tokens", "vllm": "usage.prompt_tokens"}
+
+
+@pytest.mark.parametrize("shape", BOTH)
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_sent_prompt_that_is_not_reported_must_be_counted(shape: str, count: int) -> None:
+    """An engine that does not know the field with the ids makes a prompt of its own, and says so only here."""
+    with pytest.raises(PromptDiffers, match=f"prompt_tokens is {count}, but 3 tokens were sent"):
+        parse_reply(body_of(shape, drop(PROMPT[shape]), put(COUNT[shape], count)), "auto", sent=token_text([1, 2, 3]))
+
+
+@pytest.mark.parametrize("shape", BOTH)
+@pytest.mark.parametrize("count", [None, "3", 3.5, True])
+def test_a_prompt_that_is_neither_reported_nor_counted_is_malformed(shape: str, count: Any) -> None:
+    changes = [drop(PROMPT[shape]), put("usage.prompt_tokens", count)]
+    if shape == "sglang":
+        changes.append(drop(COUNT[shape]))
+    with pytest.raises(Rejected) as raised:
+        parse_reply(body_of(shape, *changes), "auto", sent=token_text([1, 2, 3]))
+    assert type(raised.value) is Rejected
+
+
+@pytest.mark.parametrize("usage", [3, 4])
+def test_sglangs_usage_counts_where_its_meta_info_does_not(usage: int) -> None:
+    changes = (drop(PROMPT["sglang"]), drop(COUNT["sglang"]), put("usage.prompt_tokens", usage))
+    body = body_of("sglang", *changes)
+    if usage == 3:
+        assert parse_reply(body, "auto", sent=token_text([1, 2, 3])).base == 0
+        return
+    with pytest.raises(PromptDiffers):
+        parse_reply(body, "auto", sent=token_text([1, 2, 3]))

@@ -19,7 +19,7 @@ from app.export import jsontext
 from app.export.columns import Column, Columns, depth
 from app.export.row import Fields
 
-GROUP = 8 << 20
+GROUP = 4 << 20
 """Bytes of a row group before compression, about; one row may be more."""
 
 ROW_COST = 512

@@ -1,0 +1,241 @@
+"""Exports of stores in which one thing is damaged, filtered out or erased: said of its session, and of no other."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from helpers.log import BODY, created, float64, int32
+from helpers.store import Store, reward
+from sqlalchemy import Table, delete, event, update
+
+from app.domain.events import BlobRef
+from app.service.export import Exporter, Filters, Wish
+from app.service.feed import Ask, Feed
+from app.store.engine import Database
+from app.store.log import StoredBlob
+from app.store.log_sessions import Create
+from app.store.schema import blobs, events
+from integration.reading import Row, read
+from integration.stand import Stand, error_of
+from workers import codec
+from workers.codec import Facts, Wire
+
+pytestmark = pytest.mark.anyio
+
+PARAMS = b'{"model":"m","temperature":1.0}'
+SAID = b'{"role":"assistant","content":"a"}'
+HASH = codec.content_hash(
+    codec.pack(Facts(int32([1]), int32([2, 3]), float64([-0.5, -1.5]))),
+    codec.pack(Wire(messages=[SAID], message=SAID, reply=SAID, headers=[])),
+)
+"""Of what `Store.take_turn` stores: one prompt token and two sampled ones."""
+
+LAZY = [("ndjson", "prime-rl"), ("ndjson", "atropos"), ("messages", "turnlog"), ("atif", "turnlog")]
+"""Formats and shapes that look at a turn's parameters while a row is shaped."""
+
+
+async def add(
+    store: Store, session_id: str, group_id: str | None = None, value: float | None = None, **fields: Any
+) -> None:
+    """A session of one turn, closed; `fields` are of its TurnCommitted."""
+    await store.submit(Create(session_id, 1.0, created(group_id=group_id), BODY, group_id, None))
+    ref = BlobRef(0, "params", len(PARAMS), "h" * 64)
+    stored = StoredBlob(0, "params", len(PARAMS), "h" * 64, codec.compress(PARAMS))
+    await store.take_turn(session_id, text=SAID, content_hash=HASH, new_blobs=(ref,), blobs=[stored], **fields)
+    if value is not None:
+        await store.submit(reward(session_id, value))
+        await store.close(session_id)
+
+
+async def segment(store: Store, session_id: str, **fields: Any) -> None:
+    """A second turn that begins a segment."""
+    drift = {"segment": 1, "segment_cause": "drift", "base_messages": 2}
+    await store.take_turn(session_id, text=SAID, content_hash=HASH, **drift, **fields)
+
+
+async def damage(store: Store, table: Table, *where: Any, **values: Any) -> None:
+    """Change rows behind the server's back; without `values` they are gone."""
+    change: Any = update(table).where(*where).values(**values) if values else delete(table).where(*where)
+    await store.database.write(lambda tx: tx.run(change, {}), durable=True)
+
+
+async def rows_of(store: Store, wish: Wish, cursor: str | None = None) -> list[Row]:
+    started = await Exporter(store.database, "test").start(wish, cursor)
+    return read(wish.format, b"".join([piece async for piece in started.pieces]))
+
+
+async def handed_out(store: Store, shape: str) -> dict[str, Row]:
+    """The feed's groups, given to the same consumer each time."""
+    feed = Feed(store.database, store.writer, Exporter(store.database, "test"))
+    lines = b"".join([piece async for piece in await feed.hand_out(Ask("trainer", 9, 60.0, shape=shape))])
+    return {line["group_id"]: line for line in map(json.loads, lines.splitlines())}
+
+
+def excluded(rows: list[Row]) -> dict[str, str]:
+    return {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
+
+
+async def test_a_reward_that_cannot_be_read_leaves_out_its_session_alone(store: Store) -> None:
+    for name, value in (("a", 0.0), ("bad", 5.0), ("c", 1.0)):
+        await add(store, name, "g", value)
+    await add(store, "alone", "h", 1.0)
+    await damage(store, events, events.c.session_id == "bad", events.c.type == "RewardAssigned", data=b"{")
+    rows = await rows_of(store, Wish(advantage="grpo", explain=True))
+    assert excluded(rows).keys() == {"bad"}
+    assert excluded(rows)["bad"].startswith("unreadable: ")
+    told = {row["session_id"]: row["advantage"] for row in rows if "excluded" not in row}
+    assert (told["a"], told["c"]) == pytest.approx((-(0.5**0.5), 0.5**0.5), abs=1e-5), "of the others' rewards"
+    rows = await rows_of(store, Wish(shape="atropos", advantage="grpo", explain=True))
+    assert [row["session_ids"] for row in rows if "excluded" not in row] == [["alone"]]
+    assert excluded(rows).keys() == {"bad", "c"}, "the session, and at its last one's place the group"
+    for shape in ("turnlog", "atropos"):
+        lines = await handed_out(store, shape)
+        assert (lines.keys(), len(lines["h"]["rows"])) == ({"g", "h"}, 1)
+        assert "bad" in {one["session_id"] for one in lines["g"]["excluded"]}
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "gone"])
+async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: Store, gone: bool) -> None:
+    await add(store, "bad", "g", 1.0)
+    await add(store, "good", "h", 0.0)
+    await damage(store, blobs, blobs.c.session_id == "bad", **({} if gone else {"data": b"\0"}))
+    for format, shape in LAZY:
+        rows = await rows_of(store, Wish(format=format, shape=shape, explain=True, advantage="grpo"))
+        assert len(rows) == 2, (format, shape, rows)
+        assert excluded(rows).keys() == {"bad"}, (format, shape)
+        assert excluded(rows)["bad"].startswith("unreadable: ")
+    for shape in ("prime-rl", "atropos"):
+        lines = await handed_out(store, shape)
+        assert (lines["g"]["rows"], len(lines["h"]["rows"])) == ([], 1)
+        assert [one["session_id"] for one in lines["g"]["excluded"]] == ["bad"]
+
+
+async def test_a_time_that_no_calendar_has_is_a_reason(sqlite_store: Store) -> None:
+    await add(sqlite_store, "bad", requested_at=1e308)
+    await add(sqlite_store, "good")
+    rows = await rows_of(sqlite_store, Wish(format="atif", explain=True))
+    assert (excluded(rows), len(rows)) == ({"bad": "a time of it is out of range"}, 2)
+
+
+async def test_a_segment_that_cannot_be_read_does_not_take_those_before_it(sqlite_store: Store) -> None:
+    """Samples are made one at a time, each when its row is."""
+    await add(sqlite_store, "one")
+    await segment(sqlite_store, "one", suffix_tokens=5)
+    first, second = await rows_of(sqlite_store, Wish(explain=True))
+    assert (first["segment"], first["tokens"], first["final"]) == (0, [1, 2, 3], False)
+    assert second["excluded"].startswith("unreadable: turn 2 has 1 + 2 tokens")
+
+
+async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store) -> None:
+    await add(sqlite_store, "one")
+    await segment(sqlite_store, "one", suffix_tokens=50)
+    await sqlite_store.submit(reward("one", 1.0))
+    for shape, last in (("turnlog", "final"), ("skyrl", "is_last_step")):
+        row, missing = await rows_of(sqlite_store, Wish(shape=shape, max_seq_len=10, explain=True))
+        assert row[last] is False, shape
+        assert missing["excluded"] == "no turn within max_seq_len"
+
+
+async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_advantages(store: Store) -> None:
+    for name, group, value in (("a", "g", 0.0), ("c", None, None), ("b", "g", 1.0), ("d", None, None)):
+        await add(store, name, group, value)
+    grouped = Wish(shape="atropos", advantage="grpo", explain=True)
+    single = Wish(advantage="grpo")
+    pinned = (await Exporter(store.database, "test").start(single, None)).cursor
+    before = await rows_of(store, single, pinned)
+    page = await rows_of(store, grouped)
+    assert [(row.get("session_ids"), row.get("excluded", "")[:9]) for row in page][1:2] == [(["a", "b"], "")]
+    await store.erase("b")
+    rest = await rows_of(store, grouped, page[0]["cursor"])
+    assert [row.get("session_ids", row.get("session_id")) for row in rest][:2] == [["a"], "b"]
+    assert excluded(rest)["b"] == "erased"
+    after = await rows_of(store, single, pinned)
+    assert [row for row in before if row["session_id"] != "b"] == after
+    assert after[0]["advantage"] == pytest.approx(-(0.5**0.5), abs=1e-5)
+
+
+async def test_a_filter_that_leaves_out_a_session_leaves_out_its_group(sqlite_store: Store) -> None:
+    for name, group, value in (("a", "g", 0.0), ("b", "g", 1.0), ("c", "h", 1.0)):
+        await add(sqlite_store, name, group, value)
+    wish = Wish(Filters(min_reward=0.5), shape="atropos", advantage="grpo", explain=True)
+    rows = await rows_of(sqlite_store, wish)
+    assert [row["session_ids"] for row in rows if "excluded" not in row] == [["c"]]
+    assert excluded(rows) == {
+        "a": "reward below min_reward",
+        "b": "a session of the group is left out: a: reward below min_reward",
+    }
+
+
+@contextmanager
+def statements(database: Database) -> Iterator[list[str]]:
+    """What is executed meanwhile."""
+    seen: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        seen.append(statement)
+
+    engine = database.engine.sync_engine
+    event.listen(engine, "before_cursor_execute", note)
+    yield seen
+    event.remove(engine, "before_cursor_execute", note)
+
+
+async def test_a_group_is_looked_up_and_read_once_however_many_sessions_it_has(sqlite_store: Store) -> None:
+    counts = []
+    for group, size in (("small", 2), ("large", 9)):
+        for number in range(size):
+            await add(sqlite_store, f"{group}-{number}", group, float(number))
+        wish = Wish(Filters(group_id=group), shape="atropos", advantage="grpo")
+        with statements(sqlite_store.database) as seen:
+            [row] = await rows_of(sqlite_store, wish)
+        assert len(row["session_ids"]) == size
+        assert sum("FROM turns" in statement for statement in seen) == 1
+        counts.append(len(seen))
+    assert counts[0] == counts[1]
+
+
+async def erase_elsewhere(url: str, session_id: str) -> None:
+    """As another process does it."""
+    database = Database(url)
+    await database.open()
+    async with Store.over(database) as other:
+        await other.erase(session_id)
+    await database.close()
+
+
+async def test_an_erase_between_two_statements_of_an_export_is_not_half_seen(postgres_store: Store) -> None:
+    await add(postgres_store, "one", None, 1.0)
+    database, begun = postgres_store.database, []
+
+    def erase(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if "FROM turns" in statement and not begun:
+            begun.append(statement)
+            thread = threading.Thread(target=lambda: asyncio.run(erase_elsewhere(database.url, "one")))
+            thread.start()
+            thread.join(20)
+
+    event.listen(database.engine.sync_engine, "before_cursor_execute", erase)
+    [row] = await rows_of(postgres_store, Wish(explain=True))
+    assert row["tokens"] == [1, 2, 3], "as it was when the reading began"
+    event.remove(database.engine.sync_engine, "before_cursor_execute", erase)
+    head = await postgres_store.head("one")
+    assert head is not None
+    assert head.status == "erased"
+    assert excluded(await rows_of(postgres_store, Wish(explain=True))) == {"one": "erased"}
+
+
+def test_a_forged_cursor_and_an_impossible_group_are_400(stand: Stand) -> None:
+    stand.talk().say("Hello")
+    cursor = stand.http.get("/export").headers["x-turnlog-cursor"]
+    fields = json.loads(base64.urlsafe_b64decode(cursor + "=="))
+    for change in ({"low": [0, 10**30]}, {"high": [2**70, 0]}, {"at": [-(2**63), -(2**63)], "given": 1}):
+        forged = base64.urlsafe_b64encode(json.dumps({**fields, **change}).encode()).decode()
+        assert error_of(stand.http.get("/export", params={"cursor": forged})) == (400, "invalid_request")
+    assert error_of(stand.http.get("/groups/%00")) == (400, "invalid_request")

@@ -1,0 +1,263 @@
+"""What keeps tokens exact where an engine, a template, a client or the disk is not as it should be."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.replies import Reply, encode
+from helpers.replies import sglang as sglang_reply
+from helpers.tokenizers import needs_templates, tokenizer_folder
+
+from integration.stand import Message, Stand, Talk, error_of, serving, until, user
+from integration.tito import checked, output_of, require_consistent
+from integration.tito import tokenizer_folder as simulators
+from ops.server import ServerDidNotStart, ServerProcess
+from ops.simulator.process import SimulatorProcess
+from workers import codec
+from workers.codec import Facts
+
+CLOSED = "http://127.0.0.1:9"
+
+NO_OPENING = (
+    "{{- '<|endoftext|>' -}}{%- for message in messages -%}{%- if message.role == 'user' -%}"
+    "{{- '<|im_start|>' + message.content + '\\n' -}}{%- elif message.role == 'assistant' -%}"
+    "{{- message.content + '<|im_end|>' -}}{%- endif -%}{%- endfor -%}"
+)
+"""As Mistral's: an answer follows what the user said at once."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Engine
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        reply = sglang_reply(request["input_ids"], self.server.output)
+        self.server.spoil(reply)
+        body = encode(reply)
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Engine(ThreadingHTTPServer):
+    """Samples `output` whatever it is sent, and says of it what `spoil` leaves of a sound reply."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.reset()
+
+    def reset(self) -> None:
+        self.output = [7, 8]
+        self.spoil: Callable[[Reply], None] = lambda reply: None
+
+
+class Glm:
+    """A server with GLM's tokenizer, whose replies end with a role token that the next prompt may replace."""
+
+    def __init__(self, stand: Stand, engine: Engine, folder: Path) -> None:
+        self.stand = stand
+        self.engine = engine
+        added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        self.ids = {token["content"]: token["id"] for token in added}
+
+    def change_facts(self, talk: Talk, turn: int, change: Callable[[bytes], bytes]) -> None:
+        """Another content of a turn on disk, and nothing of it in memory: another session takes its place there."""
+        place = (talk.id, turn)
+        with closing(sqlite3.connect(self.stand.server.database_path)) as database, database:
+            where = "WHERE session_id = ? AND turn = ?"
+            [facts] = database.execute(f"SELECT facts FROM turns {where}", place).fetchone()
+            database.execute(f"UPDATE turns SET facts = ? {where}", (change(facts), *place))
+        self.stand.talk().say("Something else")
+
+
+@pytest.fixture(scope="module")
+def shared_glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Glm]:
+    pytest.importorskip("transformers")
+    folder = tokenizer_folder(tmp_path_factory, "glm-4.5")
+    environment = {"TURNLOG_TOKENIZER": str(folder), "TURNLOG_CACHE_BYTES": "0"}
+    with Engine() as engine:
+        thread = threading.Thread(target=engine.serve_forever)
+        thread.start()
+        try:
+            with serving(tmp_path_factory.mktemp("glm"), engine.url, environment=environment) as stand:
+                yield Glm(stand, engine, folder)
+        finally:
+            engine.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+def glm(shared_glm: Glm) -> Glm:
+    shared_glm.engine.reset()
+    return shared_glm
+
+
+def says(count: int | None) -> Callable[[Reply], None]:
+    """The reply does not repeat its prompt, and counts so many tokens of it; None: it counts none."""
+
+    def spoil(reply: Reply) -> None:
+        choice = reply["choices"][0]
+        del choice["prompt_token_ids"]
+        for told in (choice["meta_info"], reply["usage"]):
+            del told["prompt_tokens"]
+            if count is not None:
+                told["prompt_tokens"] = count
+
+    return spoil
+
+
+@needs_templates
+@pytest.mark.parametrize("fields", [{}, {"input_ids": [1, 2, 3, 4, 5, 6]}], ids=["built", "given"])
+def test_an_engine_that_made_a_prompt_of_its_own_is_found_out(glm: Glm, fields: dict[str, Any]) -> None:
+    """It repeats nothing, as one that ignores `input_ids` may: then it must have counted what was sent."""
+    talk = glm.stand.talk()
+    for count, expected in ((3, (500, "token_prefix_mismatch")), (None, (502, "upstream_invalid"))):
+        glm.engine.spoil = says(count)
+        assert error_of(talk.chat([user("Hello")], **fields)) == expected
+        assert talk.types()[-2:] == ["TurnOpened", "TurnRejected"]
+    assert talk.committed() == []
+    glm.engine.reset()
+    reply = talk.say("Hello", **fields).json()
+    sent = reply["choices"][0]["prompt_token_ids"]
+    glm.engine.spoil = says(len(sent) + 3)
+    talk.say("On", input_ids=[*sent, *output_of(reply), 9])
+    assert [event["suffix_tokens"] for event in talk.committed()] == [len(sent), 1]
+
+
+def other_token(facts: bytes) -> bytes:
+    found = codec.unpack(facts, Facts)
+    ids = array("i", found.suffix_ids)
+    ids[1] += 1
+    return codec.pack(Facts(ids.tobytes(), found.output_ids, found.logprobs))
+
+
+NEXT: list[tuple[Message, int]] = [(user("On"), 0), ({"role": "tool", "content": "4", "tool_call_id": "c"}, 1)]
+
+
+@needs_templates
+@pytest.mark.parametrize(("message", "trimmed"), NEXT, ids=["whole", "trimmed"])
+def test_a_stored_token_that_has_changed_is_no_beginning_of_a_prompt(glm: Glm, message: Message, trimmed: int) -> None:
+    """Neither where the prompt takes all of them, nor where the last one is trimmed."""
+    glm.engine.output = [7, 8, glm.ids["<|user|>"]]
+    sound, changed = glm.stand.talk(), glm.stand.talk()
+    for talk in (sound, changed):
+        talk.say("Hello")
+    glm.change_facts(changed, 1, other_token)
+    response = changed.chat([*changed.messages, message])
+    assert error_of(response) == (500, "token_prefix_mismatch")
+    assert changed.types()[-2:] == ["TurnOpened", "TurnRejected"]
+    assert len(changed.committed()) == 1
+    sound.add(message)
+    assert [event.get("trimmed", 0) for event in sound.committed()] == [0, trimmed]
+    assert [event["segment"] for event in sound.committed()] == [0, 0]
+
+
+@needs_templates
+def test_a_token_of_the_prompt_is_never_trimmed(glm: Glm) -> None:
+    """A client's own prompt ends with a role token and nothing is sampled: what follows begins a segment."""
+    talk = glm.stand.talk()
+    glm.engine.output = []
+    first = talk.chat([user("Hello")], input_ids=[5, 6, glm.ids["<|observation|>"]])
+    assert first.status_code == 200, first.text
+    talk.messages = [user("Hello"), first.json()["choices"][0]["message"]]
+    glm.engine.reset()
+    talk.say("On")
+    first_turn, second_turn = talk.committed()
+    assert (second_turn["segment"], second_turn["segment_cause"], second_turn["base_tokens"]) == (1, "drift", 0)
+    assert [len(row["tokens"]) for row in talk.rows()] == [3, second_turn["suffix_tokens"] + 2]
+    assert first_turn["suffix_tokens"] == 3
+    assert glm.stand.http.post(f"{talk.path}/samples").status_code == 200
+
+
+@needs_templates
+@pytest.mark.parametrize("path", ["", "/samples"])
+def test_a_session_whose_tokens_are_damaged_is_an_error_and_no_torn_body(glm: Glm, path: str) -> None:
+    """The first record could have been sent."""
+    talk = glm.stand.talk()
+    talk.say("Hello")
+    talk.say("On")
+    glm.change_facts(talk, 2, lambda facts: b"\0")
+    response = glm.stand.http.request("POST" if path else "GET", talk.path + path)
+    assert error_of(response) == (500, "session_unreadable")
+
+
+def test_a_template_whose_answers_have_no_opening(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = simulators(tmp_path / "tokenizer", lambda template: NO_OPENING)
+    with checked(tmp_path / "server", sglang.base_url, environment={"TURNLOG_TOKENIZER": str(folder)}) as stand:
+        talk = stand.talk()
+        for text in ("One", "Two"):
+            talk.say(text, sim={"tool_calls": False, "reasoning": False}, max_tokens=6)
+        assert talk.committed()[1]["base_tokens"] > 0
+        require_consistent(stand, talk)
+        assert stand.http.post(f"{talk.path}/samples").status_code == 200
+
+
+SHAPELESS: list[dict[str, Any]] = [
+    {"chat_template_kwargs": 5},
+    {"chat_template_kwargs": {"tokenize": True}},
+    {"tools": 5},
+    {"continue_final_message": True},
+]
+
+
+def test_what_cannot_be_rendered_is_400_before_anything_is_claimed(tito: Stand) -> None:
+    talk = tito.talk()
+    call = tito.meanwhile(talk.chat, [user("Slowly")], sim={"latency_s": 1.5})
+    tito.until_generating(talk)
+    before = talk.events()
+    for fields in SHAPELESS:
+        assert talk.chat([user("x")], **fields).status_code == 400, fields
+    assert error_of(talk.chat([user("x")])) == (409, "session_busy")
+    assert talk.events() == before
+    assert call.result().status_code == 200
+    after = talk.events()
+    for fields in SHAPELESS:
+        assert talk.chat([user("x")], **fields).status_code == 400, fields
+    assert talk.events() == after
+
+
+def test_a_short_turn_does_not_wait_for_long_prompts(tito: Stand) -> None:
+    small = tito.talk()
+    small.say("Hello")
+    text = " ".join(f"word{number}" for number in range(150_000))
+    long = [tito.talk() for _ in range(4)]
+    calls = [tito.meanwhile(talk.chat, [user(text)], max_tokens=2) for talk in long]
+    until(lambda: all("TurnOpened" in talk.types() for talk in long))
+    small.say("On")
+    asked = sum(talk.generations() for talk in long)
+    for talk in long:
+        assert tito.http.delete(talk.path).status_code == 204
+    assert asked < 2, "it came behind long prompts"
+    assert {call.result().status_code for call in calls} <= {200, 404}
+
+
+def test_a_chats_own_ids_are_refused_where_the_engine_would_ignore_them(tmp_path: Path) -> None:
+    with serving(tmp_path, CLOSED, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as stand:
+        talk = stand.talk()
+        assert error_of(talk.chat([user("x")], input_ids=[1, 2])) == (400, "unsupported")
+        assert talk.types() == ["SessionCreated"]
+
+
+def test_a_family_that_there_is_not_stops_the_start_without_a_tokenizer_too(tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, upstreams=(CLOSED,), environment={"TURNLOG_TITO_FAMILY": "nonsense"}).migrate()
+    with pytest.raises(ServerDidNotStart, match="TURNLOG_TITO_FAMILY='nonsense': accepted are auto"):
+        server.start()

@@ -1,0 +1,53 @@
+"""Logs that the fold refuses, because a chain of their turns would lead nowhere or never end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.log import committed, created, opened
+
+from app.domain.events import Recorded, UnknownEvent
+from app.domain.session import Session, fold
+
+
+def folded(**changes: dict[str, Any]) -> Session:
+    """A log of two turns, the second of which continues the first; `first` and `second` are changed."""
+    first = {"turn": 1, "parent": 0, "fence": 2, **changes.get("first", {})}
+    second = {"turn": 2, "parent": 1, "fence": 4, "base_messages": 2, "base_tokens": 3, **changes.get("second", {})}
+    events = [created(), opened(1, 0), committed(**first), opened(2, 1), committed(**second)]
+    found = fold("s", [Recorded(seq, 1.0, event) for seq, event in enumerate(events, 1)])
+    assert found is not None
+    return found
+
+
+def test_a_sound_log_has_chains_that_end() -> None:
+    session = folded()
+    assert [turn.number for turn in session.message_chain(2)] == [1, 2]
+    assert [turn.number for turn in session.token_chain(2)] == [1, 2]
+    anew = folded(second={"parent": 0, "base_messages": 0, "base_tokens": 0})
+    assert [turn.number for turn in anew.message_chain(2)] == [2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"first": {"base_messages": 1}},
+        {"first": {"base_tokens": 1}},
+        {"first": {"parent": 1}},
+        {"first": {"parent": -1}},
+        {"first": {"turn": 2}},
+        {"second": {"parent": 0}},
+        {"second": {"parent": 0, "base_tokens": 0}},
+        {"second": {"parent": 0, "base_messages": 0}},
+        {"second": {"parent": 2}},
+        {"second": {"parent": -1}},
+        {"second": {"parent": 99}},
+        {"second": {"turn": 1}},
+        {"second": {"turn": 3}},
+    ],
+    ids=str,
+)
+def test_a_turn_that_cannot_follow_its_parent_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnknownEvent, match="cannot follow turn"):
+        folded(**changes)
