@@ -139,8 +139,8 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
     no_duplicates(bytes(meta_raw), meta, where)
     triples = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    count = meta.get("prompt_tokens", NULL)
-    count = prompt_tokens(root) if is_null(count) else count
+    own = meta.get("prompt_tokens", NULL)
+    count = prompt_tokens(root) if is_null(own) else own
     prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
     message = _message(choice, len(triples))
     output_ids = [triple.id for triple in triples]
