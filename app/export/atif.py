@@ -99,10 +99,10 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
     own = sum(len(turn.messages) + 1 for turn in turns)
     steps = Steps()
     for raw in row.messages[: max(0, len(row.messages) - own)]:
-        steps.add(read_message(raw, "user"), is_copied_context=True)
+        steps.add(read_message(raw), is_copied_context=True)
     for turn, span in zip(turns, row.sample.turns, strict=True):
         for raw in turn.messages:
-            steps.add(read_message(raw, "user"), timestamp=_iso(turn.event.requested_at))
+            steps.add(read_message(raw), timestamp=_iso(turn.event.requested_at))
         more = _given(
             timestamp=_iso(turn.at),
             model_name=_model(turn),
@@ -110,7 +110,7 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
             llm_call_count=1,
             extra=_turn_extra(turn),
         )
-        steps.add(read_message(turn.message, "assistant"), **more)
+        steps.add(read_message(turn.message), **more)
     return steps.fields()
 
 

@@ -37,13 +37,12 @@ class Message(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-def read_message(raw: bytes, role: str) -> Message:
-    """A chat message; or a completion's prompt or answer, a bare text that takes `role`. Raises Unfit."""
+def read_message(raw: bytes) -> Message:
+    """Raises Unfit for what is no chat message."""
     try:
-        message = msgspec.json.decode(raw, type=Message | str)
+        return msgspec.json.decode(raw, type=Message)
     except msgspec.DecodeError as error:
-        raise Unfit(f"a message of the {role} cannot be read as a chat message") from error
-    return Message(role, message) if isinstance(message, str) else message
+        raise Unfit("a message cannot be read as a chat message") from error
 
 
 class _Step(msgspec.Struct):

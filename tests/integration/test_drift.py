@@ -268,7 +268,7 @@ def test_completions_have_routed_experts_and_no_indexer(replaying: Stand) -> Non
 def test_a_row_that_was_asked_for_from_a_prompt_too_short_is_asked_again(
     sglang: SimulatorProcess, tokenizer: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Incremental rows and a prompt that begins anew: the engine refuses the first row, and is asked for all."""
+    """Incremental rows and a prompt that begins anew: the engine is asked for all rows."""
     environment = {**BOTH, "TURNLOG_REPLAY_INCREMENTAL": "true", "TURNLOG_TOKENIZER": tokenizer}
     with checked(tmp_path_factory.mktemp("incremental"), sglang.base_url, environment=environment) as stand:
         talk = stand.talk()
