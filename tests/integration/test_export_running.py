@@ -209,6 +209,7 @@ def resident(stand: Stand) -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("format", "shape"),
     [*((format, "turnlog") for format in (*CONTAINERS, *DOCUMENTS)), ("parquet", "verl"), ("ndjson", "atropos")],
@@ -240,6 +241,7 @@ def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
     assert names == ["one", *(f"c{number + 1}" for number in range(SESSIONS))]
 
 
+@pytest.mark.long
 def test_many_sessions_come_page_by_page_as_they_come_at_once(large: Stand) -> None:
     cursor = large.http.get("/export", params={"limit": 1}).headers["x-turnlog-cursor"]
     whole = get(large, shape="slime", cursor=cursor)
@@ -275,6 +277,7 @@ def abort(stand: Stand, query: str, wait_s: float) -> None:
         time.sleep(wait_s)
 
 
+@pytest.mark.long
 def test_the_temporary_file_of_an_export_can_be_seen(large: Stand) -> None:
     """Else the next test would find none left behind, whatever was."""
     with large.http.stream("GET", "/export", params={"format": "safetensors"}) as response:
@@ -283,6 +286,7 @@ def test_the_temporary_file_of_an_export_can_be_seen(large: Stand) -> None:
     until(lambda: not temporary(large))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "query", ["format=safetensors", "format=parquet", "format=ndjson", "format=msgpack&shape=verl"]
 )
@@ -303,6 +307,7 @@ def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> 
     assert max(health.latencies) < SLOWEST_S
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(large: Stand) -> None:
     before = resident(large)
     connections = [socket.create_connection(("127.0.0.1", large.server.port)) for _ in range(4)]

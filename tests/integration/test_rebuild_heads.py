@@ -191,7 +191,7 @@ async def test_sessions_in_motion_are_sound(store: Store) -> None:
     assert looks > 10
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_an_interrupted_fix_is_taken_up(
     database_url: str, said: Lines, clean_environment: Environment, sign: int
 ) -> None:
