@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from app import crash_points
 from app.errors import StartupError
 
 log = logging.getLogger("turnlog.settings")
@@ -163,7 +164,8 @@ class Settings(BaseSettings):
 
 def load_settings() -> Settings:
     """Read the environment. Raises StartupError with one line that names variable, value and choices."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    crash_points.check()
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {crash_points.VARIABLE}
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
         if name in LATER and not os.environ[name].strip():
             continue

@@ -7,6 +7,7 @@ import logging
 
 import msgspec
 
+from app.crash_points import reach
 from app.domain import decide
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
@@ -88,9 +89,11 @@ class Claims:
                     retry_key=mark.key,
                     protocol="chat" if isinstance(request, ChatRequest) else "completions",
                 )
-                claim = Claim(session_id, session.version, self._clock(), event, self._lease_s)
+                claim = Claim(session_id, session.version, session.tip, self._clock(), event, self._lease_s)
+                reach("before_claim")
                 outcome = await self._writer.submit(claim)
                 if isinstance(outcome, Appended):
+                    reach("after_claim")
                     self.appended(session_id, outcome)
                     claimed = apply(session, outcome.events[0], session_id)
                     return Opening(live, claimed, plan, event, session.version + 1)
@@ -160,8 +163,10 @@ class Claims:
     async def _let_go(self, operation: Release | Reject) -> None:
         """A store that cannot take it is not an error of the turn: the next claim finds it."""
         session_id = operation.session_id
+        reach("before_release")
         try:
             outcome = await self._writer.submit(operation)
+            reach("after_release")
         except AppError as error:
             log.warning("session %s: the claim %d could not be released: %s", session_id, operation.fence, error)
             return

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import BigInteger, Connection, Double
+from sqlalchemy import BigInteger, Connection, Dialect, Double
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -95,7 +95,13 @@ def _database_size(element: used_bytes, compiler: Any, **options: Any) -> str:
 
 
 class Tx(Protocol):
-    """A write transaction as the log sees it; what it runs is Core, what it returns plain rows."""
+    """A write transaction as the log sees it; what it runs is Core, what it returns plain rows.
+
+    `far`: a statement is a round trip to a server, so that one for many operations is worth its while.
+    """
+
+    @property
+    def far(self) -> bool: ...
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None: ...
 
@@ -105,10 +111,18 @@ class Tx(Protocol):
         """Returns how many rows it changed."""
         ...
 
+    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
+        """`run` with each of the parameters."""
+        ...
+
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None: ...
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
-        """Take the row locks of a SELECT … FOR UPDATE; a no-op where there is one writer."""
+        """Take the row lock of a SELECT … FOR UPDATE of session `sid`; a no-op where there is one writer."""
+        ...
+
+    def has_locked(self, session_ids: Collection[str]) -> None:
+        """Sessions whose rows this transaction has locked already."""
         ...
 
     def positions(self, count: int) -> Iterator[int] | None:
@@ -117,7 +131,9 @@ class Tx(Protocol):
 
 
 class AlchemyTx:
-    """Through SQLAlchemy's own execution; the database numbers events."""
+    """Through SQLAlchemy's own execution, for what is not hot; the database numbers events."""
+
+    far = False
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -131,12 +147,19 @@ class AlchemyTx:
     def run(self, statement: Executable, parameters: Parameters) -> int:
         return self._connection.execute(statement, parameters).rowcount
 
+    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
+        for one in parameters:
+            self._connection.execute(statement, one)
+
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         if rows:
             self._connection.execute(statement, rows)
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         self._connection.execute(statement, parameters)
+
+    def has_locked(self, session_ids: Collection[str]) -> None:
+        return
 
     def positions(self, count: int) -> Iterator[int] | None:
         return None
@@ -148,11 +171,12 @@ class SqliteTx:
     `next_position` is the number of the next event; a rolled-back transaction leaves a gap, never a repeat.
     """
 
+    far = False
+
     def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
         self._cursor = connection.cursor()
         self._positions = itertools.count(next_position)
-        self._compiled: dict[tuple[int, tuple[str, ...] | None], _Compiled] = {}
-        self._dialect = sqlite.dialect(paramstyle="qmark")
+        self._bind = Compiler(sqlite.dialect(paramstyle="qmark")).bind
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None:
         sql, values = self._bind(statement, parameters)
@@ -168,6 +192,10 @@ class SqliteTx:
         sql, values = self._bind(statement, parameters)
         return self._cursor.execute(sql, values).rowcount
 
+    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
+        for one in parameters:
+            self.run(statement, one)
+
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows:
             sql, values = self._bind(statement, row, tuple(row))
@@ -176,12 +204,24 @@ class SqliteTx:
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         return
 
+    def has_locked(self, session_ids: Collection[str]) -> None:
+        return
+
     def positions(self, count: int) -> Iterator[int] | None:
         return itertools.islice(self._positions, count)
 
-    def _bind(
+
+class Compiler:
+    """Core statements as the driver takes them, compiled once, with their values in the order of their places."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._compiled: dict[tuple[int, tuple[str, ...] | None], _Compiled] = {}
+
+    def bind(
         self, statement: Executable, parameters: Parameters, columns: tuple[str, ...] | None = None
     ) -> tuple[str, list[Any]]:
+        """The text and its values; `columns` are those that an insert fills."""
         key = (id(statement), columns)
         found = self._compiled.get(key)
         if found is None:
@@ -259,6 +299,10 @@ def store_error(error: BaseException) -> AppError | None:
     if isinstance(state, str) and state.startswith(_UNAVAILABLE_CLASSES):
         return StoreUnavailable(f"the database answered {state}")
     return None
+
+
+class ConnectionLost(Exception):
+    """The database, or the way to it, is gone for now; nothing was written, and trying again is safe."""
 
 
 class WriteConflict(Exception):

@@ -2,7 +2,7 @@
 
 `read` runs a plain Core function on a pooled connection. `write` runs a batch in one transaction: on
 SQLite in one hop to a thread that owns the writing connection (the group commit's single fsync holds
-nobody else up), on PostgreSQL on a pooled connection.
+nobody else up), on PostgreSQL on a connection of a pool of its own, so that reads do not keep writes waiting.
 """
 
 from __future__ import annotations
@@ -17,19 +17,34 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
 from sqlalchemy import Connection, event
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError
-from app.store.dialect import PRAGMAS, READER_CACHE, AlchemyTx, Tx, WriteConflict, is_conflict, store_error
+from app.store.dialect import PRAGMAS, READER_CACHE, ConnectionLost, Tx, WriteConflict, is_conflict, store_error
+from app.store.postgres import DRIVER_ERRORS, Patience, PostgresWriter, is_lost, warn_of_weak_promises
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
 
 READERS = 8
 """Pooled connections for reads, per process."""
+
+LANES = 3
+"""Transactions that one process has open on PostgreSQL at a time: while one waits for the disk, the next is filled."""
+
+SPARE_WRITERS = 2
+"""Connections for writes beside the lanes': the slow lane's and the heartbeat's."""
+
+CONNECT_S, ANSWER_S = 5, 60
+"""How long PostgreSQL may take to accept a connection, and to answer a read."""
+
+RECYCLE_S = 1800
+"""Age after which a connection is made anew, so that after a failover they spread again."""
+
+_FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, *DRIVER_ERRORS)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +60,7 @@ def create_engine(url: str) -> AsyncEngine:
     """The engine for reads and migrations; makes the folder of an SQLite file."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        return create_async_engine(parsed, pool_size=READERS, max_overflow=READERS, pool_pre_ping=True)
+        return _postgres_engine(parsed, READERS)
     Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
     engine = create_async_engine(parsed, pool_size=READERS, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_S})
 
@@ -62,6 +77,20 @@ def create_engine(url: str) -> AsyncEngine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
+    """With `?prepared_statement_cache_size=0` no statement has a name, as older poolers in transaction mode need it."""
+    arguments: dict[str, Any] = {
+        "timeout": CONNECT_S,
+        "command_timeout": ANSWER_S,
+        "server_settings": {"application_name": "turnlog"},
+    }
+    if url.query.get("prepared_statement_cache_size") == "0":
+        arguments |= {"statement_cache_size": 0, "prepared_statement_name_func": str}
+    return create_async_engine(
+        url, pool_size=connections, max_overflow=0, pool_recycle=RECYCLE_S, connect_args=arguments
+    )
 
 
 def sqlite_lock(url: str) -> FileLock | None:
@@ -86,7 +115,15 @@ class Database:
         self.engine = create_engine(url)
         self._lock = sqlite_lock(url)
         self._sqlite = SqliteWriter(make_url(url).database or "") if self.is_sqlite else None
+        self._patience = Patience()
+        self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
+        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience)
         self._opened = False
+
+    @property
+    def lanes(self) -> int:
+        """How many transactions may be open at a time."""
+        return 1 if self.is_sqlite else LANES
 
     async def open(self) -> None:
         if self._lock is not None:
@@ -100,6 +137,9 @@ class Database:
         await self._check_revision()
         if self._sqlite is not None:
             await self._sqlite.open()
+        else:
+            async with self.engine.connect() as connection:
+                await warn_of_weak_promises(connection)
         self._opened = True
 
     async def close(self) -> None:
@@ -108,21 +148,35 @@ class Database:
                 await self._sqlite.close()
         finally:
             await self.engine.dispose()
+            if self._writing is not None:
+                await self._writing.dispose()
             if self._lock is not None:
                 self._lock.release()
 
     async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
-        """Run `function` on a connection. Raises StoreUnavailable where the database cannot answer.
+        """Run `function` on a connection, and again where PostgreSQL went away meanwhile.
 
-        `one_moment`: all of its statements see the same state, as they do on SQLite in any case.
+        Raises StoreUnavailable where the database cannot answer. `one_moment`: all of its statements see the same
+        state, as they do on SQLite in any case.
         """
         try:
+            if self.is_sqlite:
+                async with self.engine.connect() as connection:
+                    return await connection.run_sync(function)
+            return await self._patience.trying(lambda: self._read(function, one_moment))
+        except _FAULTS as error:
+            raise store_error(error) or error from error
+
+    async def _read(self, function: Callable[[Connection], T], one_moment: bool) -> T:
+        try:
             async with self.engine.connect() as connection:
-                if one_moment and not self.is_sqlite:
+                if one_moment:
                     await connection.execution_options(isolation_level="REPEATABLE READ")
                 return await connection.run_sync(function)
-        except (DBAPIError, PoolTimeout, OSError) as error:
-            raise store_error(error) or error from error
+        except _FAULTS as error:
+            if is_lost(error):
+                raise ConnectionLost(type(error).__name__) from error
+            raise
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
@@ -135,15 +189,11 @@ class Database:
         try:
             if self._sqlite is not None:
                 return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
-            async with self.engine.begin() as connection:
-                if not durable:
-                    await connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
-                return await connection.run_sync(lambda sync: function(AlchemyTx(sync)))
-        except DBAPIError as error:
+            assert self._postgres is not None
+            return await self._postgres.write(function, durable=durable)
+        except _FAULTS as error:
             if is_conflict(error):
-                raise WriteConflict(str(error.orig)) from error
-            raise store_error(error) or error from error
-        except (sqlite3.Error, PoolTimeout, OSError) as error:
+                raise WriteConflict(str(error)) from error
             raise store_error(error) or error from error
 
     async def empty_log_file(self) -> None:
@@ -169,7 +219,7 @@ class Database:
         try:
             async with self.engine.connect() as connection:
                 found = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
-        except (DBAPIError, OSError) as error:
+        except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
         if found != head:
             raise StartupError(

@@ -78,23 +78,31 @@ class StoredChunk(msgspec.Struct, frozen=True):
 
 def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
     """Write events at `first` and after; the caller has moved the head's version past them."""
-    positions = tx.positions(len(new))
+    return append_all(tx, [(session_id, first, at, new)])[0]
+
+
+def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) -> list[Appended]:
+    """As `append` for each (session_id, first, at, new), in one statement where there are many."""
+    positions = tx.positions(sum(len(new) for *_, new in logs))
     rows: list[dict[str, Any]] = []
-    for seq, event in enumerate(new, first):
-        name = name_of(event)
-        row = {
-            "session_id": session_id,
-            "seq": seq,
-            "type": name,
-            "version": VERSIONS[name],
-            "at": at,
-            "data": upcast.encode(event),
-        }
-        if positions is not None:
-            row["position"] = next(positions)
-        rows.append(row)
+    for session_id, first, at, new in logs:
+        for seq, event in enumerate(new, first):
+            name = name_of(event)
+            row = {
+                "session_id": session_id,
+                "seq": seq,
+                "type": name,
+                "version": VERSIONS[name],
+                "at": at,
+                "data": upcast.encode(event),
+            }
+            if positions is not None:
+                row["position"] = next(positions)
+            rows.append(row)
     tx.insert(sql.insert_event, rows)
-    return Appended(tuple(Recorded(seq, at, event) for seq, event in enumerate(new, first)))
+    return [
+        Appended(tuple(Recorded(seq, at, event) for seq, event in enumerate(new, first))) for _, first, at, new in logs
+    ]
 
 
 def advance_head(
@@ -145,9 +153,9 @@ def tombstone(tx: Tx, session_id: str, appended: Appended) -> None:
     """Take out the bytes that the tombstones among the events free."""
     for recorded in appended.events:
         if isinstance(recorded.event, BlobsTombstoned):
-            for fence, number in recorded.event.freed:
-                key = {"sid": session_id, "fenced": fence, "place": number}
-                tx.run(sql.tombstone_chunk, {**key, "by": recorded.seq})
+            freed = recorded.event.freed
+            keys = [{"sid": session_id, "fenced": fence, "place": number} for fence, number in freed]
+            tx.run_all(sql.tombstone_chunk, [{**key, "by": recorded.seq} for key in keys])
 
 
 def size_of(stored: Sequence[StoredBlob] | Sequence[StoredChunk]) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
+from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
 from app.store import groups
 from app.store import statements as sql
@@ -41,7 +42,15 @@ class Create(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is not None:
             return Existing(head[1], head[3])
-        row = {
+        tx.insert(sql.insert_session, [self.head_row()])
+        groups.note(tx, self.group_id)
+        tx.insert(sql.insert_blob, self.blob_rows())
+        appended = append(tx, self.session_id, 1, self.at, [self.event])
+        reach("in_create")
+        return appended
+
+    def head_row(self) -> dict[str, Any]:
+        return {
             "session_id": self.session_id,
             "version": 1,
             "status": "open",
@@ -53,11 +62,9 @@ class Create(BaseOperation, frozen=True):
             "body_hash": self.body_hash,
             "attempt": self.event.config.attempt,
         }
-        tx.insert(sql.insert_session, [row])
-        groups.note(tx, self.group_id)
-        if self.blob is not None:
-            tx.insert(sql.insert_blob, [blob_row(self.session_id, self.blob)])
-        return append(tx, self.session_id, 1, self.at, [self.event])
+
+    def blob_rows(self) -> list[dict[str, Any]]:
+        return [] if self.blob is None else [blob_row(self.session_id, self.blob)]
 
 
 class Existing(msgspec.Struct, frozen=True):
@@ -79,7 +86,9 @@ class AssignReward(BaseOperation, frozen=True):
         if self.event.turn is None:
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
             groups.note(tx, row[1])
-        return append(tx, self.session_id, row[0], self.at, [self.event])
+        appended = append(tx, self.session_id, row[0], self.at, [self.event])
+        reach("in_reward")
+        return appended
 
 
 class Close(BaseOperation, frozen=True):
@@ -96,6 +105,7 @@ class Close(BaseOperation, frozen=True):
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         gone = abandon(tx, self.session_id, self.at, holders, "session_closed")
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed()])
+        reach("in_close")
         return Appended(gone.events + closed.events)
 
 
@@ -178,7 +188,9 @@ class Erase(BaseOperation, frozen=True):
         groups.note(tx, row[0])
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
-        return advance_head(tx, self.session_id, self.at, [SessionErased()])
+        erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
+        reach("in_erase")
+        return erased
 
 
 class SaveSnapshot(BaseOperation, frozen=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
+from app.crash_points import reach
 from app.domain.events import Event, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
 from app.store import groups
@@ -45,27 +46,38 @@ class Busy(msgspec.Struct, frozen=True):
 
 
 class Claim(BaseOperation, frozen=True):
-    """Take the session's one open turn, at exactly the version that the caller knows.
+    """Take the session's one open turn, at exactly the version that the caller knows, written at `tip`.
 
-    A claim whose holder is dead is abandoned in the log on the way; the outcome is then Stale, because
-    the version has moved.
+    The time tells two logs apart that have as many events: after a crash of PostgreSQL claims, which are not
+    synced, may be gone, and other events in their places. A claim whose holder is dead is abandoned in the log on
+    the way; the outcome is then Stale, because the version has moved.
     """
 
     durable: ClassVar[bool] = False
     brief: ClassVar[bool] = True
     session_id: str
     expected: int
+    tip: float
     at: float
     event: TurnOpened
     lease_s: float
 
+    @property
+    def fence(self) -> int:
+        return self.expected + 1
+
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
-        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected}):
-            return self._why_not(tx)
-        fence = self.expected + 1
-        row = {
+        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected, "tip": self.tip}):
+            return self.why_not(tx)
+        tx.insert(sql.insert_open_turn, [self.open_row()])
+        appended = append(tx, self.session_id, self.fence, self.at, [self.event])
+        reach("in_claim")
+        return appended
+
+    def open_row(self) -> dict[str, Any]:
+        return {
             "session_id": self.session_id,
-            "fence": fence,
+            "fence": self.fence,
             "turn": self.event.turn,
             "parent_turn": self.event.parent,
             "incarnation": self.event.incarnation,
@@ -73,10 +85,8 @@ class Claim(BaseOperation, frozen=True):
             "retry_key": self.event.retry_key,
             "opened_at": self.at,
         }
-        tx.insert(sql.insert_open_turn, [row])
-        return append(tx, self.session_id, fence, self.at, [self.event])
 
-    def _why_not(self, tx: Tx) -> Stale | Busy | Refused:
+    def why_not(self, tx: Tx) -> Stale | Busy | Refused:
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return Refused(None if head is None else head[1])
@@ -134,8 +144,27 @@ class Commit(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> Appended | Refused:
         if not _take(tx, self.session_id, self.fence, self.incarnation):
             return refused(tx, self.session_id)
-        (turn,) = (event for event in self.events if isinstance(event, TurnCommitted))
-        row = {
+        tx.insert(sql.insert_turn, [self.turn_row()])
+        tx.insert(sql.insert_blob, self.blob_rows())
+        tx.insert(sql.insert_chunk, self.chunk_rows())
+        changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
+        head = tx.one(groups.commit_head, {**changes, "weight": self.weight})
+        appended = append_after(tx, self.session_id, self.at, self.events, head)
+        tombstone(tx, self.session_id, appended)
+        reach("in_commit")
+        return appended
+
+    @property
+    def turn(self) -> TurnCommitted:
+        return next(event for event in self.events if isinstance(event, TurnCommitted))
+
+    @property
+    def weight(self) -> int | None:
+        return largest_version(self.turn)
+
+    def turn_row(self) -> dict[str, Any]:
+        turn = self.turn
+        return {
             "session_id": self.session_id,
             "turn": turn.turn,
             "parent_turn": turn.parent,
@@ -145,14 +174,12 @@ class Commit(BaseOperation, frozen=True):
             "facts": self.facts,
             "wire": self.wire,
         }
-        tx.insert(sql.insert_turn, [row])
-        tx.insert(sql.insert_blob, [blob_row(self.session_id, blob) for blob in self.blobs])
-        tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
-        changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
-        head = tx.one(groups.commit_head, {**changes, "weight": largest_version(turn)})
-        appended = append_after(tx, self.session_id, self.at, self.events, head)
-        tombstone(tx, self.session_id, appended)
-        return appended
+
+    def blob_rows(self) -> list[dict[str, Any]]:
+        return [blob_row(self.session_id, blob) for blob in self.blobs]
+
+    def chunk_rows(self) -> list[dict[str, Any]]:
+        return [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks]
 
 
 def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
@@ -180,7 +207,9 @@ def _release(tx: Tx, session_id: str, fence: int, incarnation: int, at: float, e
     if not _take(tx, session_id, fence, incarnation):
         return refused(tx, session_id)
     tx.run(sql.drop_staged, {"sid": session_id, "fenced": fence})
-    return advance_head(tx, session_id, at, [event], freed=1)
+    released = advance_head(tx, session_id, at, [event], freed=1)
+    reach("in_release")
+    return released
 
 
 REFUSED_KEPT = 8

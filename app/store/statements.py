@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import bindparam, delete, insert, or_, select, update
+from sqlalchemy import BigInteger, ColumnElement, Double, bindparam, delete, exists, insert, or_, select, update
 
 from app.store.dialect import now
 from app.store.schema import (
@@ -31,13 +31,18 @@ head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sess
 lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid")).with_for_update()
 """Whoever changes a session and its open turns locks the head first; two who differ would wait for each other."""
 
+
+def claimable(expected: ColumnElement[int], tip: ColumnElement[float]) -> list[ColumnElement[bool]]:
+    """Of heads: open, without an open turn, and their last event is number `expected`, written at `tip`."""
+    last = exists().where(events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == tip)
+    return [sessions.c.version == expected, sessions.c.open_turns == 0, sessions.c.status == "open", last]
+
+
 claim_head = (
     update(sessions)
     .where(
         sessions.c.session_id == bindparam("sid"),
-        sessions.c.version == bindparam("expected"),
-        sessions.c.open_turns == 0,
-        sessions.c.status == "open",
+        *claimable(bindparam("expected", type_=BigInteger), bindparam("tip", type_=Double)),
     )
     .values(version=sessions.c.version + 1, open_turns=1)
 )

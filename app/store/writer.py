@@ -1,9 +1,12 @@
 """The one writer of a process: what waits at the same moment is committed together.
 
     submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
+                                                       │
+                                                       └─▶ deferred: by itself, on a lane of its own
 
 An outcome is handed back only after the transaction has ended. A batch that breaks on one operation's
-fault is run again one by one, so that the fault stays with its owner.
+fault is run again one by one, so that the fault stays with its owner. PostgreSQL takes some batches side by side
+(lanes): what waits for its disk, or a standby's, does not keep the next batch from being filled.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from app.errors import AppError, Overloaded, StoreUnavailable
+from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
 from app.store.engine import Database
 from app.store.log import Operation
@@ -67,17 +71,20 @@ class Writer:
         self._ready = asyncio.Event()
         self._room = asyncio.Condition()
         self._stopping = False
-        self._task: asyncio.Task[None] | None = None
+        self._lanes: list[asyncio.Task[None]] = []
+        self._deferred: set[asyncio.Task[None]] = set()
+        self._slow_lane = asyncio.Lock()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="turnlog-writer")
+        names = (f"turnlog-writer-{number}" for number in range(1, self._database.lanes + 1))
+        self._lanes = [asyncio.create_task(self._run(), name=name) for name in names]
 
     async def stop(self) -> None:
         """Commit what is queued and end; what comes later is refused."""
         self._stopping = True
         self._ready.set()
-        if self._task is not None:
-            await self._task
+        await asyncio.gather(*self._lanes)
+        await asyncio.gather(*self._deferred)
 
     async def submit(self, operation: Operation[Result]) -> Result:
         """Queue `operation` and wait for its outcome.
@@ -126,12 +133,12 @@ class Writer:
         batch: list[_Entry] = []
         size = 0
         while self._queue and len(batch) < MAX_BATCH and size < MAX_BATCH_BYTES:
+            if batch and not (self._queue[0].operation.session_id and batch[0].operation.session_id):
+                break  # What is of no session in particular locks rows in an order of its own.
             entry = self._queue.popleft()
             size += entry.operation.size
             batch.append(entry)
         self._bytes -= size
-        # PostgreSQL locks rows in this order; two processes that agree on it cannot wait for each other.
-        batch.sort(key=lambda entry: entry.operation.session_id)
         return batch
 
     async def _write(self, batch: list[_Entry]) -> None:
@@ -150,12 +157,24 @@ class Writer:
                 await self._write([entry])
         else:
             for entry, outcome in zip(batch, outcomes, strict=True):
-                if not entry.outcome.done():
+                if isinstance(outcome, Deferred):
+                    self._defer(entry)
+                elif not entry.outcome.done():
                     entry.outcome.set_result(outcome)
+
+    def _defer(self, entry: _Entry) -> None:
+        """Do it by itself, where it may wait for its session's row without keeping others waiting."""
+        task = asyncio.create_task(self._write_deferred(entry))
+        self._deferred.add(task)
+        task.add_done_callback(self._deferred.discard)
+
+    async def _write_deferred(self, entry: _Entry) -> None:
+        async with self._slow_lane:
+            await self._write([entry])
 
     async def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
         def run(tx: Tx) -> list[Any]:
-            return [operation.apply(tx) for operation in operations]
+            return apply_all(tx, operations)
 
         durable = any(operation.durable for operation in operations)
         size = sum(operation.size for operation in operations)

@@ -132,7 +132,7 @@ class _Log:
             for ref in event.new_blobs
         ]
         return [
-            Claim(self._session_id, fence - 1, self._at, opened, 8.0),
+            Claim(self._session_id, fence - 1, self._at, self._at, opened, 8.0),
             Commit(self._session_id, fence, self._incarnation, self._at, [event], stored.facts, stored.wire, blobs),
         ]
 

@@ -40,7 +40,7 @@ class Chaos:
             live = session.path[-1] if session and session.path else 0
             turn = len(session.turns) + 1 if session else 1
             expected = version + self.rng.choice((0, 0, 0, 1, -1))
-            outcome = await self.store.submit(claim(name, expected, self.holder(), turn=turn, parent=live))
+            outcome = await self.store.claim(name, expected, incarnation=self.holder(), turn=turn, parent=live)
         elif action in ("commit", "release"):
             outcome = await self.end(name, session, action)
         elif action == "reward":

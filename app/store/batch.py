@@ -1,0 +1,226 @@
+"""Many operations in one transaction: one by one, or, where each statement is a round trip, in sets.
+
+On SQLite a statement costs microseconds and operations are applied one by one. On PostgreSQL the claims of a batch
+are taken by one UPDATE and its commits by one DELETE and one UPDATE; what those return says who has won, and only
+winners' rows are inserted, all of a table at once. Everything else, and a second operation on a session, goes the
+plain way behind them.
+
+All heads are locked first. One that somebody else has locked is not waited for: its operation is `DEFERRED`, to be
+tried by itself, so that no session waits for another's row, and no two batches can wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    ColumnElement,
+    Double,
+    String,
+    TableValuedAlias,
+    Text,
+    any_,
+    bindparam,
+    column,
+    delete,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from app.crash_points import reach
+from app.domain.events import Event
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import Operation, append_all, refused, tombstone
+from app.store.log_sessions import Create
+from app.store.log_turns import Claim, Commit
+from app.store.schema import group_changes, open_turns, sessions
+
+Kind = TypeVar("Kind", bound=Operation[Any])
+
+
+class Deferred:
+    """The outcome of an operation that was not tried: its session's row is somebody else's for the moment."""
+
+
+DEFERRED = Deferred()
+
+
+def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
+    """The outcomes in the same order; one operation is never deferred."""
+    if not tx.far or len(operations) == 1:
+        return [operation.apply(tx) for operation in operations]
+    return _Batch(tx, operations).run()
+
+
+class _Batch:
+    def __init__(self, tx: Tx, operations: Sequence[Operation[Any]]) -> None:
+        self._tx = tx
+        self._operations = operations
+        self._outcomes: dict[int, Any] = {}
+        counts = Counter(operation.session_id for operation in operations)
+        self._alone = {session_id for session_id, count in counts.items() if count == 1}
+
+    def run(self) -> list[Any]:
+        tx = self._tx
+        ids = sorted({operation.session_id for operation in self._operations})
+        locked = {row[0] for row in tx.all(_lock_heads, {"sids": ids})}
+        tx.has_locked(locked)
+        self._each(Create, lambda one: one.session_id not in locked, self._create)
+        for place, operation in enumerate(self._operations):
+            if place not in self._outcomes and operation.session_id not in locked:
+                self._outcomes[place] = DEFERRED
+        self._each(Claim, lambda _: True, self._claim)
+        self._each(Commit, lambda _: True, self._commit)
+        for place, operation in enumerate(self._operations):
+            if place not in self._outcomes:
+                self._outcomes[place] = operation.apply(tx)
+        return [self._outcomes[place] for place in range(len(self._operations))]
+
+    def _each(
+        self, kind: type[Kind], fits: Callable[[Kind], bool], apply: Callable[[list[tuple[int, Kind]]], None]
+    ) -> None:
+        """Apply those operations of a kind that are their session's only ones."""
+        found = [
+            (place, operation)
+            for place, operation in enumerate(self._operations)
+            if isinstance(operation, kind)
+            and place not in self._outcomes
+            and operation.session_id in self._alone
+            and fits(operation)
+        ]
+        if found:
+            apply(found)
+
+    def _create(self, creates: list[tuple[int, Create]]) -> None:
+        """Sessions that are not there; one that another process creates at this moment is a conflict of keys."""
+        tx = self._tx
+        tx.insert(sql.insert_session, [create.head_row() for _, create in creates])
+        noted = {create.group_id for _, create in creates if create.group_id is not None}
+        tx.insert(_insert_note, [{"group_id": group_id} for group_id in sorted(noted)])
+        tx.insert(sql.insert_blob, [row for _, create in creates for row in create.blob_rows()])
+        self._append([(place, create.session_id, 1, create.at, [create.event]) for place, create in creates])
+
+    def _claim(self, claims: list[tuple[int, Claim]]) -> None:
+        tx = self._tx
+        given = {
+            "sids": [claim.session_id for _, claim in claims],
+            "expected": [claim.expected for _, claim in claims],
+            "tips": [claim.tip for _, claim in claims],
+        }
+        won = {row[0] for row in tx.all(_claim_heads, given)}
+        taken = [(place, claim) for place, claim in claims if claim.session_id in won]
+        tx.insert(sql.insert_open_turn, [claim.open_row() for _, claim in taken])
+        self._append([(place, claim.session_id, claim.fence, claim.at, [claim.event]) for place, claim in taken])
+        reach("in_claim")
+        for place, claim in claims:
+            if claim.session_id not in won:
+                self._outcomes[place] = claim.why_not(tx)
+
+    def _commit(self, commits: list[tuple[int, Commit]]) -> None:
+        tx = self._tx
+        given = {
+            "sids": [commit.session_id for _, commit in commits],
+            "fences": [commit.fence for _, commit in commits],
+            "holders": [commit.incarnation for _, commit in commits],
+        }
+        won = {row[0] for row in tx.all(_free_open_turns, given)}
+        held = [(place, commit) for place, commit in commits if commit.session_id in won]
+        tx.insert(sql.insert_turn, [commit.turn_row() for _, commit in held])
+        tx.insert(sql.insert_blob, [row for _, commit in held for row in commit.blob_rows()])
+        tx.insert(sql.insert_chunk, [row for _, commit in held for row in commit.chunk_rows()])
+        versions = self._advance([commit for _, commit in held])
+        self._append(
+            [
+                (
+                    place,
+                    commit.session_id,
+                    versions[commit.session_id] - len(commit.events) + 1,
+                    commit.at,
+                    commit.events,
+                )
+                for place, commit in held
+            ]
+        )
+        for place, commit in commits:
+            if commit.session_id in won:
+                tombstone(tx, commit.session_id, self._outcomes[place])
+            else:
+                self._outcomes[place] = refused(tx, commit.session_id)
+        reach("in_commit")
+
+    def _advance(self, commits: list[Commit]) -> dict[str, int]:
+        """Move the heads of committed turns; their new versions by session."""
+        if not commits:
+            return {}
+        given = {
+            "sids": [commit.session_id for commit in commits],
+            "counts": [len(commit.events) for commit in commits],
+            "ats": [commit.at for commit in commits],
+            "weights": [commit.weight for commit in commits],
+        }
+        return {row[0]: row[1] for row in self._tx.all(_advance_heads, given)}
+
+    def _append(self, logs: list[tuple[int, str, int, float, Sequence[Event]]]) -> None:
+        """By operation: its place, the session, the first event's seq, when, and the events."""
+        appended = append_all(self._tx, [log[1:] for log in logs])
+        self._outcomes |= {log[0]: outcome for log, outcome in zip(logs, appended, strict=True)}
+
+
+def _given(**types: tuple[str, Any]) -> TableValuedAlias:
+    """Parameters that are lists of equal length, as the columns of a table: by column, parameter and type."""
+    lists = [bindparam(name, type_=ARRAY(kind)) for name, kind in types.values()]
+    return func.unnest(*lists).table_valued(*(column(name) for name in types), name="given").render_derived()
+
+
+_lock_heads = (
+    select(sessions.c.session_id)
+    .where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
+    .order_by(sessions.c.session_id)
+    .with_for_update(skip_locked=True)
+)
+
+_claims = _given(sid=("sids", Text), expected=("expected", BigInteger), tip=("tips", Double))
+_claim_heads = (
+    update(sessions)
+    .where(
+        sessions.c.session_id == _claims.c.sid,
+        *sql.claimable(_claims.c.expected, _claims.c.tip),
+    )
+    .values(version=sessions.c.version + 1, open_turns=1)
+    .returning(sessions.c.session_id)
+)
+
+_held = _given(sid=("sids", Text), fence=("fences", BigInteger), holder=("holders", BigInteger))
+_free_open_turns = (
+    delete(open_turns)
+    .where(
+        open_turns.c.session_id == _held.c.sid,
+        open_turns.c.fence == _held.c.fence,
+        open_turns.c.incarnation == _held.c.holder,
+    )
+    .returning(open_turns.c.session_id)
+)
+
+_moved = _given(sid=("sids", Text), count=("counts", BigInteger), at=("ats", Double), weight=("weights", BigInteger))
+_largest: ColumnElement[int] = func.greatest(sessions.c.weight_version, _moved.c.weight)
+"""GREATEST passes nulls over."""
+_advance_heads = (
+    update(sessions)
+    .where(sessions.c.session_id == _moved.c.sid)
+    .values(
+        version=sessions.c.version + _moved.c["count"],
+        open_turns=sessions.c.open_turns - 1,
+        turns=sessions.c.turns + 1,
+        updated_at=_moved.c["at"],
+        weight_version=_largest,
+    )
+    .returning(sessions.c.session_id, sessions.c.version)
+)
+_insert_note = insert(group_changes)

@@ -1,0 +1,323 @@
+"""Writing to PostgreSQL: transactions straight on the driver, and what to do when the server goes away in one.
+
+    lost before COMMIT      nothing is written: the same again on another connection
+    lost during COMMIT      the log is asked whether the transaction's last event is in it
+    not to be had           waited for, PATIENCE_S from when it was first missed; then StoreUnavailable
+
+Nothing here relies on what a session of the server keeps beyond a transaction, so that a pooler may hand each
+transaction to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import asyncpg
+from sqlalchemy import Connection, bindparam, func, select, text
+from sqlalchemy.engine import AdaptedConnection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.sql import Executable, Insert
+
+from app.errors import StartupError, StoreUnavailable
+from app.store import statements as sql
+from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, Tx
+from app.store.schema import events
+
+T = TypeVar("T")
+
+log = logging.getLogger("turnlog.postgres")
+
+DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError)
+"""What the driver raises where SQLAlchemy does not come between."""
+
+PATIENCE_S = 10.0
+"""How long a server that is gone is waited for before requests are answered 503: a restart, a failover."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+
+LOCK_S = 5.0
+"""How long a row that somebody else has locked is waited for."""
+
+STATEMENT_S = 15.0
+"""How long a statement may take until its connection counts as lost."""
+
+COMMIT_S = 15.0
+"""The same for a commit, which is not cancelled: PostgreSQL would call a commit that waits for a synchronous standby
+done when it is told to stop waiting."""
+
+IDLE_S = 10.0
+"""How long a frozen process keeps its rows locked."""
+
+BEGIN = (
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
+    f"SET LOCAL lock_timeout = {LOCK_S * 1000:.0f}; SET LOCAL idle_in_transaction_session_timeout = {IDLE_S * 1000:.0f}"
+)
+SYNCED = BEGIN + "; SET LOCAL synchronous_commit = on"
+NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
+
+_event_data = select(events.c.data).where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
+
+
+class LastEvent(NamedTuple):
+    """What tells whether a transaction was committed: it is in the log, or none of the transaction is."""
+
+    session_id: str
+    seq: int
+    data: bytes
+
+
+class CommitUnknown(Exception):
+    """The connection ended during COMMIT. `last` is None where the transaction wrote no event."""
+
+    def __init__(self, last: LastEvent | None, result: Any) -> None:
+        super().__init__("the connection was lost during a commit")
+        self.last = last
+        self.result = result
+
+
+class PostgresTx:
+    """A transaction on the driver's own connection, called from a greenlet as if it were synchronous."""
+
+    far = True
+
+    def __init__(self, connection: AdaptedConnection, compiler: Compiler) -> None:
+        self._connection = connection
+        self._bind = compiler.bind
+        self._locked: frozenset[str] = frozenset()
+        self.last_event: LastEvent | None = None
+
+    def one(self, statement: Executable, parameters: Parameters) -> Row | None:
+        text, values = self._bind(statement, parameters)
+        row = self._call(lambda raw: raw.fetchrow(text, *values, timeout=STATEMENT_S))
+        return None if row is None else tuple(row)
+
+    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        text, values = self._bind(statement, parameters)
+        return [tuple(row) for row in self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))]
+
+    def run(self, statement: Executable, parameters: Parameters) -> int:
+        text, values = self._bind(statement, parameters)
+        said: str = self._call(lambda raw: raw.execute(text, *values, timeout=STATEMENT_S))
+        return int(said.rpartition(" ")[2])
+
+    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
+        if parameters:
+            text = self._bind(statement, parameters[0])[0]
+            values = [self._bind(statement, one)[1] for one in parameters]
+            self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
+
+    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        columns = tuple(rows[0])
+        text = self._bind(statement, rows[0], columns)[0]
+        values = [self._bind(statement, row, columns)[1] for row in rows]
+        if len(rows) == 1:
+            self._call(lambda raw: raw.execute(text, *values[0], timeout=STATEMENT_S))
+        else:
+            self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
+        if statement is sql.insert_event:
+            self.last_event = LastEvent(rows[-1]["session_id"], rows[-1]["seq"], rows[-1]["data"])
+
+    def lock(self, statement: Executable, parameters: Parameters) -> None:
+        if parameters["sid"] not in self._locked:
+            self.one(statement, parameters)
+
+    def has_locked(self, session_ids: Collection[str]) -> None:
+        self._locked = frozenset(session_ids)
+
+    def positions(self, count: int) -> Iterator[int] | None:
+        return None
+
+    def begin(self, durable: bool) -> None:
+        self._call(lambda raw: raw.execute(SYNCED if durable else NOT_SYNCED, timeout=STATEMENT_S))
+
+    def rollback(self) -> None:
+        self._call(lambda raw: raw.execute("ROLLBACK", timeout=STATEMENT_S))
+
+    def commit(self) -> None:
+        self._call(_commit)
+
+    def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
+        return self._connection.run_async(ask)
+
+
+async def _commit(raw: Any) -> None:
+    """COMMIT; one that takes too long loses its connection instead of being cancelled."""
+    committing = asyncio.ensure_future(raw.execute("COMMIT"))
+    try:
+        await asyncio.wait({committing}, timeout=COMMIT_S)
+    finally:
+        if not committing.done():
+            raw.terminate()
+    await committing
+
+
+class Patience:
+    """Waits for a server that is gone, PATIENCE_S from when anybody first missed it."""
+
+    def __init__(self) -> None:
+        self._missed_at: float | None = None
+
+    async def trying(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The attempt's result, tried again after ConnectionLost. Raises StoreUnavailable where that does not end."""
+        clock = asyncio.get_running_loop().time
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                result = await attempt()
+            except ConnectionLost as error:
+                now = clock()
+                if self._missed_at is None:
+                    self._missed_at = now
+                    log.warning("the database is gone (%s); waiting for it", error)
+                if now + pause > self._missed_at + PATIENCE_S:
+                    raise StoreUnavailable(f"the database cannot be reached: {error}") from error
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            else:
+                if self._missed_at is not None:
+                    log.warning("the database is back after %.1f s", clock() - self._missed_at)
+                    self._missed_at = None
+                return result
+
+
+class PostgresWriter:
+    """Write transactions, each on a connection of the engine's pool."""
+
+    def __init__(self, engine: AsyncEngine, patience: Patience) -> None:
+        self._engine = engine
+        self._patience = patience
+        self._compiler = Compiler(engine.dialect)
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
+        """Run `function`, again if need be, in one transaction. Raises what the driver raises, StoreUnavailable."""
+        return await self._patience.trying(lambda: self._once(function, durable))
+
+    async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
+        try:
+            return await self._on_connection(partial(self._transact, function=function, durable=durable))
+        except CommitUnknown as unknown:
+            if unknown.last is None:
+                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
+            look = partial(self._holds, unknown.last)
+            if not await self._patience.trying(lambda: self._on_connection(look)):
+                raise ConnectionLost("the connection was lost before a commit") from unknown
+            result: T = unknown.result
+            return result
+
+    async def _on_connection(self, work: Callable[[Connection], T]) -> T:
+        try:
+            async with self._engine.connect() as connection:
+                return await connection.run_sync(work)
+        except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+            if is_lost(error):
+                raise ConnectionLost(_cause(error)) from error
+            raise
+
+    def _transact(self, connection: Connection, *, function: Callable[[Tx], T], durable: bool) -> T:
+        tx = self._tx(connection)
+        try:
+            tx.begin(durable)
+            result = function(tx)
+        except BaseException as error:
+            _give_up(connection, tx, error)
+            raise
+        try:
+            tx.commit()
+        except BaseException as error:
+            _drop(connection)
+            if is_lost(error) or not isinstance(error, asyncpg.PostgresError):
+                raise CommitUnknown(tx.last_event, result) from error
+            raise
+        return result
+
+    def _holds(self, last: LastEvent, connection: Connection) -> bool:
+        """Is the event in the log? The lock waits for the transaction that may still be writing it."""
+        tx = self._tx(connection)
+        try:
+            tx.begin(durable=False)
+            tx.lock(sql.lock_head, {"sid": last.session_id})
+            row = tx.one(_event_data, {"sid": last.session_id, "place": last.seq})
+            tx.rollback()
+        except BaseException as error:
+            _give_up(connection, tx, error)
+            raise
+        return row is not None and row[0] == last.data
+
+    def _tx(self, connection: Connection) -> PostgresTx:
+        adapted = connection.connection.dbapi_connection
+        assert isinstance(adapted, AdaptedConnection)
+        return PostgresTx(adapted, self._compiler)
+
+
+def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:
+    """Roll back what an error ended; a connection that may be in the middle of something is dropped."""
+    if isinstance(error, asyncpg.PostgresError) and not is_lost(error):
+        try:
+            tx.rollback()
+        except DRIVER_ERRORS:
+            _drop(connection)
+    else:
+        _drop(connection)
+
+
+def _drop(connection: Connection) -> None:
+    """End the connection without asking the server, which may not answer."""
+    raw = connection.connection.driver_connection
+    if raw is not None:
+        raw.terminate()
+    connection.invalidate()
+
+
+_GONE = ("08", "57P", "53300", "25006")
+"""Beginnings of SQLSTATEs: connection, operator intervention, too many connections, a standby that cannot write."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Is the server, or the way to it, gone for now? Nothing is wrong with what was asked."""
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    state = getattr(origin, "sqlstate", None)
+    if isinstance(state, str):
+        return state.startswith(_GONE)
+    if isinstance(error, DBAPIError):
+        return error.connection_invalidated or isinstance(error.__cause__, OSError)
+    return isinstance(error, OSError) or (
+        isinstance(error, asyncpg.InterfaceError) and not isinstance(error, ValueError)
+    )
+
+
+def _cause(error: BaseException) -> str:
+    origin = (error.orig or error) if isinstance(error, DBAPIError) else error
+    return f"{type(origin).__name__} {getattr(origin, 'sqlstate', None) or ''}".strip()
+
+
+_promises = select(
+    func.pg_is_in_recovery(),
+    func.current_setting("fsync"),
+    func.current_setting("synchronous_commit"),
+    func.current_setting("synchronous_standby_names"),
+    select(func.count()).select_from(text("pg_stat_replication")).scalar_subquery(),
+)
+
+
+async def warn_of_weak_promises(connection: AsyncConnection) -> None:
+    """Log what would break "acknowledged means on disk", as far as it can be seen. Raises StartupError on a standby."""
+    standby, fsync, synced, names, followers = (await connection.execute(_promises)).one()
+    if standby:
+        raise StartupError("the database is a standby, which cannot be written to: give the primary's address")
+    if fsync == "off":
+        log.warning("PostgreSQL runs with fsync=off: a crash of its machine loses acknowledged turns")
+    if followers and not names:
+        log.warning(
+            "PostgreSQL has %d standbys, none of them synchronous: a failover to one can lose acknowledged turns; "
+            "set synchronous_standby_names",
+            followers,
+        )
+    if names and synced in ("local", "remote_write"):
+        log.info("synchronous_commit=%s is raised to on for acknowledgements", synced)
