@@ -91,7 +91,9 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             clock=time.time,
             incarnation=incarnation,
             lease_s=lease_s,
+            end_if_gone=recovery.end_if_gone,
         )
+        stack.push_async_callback(claims.close)
         token_in = TokenIn(cache, await _prompts(settings))
         stack.callback(token_in.close)
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from starlette.types import Send
 
+from app.crash_points import reach
 from app.errors import AppError
 from app.upstream.headers import Headers
 
@@ -33,6 +34,7 @@ async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) ->
         await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
         if sent < size:
             await asyncio.sleep(0)
+            reach("during_reply")
 
 
 def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:

@@ -98,9 +98,11 @@ class SessionCache:
             return await self._load(session_id)
         known = live.session
         rows = await self.database.read(
-            lambda connection: reads.event_rows(connection, session_id, after=known.version)
+            lambda connection: reads.event_rows(connection, session_id, after=known.version - 1)
         )
-        if live.session is known and not live.advance(_decoded(session_id, rows)):
+        # The last event is read again: after a crash of PostgreSQL it may be gone, or another.
+        still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.tip)
+        if live.session is known and not (still and live.advance(_decoded(session_id, rows[1:]))):
             self.drop(session_id)
             return await self._load(session_id)
         self._account(session_id, live)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -38,6 +40,12 @@ KEPT_BYTES = 256 << 10
 CLAIM_TRIES = 8
 """How often a claim is tried again because another process moved the session; more is a storm."""
 
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
+"""How often a retry looks whether the turn that it repeats, in flight in another process, has ended."""
+
+RELEASE_AGAIN_S = 1.0
+"""Between tries to let go of claims that the store could not take back."""
+
 
 class Opening(msgspec.Struct, frozen=True):
     """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change."""
@@ -50,12 +58,19 @@ class Opening(msgspec.Struct, frozen=True):
 
     @property
     def rid(self) -> str:
-        """The generation's id at the engine: of one length, so that none is another's prefix."""
-        return hashlib.sha256(f"{self.session.session_id}\0{self.fence}".encode()).hexdigest()[:32]
+        return rid_of(self.session.session_id, self.fence)
+
+
+def rid_of(session_id: str, fence: int) -> str:
+    """A generation's id at the engine: of one length, so that none is another's prefix."""
+    return hashlib.sha256(f"{session_id}\0{fence}".encode()).hexdigest()[:32]
 
 
 class Claims:
-    """The claims of this process, which is `incarnation` to the store; `lease_s` of silence would end them."""
+    """The claims of this process, which is `incarnation` to the store; `lease_s` of silence would end them.
+
+    `end_if_gone` says of another incarnation whether its process is known to be gone, and voids its claims then.
+    """
 
     def __init__(
         self,
@@ -66,8 +81,12 @@ class Claims:
         clock: Clock,
         incarnation: int,
         lease_s: float,
+        end_if_gone: Callable[[int], Awaitable[bool]],
     ) -> None:
         self.incarnation = incarnation
+        self._end_if_gone = end_if_gone
+        self._unreleased: dict[tuple[str, int], Release] = {}
+        self._releasing: asyncio.Task[None] | None = None
         self._cache = cache
         self._writer = writer
         self._followers = followers
@@ -77,7 +96,9 @@ class Claims:
     async def open(self, live: Live, request: Request, incoming: Arrival, mark: RetryMark) -> Opening | None:
         """Claim the session at a version at which the request fits; None if the turn is found committed."""
         session_id = live.session.session_id
-        for _ in range(CLAIM_TRIES):
+        tries, look_s = 0, FIRST_LOOK_S
+        while tries < CLAIM_TRIES:
+            tries += 1
             session = live.session
             plan = await self._match(session, incoming)
             if plan is not None:
@@ -100,8 +121,9 @@ class Claims:
                 if isinstance(outcome, Refused):
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)
-                if isinstance(outcome, Busy):
-                    await self._held(session_id, outcome, request, mark)
+                if isinstance(outcome, Busy) and await self._is_repeated(session_id, outcome, request, mark):
+                    await asyncio.sleep(look_s)
+                    tries, look_s = 0, min(2 * look_s, LONGEST_LOOK_S)
             fresh = await self._cache.refresh(session_id)
             decide.require_open(fresh.session if fresh else None, session_id)
             assert fresh is not None
@@ -127,15 +149,21 @@ class Claims:
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise
 
-    async def _held(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> None:
-        """The session's open turn is another process's, or one that this process failed to let go."""
+    async def _is_repeated(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> bool:
+        """Is the open turn in the way, which lives in another process, the one that the request repeats?
+
+        False where it is in the way no longer: this process had failed to let it go, or its own is gone. Raises
+        SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
+        """
         if held.incarnation == self.incarnation:
-            await self.release(session_id, held.fence, TurnAbandoned(held.turn, held.fence, "not_released"))
-            return
-        busy = SessionBusy(f"session {session_id} has a turn in flight")
+            event = TurnAbandoned(held.turn, held.fence, "not_released")
+            await self._end(Release(session_id, held.fence, self.incarnation, self._clock(), event))
+            return False
+        if await self._end_if_gone(held.incarnation):
+            return False
         if mark.repeats(held.retry_key, held.body_hash, request.body_hash):
-            busy.retry, busy.retry_after_s = True, 1
-        raise busy
+            return True
+        raise SessionBusy(f"session {session_id} has a turn in flight")
 
     async def reject(
         self,
@@ -161,19 +189,43 @@ class Claims:
         await self._let_go(Release(session_id, fence, self.incarnation, self._clock(), event))
 
     async def _let_go(self, operation: Release | Reject) -> None:
-        """A store that cannot take it is not an error of the turn: the next claim finds it."""
+        """A store that cannot take it is not an error of the turn: it is tried again until it can."""
+        session_id, fence, event = operation.session_id, operation.fence, operation.event
+        try:
+            await self._end(operation)
+        except AppError as error:
+            log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
+            self._unreleased[session_id, fence] = Release(session_id, fence, self.incarnation, operation.at, event)
+            if self._releasing is None or self._releasing.done():
+                self._releasing = asyncio.create_task(self._release_again())
+
+    async def _release_again(self) -> None:
+        while self._unreleased:
+            await asyncio.sleep(RELEASE_AGAIN_S)
+            for key, operation in list(self._unreleased.items()):
+                try:
+                    await self._end(operation)
+                except AppError:
+                    break  # The store is still not well, of which the first failure has told.
+                self._unreleased.pop(key, None)
+
+    async def _end(self, operation: Release | Reject) -> None:
+        """Raises StoreUnavailable, StoreFull."""
         session_id = operation.session_id
         reach("before_release")
-        try:
-            outcome = await self._writer.submit(operation)
-            reach("after_release")
-        except AppError as error:
-            log.warning("session %s: the claim %d could not be released: %s", session_id, operation.fence, error)
-            return
+        outcome = await self._writer.submit(operation)
+        reach("after_release")
+        self._unreleased.pop((session_id, operation.fence), None)
         if isinstance(outcome, Appended):
             self.appended(session_id, outcome)
         else:
             self._cache.drop(session_id)
+
+    async def close(self) -> None:
+        """What could not be released by now is void with the process."""
+        if self._releasing is not None:
+            self._releasing.cancel()
+            await asyncio.gather(self._releasing, return_exceptions=True)
 
     def appended(self, session_id: str, outcome: Appended) -> None:
         self._cache.advance(session_id, outcome.events)

@@ -11,12 +11,15 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+import msgspec
+
 from app.errors import AppError
 from app.service.feed import settle
 from app.service.sessions import Sessions
 from app.settings import Settings
 from app.store import group_reads, reads
 from app.store.engine import Database
+from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.writer import Writer
 
@@ -37,12 +40,35 @@ SHORTEST_S, LONGEST_S = 0.5, 30.0
 SIZE_EVERY_S = 2.0
 
 
+class Done(msgspec.Struct):
+    """How many sessions were closed for being idle, lost their replay payloads, were erased."""
+
+    closed: int = 0
+    freed: int = 0
+    erased: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.closed} idle sessions closed, {self.freed} freed of replay payloads, {self.erased} erased"
+
+
 class Janitor:
-    """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch."""
+    """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
+
+    It rests `rest_s` seconds after each session. `done` counts since its beginning.
+    """
 
     def __init__(
-        self, database: Database, writer: Writer, sessions: Sessions, settings: Settings, clock: Callable[[], float]
+        self,
+        database: Database,
+        writer: Writer,
+        sessions: Sessions,
+        settings: Settings,
+        clock: Callable[[], float],
+        *,
+        rest_s: float = REST_S,
     ) -> None:
+        self.done = Done()
+        self._rest_s = rest_s
         self._database = database
         self._writer = writer
         self._sessions = sessions
@@ -98,8 +124,9 @@ class Janitor:
         after = ""
         while found := await self._database.read(lambda c, after=after: reads.idle_sessions(c, since, after, STEP)):  # type: ignore[misc]
             for session_id in found:
-                await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
-                await asyncio.sleep(REST_S)
+                closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
+                self.done.closed += isinstance(closed, Appended)
+                await asyncio.sleep(self._rest_s)
             after = found[-1]
 
     async def _free_replay(self) -> None:
@@ -110,6 +137,7 @@ class Janitor:
         after = min(self._freed_upto, (cutoff - LATE_S, ""))
         async for place in self._closed(cutoff, after, holding=True):
             await self._sessions.free_replay(place[1])
+            self.done.freed += 1
             self._freed_upto = place
 
         if self._settings.retain_until_ack:
@@ -124,7 +152,8 @@ class Janitor:
                     partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
                 ):
                     await self._sessions.free_replay(session_id)
-                    await asyncio.sleep(REST_S)
+                    self.done.freed += 1
+                    await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
             after = found[-1]
 
@@ -134,6 +163,7 @@ class Janitor:
         async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
             self._erased_in_log_file = True
             await self._sessions.drop_content(session_id)
+            self.done.erased += 1
         if self._erased_in_log_file:
             await self._database.empty_log_file()
             self._erased_in_log_file = False
@@ -153,5 +183,5 @@ class Janitor:
         ):
             for place in found:
                 yield place
-                await asyncio.sleep(REST_S)
+                await asyncio.sleep(self._rest_s)
             after = found[-1]

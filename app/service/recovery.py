@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 
 from app.errors import AppError
@@ -48,13 +49,31 @@ class Recovery:
 
     def start(self) -> None:
         """Both run beside the traffic: a claim finds a dead holder by itself and does not wait for the sweep."""
-        self._tasks = [asyncio.create_task(self._sweep()), asyncio.create_task(self._beat())]
+        self._tasks = [asyncio.create_task(self._sweep_always()), asyncio.create_task(self._beat())]
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._database.write(lambda tx: incarnations.end(tx, self._incarnation), durable=False)
+
+    async def end_if_gone(self, incarnation: int) -> bool:
+        """Was it a process of this host that is gone? Then its claims are void from now on."""
+        if not await self._database.read(lambda connection: incarnations.is_gone(connection, incarnation)):
+            return False
+        await self._database.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
+        return True
+
+    async def _sweep_always(self) -> None:
+        """At the start and, where there are other processes, once a lease: a session nobody asks for is freed too."""
+        await self._sweep()
+        while math.isfinite(self._lease_s):
+            await asyncio.sleep(self._lease_s)
+            try:
+                await self._database.write(incarnations.end_gone, durable=False)
+            except AppError as error:
+                log.warning("processes that are gone could not be looked for: %s", error)
+            await self._sweep()
 
     async def _sweep(self) -> None:
         """Abandon, in the log, every open turn of a dead process."""

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from app.crash_points import reach
 from app.domain import decide, retention
 from app.domain.events import (
     BlobRef,
@@ -18,6 +19,7 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
+    TurnAbandoned,
     UnknownEvent,
     name_of,
     to_fields,
@@ -70,11 +72,11 @@ class Sessions:
         self._cache = cache
         self._followers = followers
         self._clock = clock
-        self._on_close: list[Callable[[str], None]] = []
+        self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
 
-    def on_close(self, callback: Callable[[str], None]) -> None:
-        """Call `callback` with a session's id as soon as its close is on disk."""
+    def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
+        """Call `callback` with a session's id, and the fences of turns that it ended, as soon as a close is on disk."""
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
@@ -93,9 +95,11 @@ class Sessions:
             body_hash=body_hash,
             metadata=None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash),
         )
+        reach("before_create")
         outcome = await self._writer.submit(
             Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
         )
+        reach("after_create")
         if isinstance(outcome, Existing):
             _require_same(new.session_id, outcome, body_hash)
             return
@@ -116,14 +120,19 @@ class Sessions:
         live = await self._cache.current(session_id)
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
         outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
+        reach("after_reward")
         return self._appended(session_id, outcome).events[-1].seq
 
     async def close(self, session_id: str) -> None:
         """Raises SessionNotFound, SessionClosed. A turn in flight can no longer commit."""
         outcome = await self._writer.submit(Close(session_id, self._clock()))
-        self._appended(session_id, outcome)
+        reach("after_close")
+        self._closed(session_id, self._appended(session_id, outcome))
+
+    def _closed(self, session_id: str, outcome: Appended) -> None:
+        ended = [one.event.fence for one in outcome.events if isinstance(one.event, TurnAbandoned)]
         for callback in self._on_close:
-            callback(session_id)
+            callback(session_id, ended)
 
     async def erase(self, session_id: str) -> None:
         """Close if need be, then delete the content and take it out of the log files too.
@@ -131,10 +140,9 @@ class Sessions:
         Idempotent. Raises SessionNotFound.
         """
         outcome = await self._writer.submit(Close(session_id, self._clock()))
+        reach("after_close")
         if isinstance(outcome, Appended):
-            self._appended(session_id, outcome)
-            for callback in self._on_close:
-                callback(session_id)
+            self._closed(session_id, self._appended(session_id, outcome))
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         await self.drop_content(session_id)
@@ -153,16 +161,19 @@ class Sessions:
             outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event))
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
+            reach("after_tombstones")
         by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
         more = True
         while more:
             more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
+            reach("after_freed")
             await asyncio.sleep(0)
 
     async def drop_content(self, session_id: str) -> None:
         """Erase a closed session; its content is out of the log files only once those have been emptied."""
         await self.free_replay(session_id)
         erased = await self._writer.submit(Erase(session_id, self._clock()))
+        reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)

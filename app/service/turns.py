@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
+from app.crash_points import reach
 from app.domain import decide
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Protocol, TurnAbandoned
@@ -29,7 +30,7 @@ from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClos
 from app.service import transcript
 from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
 from app.service.cache import SessionCache
-from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn
+from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn, rid_of
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
 from app.service.judge import Judge, Judged
 from app.service.sessions import Clock, refusal
@@ -85,11 +86,14 @@ class Turns:
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def close(self, session_id: str) -> None:
-        """The session was closed: end the work on its turn in flight."""
+    def close(self, session_id: str, ended: Sequence[int]) -> None:
+        """The session was closed, which ended turns under these fences: end the work on them, here or elsewhere."""
         flight = self._flights.get(session_id)
         if flight is not None:
             flight.cut_off("session_closed")
+        else:
+            for fence in ended:
+                self._abort(session_id, rid_of(session_id, fence))
 
     async def take(
         self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
@@ -176,6 +180,7 @@ class Turns:
                 return TurnReply(reply.status, reply.headers, reply.body.pieces)
             refused = reply.body
             judged = await self._judge.judge(opening, incoming, new, engine, reply, requested_at, ask, prompt)
+            reach("after_judged")
             await self._require_no_drift(opening, judged, prompt)
         except Cut:
             raise await self._cut(taken.flight, opening) from None
@@ -212,7 +217,9 @@ class Turns:
         headers = http_headers.to_engine(taken.client, session_id, self._settings.upstream_api_key)
         ask = first_ask(opening, taken.request, prompt, self._settings)
         taken.flight.asked = True
+        reach("before_engine")
         engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
+        reach("after_engine")
         if reply.status == 400 and ask.own:
             # A prompt that drifted may be shorter than the row asked for, which engines refuse.
             ask = msgspec.structs.replace(ask, own=b"", first_row=0)
@@ -240,16 +247,21 @@ class Turns:
     async def _cut(self, flight: Flight, opening: Opening) -> AppError:
         """The turn was ended from outside: tell the engine, let go of the claim, and say why."""
         session_id = opening.session.session_id
-        if flight.asked and takes_rid(self._settings.upstream_dialect):
-            task = asyncio.create_task(self._engines.abort(session_id, opening.rid))
-            self._aborting.add(task)
-            task.add_done_callback(self._aborting.discard)
+        if flight.asked:
+            self._abort(session_id, opening.rid)
         if flight.cut == "session_closed":
             return SessionClosed(f"session {session_id} was closed during the turn")
         await self._claims.release(
             session_id, opening.fence, TurnAbandoned(opening.event.turn, opening.fence, "disconnect")
         )
         return ClientGone("the client went away and TURNLOG_ON_DISCONNECT ended its turn")
+
+    def _abort(self, session_id: str, rid: str) -> None:
+        """Have the engine end a generation, without waiting for it."""
+        if takes_rid(self._settings.upstream_dialect) and self._engines.base_urls:
+            task = asyncio.create_task(self._engines.abort(session_id, rid))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
 
     async def _commit(
         self, taken: _Taken, judged: Judged, sending: Outgoing, new: Sequence[bytes], prompt: Prompt | None
@@ -281,7 +293,9 @@ class Turns:
                 blobs.rows,
                 await self._staged(opening, judged.chunks),
             )
+            reach("before_commit")
             outcome = await self._writer.submit(operation)
+            reach("after_commit")
         except AppError as error:
             self._cache.drop(session_id)
             await self._claims.reject(opening, error.code, None)
@@ -304,6 +318,7 @@ class Turns:
         for chunk in chunks:
             if not await self._writer.submit(Stage(session_id, fence, self._claims.incarnation, [chunk])):
                 break
+            reach("after_staged")
         return ()
 
     async def _replay(self, session_id: str, number: int, kinds: Collection[str]) -> TurnReply:

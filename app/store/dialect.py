@@ -76,6 +76,23 @@ def _clock_timestamp(element: now, compiler: Any, **options: Any) -> str:
     return "extract(epoch from clock_timestamp())::double precision"
 
 
+class up_since(FunctionElement[float]):
+    """When the database's server was started, by its own clock; the beginning of time where there is no server."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(up_since)
+def _always(element: up_since, compiler: Any, **options: Any) -> str:
+    return "0.0"
+
+
+@compiles(up_since, "postgresql")
+def _postmaster_start(element: up_since, compiler: Any, **options: Any) -> str:
+    return "extract(epoch from pg_postmaster_start_time())::double precision"
+
+
 class used_bytes(FunctionElement[int]):
     """How large the database is, without what it could use again."""
 
@@ -243,9 +260,13 @@ class _Compiled(NamedTuple):
     names: list[tuple[str, Any]]
 
 
-PRAGMAS = (
+FILE_PRAGMAS = (
     "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
+)
+"""Kept in the file, and set when it is made: to set `auto_vacuum` is a write, which a lock or a full disk refuses."""
+
+PRAGMAS = (
     "PRAGMA foreign_keys = ON",
     "PRAGMA secure_delete = ON",
     "PRAGMA temp_store = MEMORY",
@@ -287,8 +308,9 @@ def store_error(error: BaseException) -> AppError | None:
             return StoreUnavailable("the connection to the database was lost")
         return None if error.orig is None else store_error(error.orig)
     if isinstance(error, sqlite3.Error):
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code in _FULL:
+        extended = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        code = extended & 0xFF
+        if code in _FULL or extended == sqlite3.SQLITE_IOERR_SHMSIZE:
             return StoreFull("the database is full")
         return StoreUnavailable(f"the database answered {_code_name(error)}") if code in _WHOLE_DATABASE else None
     if isinstance(error, OSError):

@@ -23,7 +23,16 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError
-from app.store.dialect import PRAGMAS, READER_CACHE, ConnectionLost, Tx, WriteConflict, is_conflict, store_error
+from app.store.dialect import (
+    FILE_PRAGMAS,
+    PRAGMAS,
+    READER_CACHE,
+    ConnectionLost,
+    Tx,
+    WriteConflict,
+    is_conflict,
+    store_error,
+)
 from app.store.postgres import DRIVER_ERRORS, Patience, PostgresWriter, is_lost, warn_of_weak_promises
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
@@ -68,7 +77,9 @@ def create_engine(url: str) -> AsyncEngine:
     def _configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None
         cursor = connection.cursor()
-        for pragma in (*PRAGMAS, READER_CACHE):
+        cursor.execute("PRAGMA page_count")
+        is_new = cursor.fetchone()[0] == 0
+        for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
             cursor.execute(pragma)
         cursor.close()
 

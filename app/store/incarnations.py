@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
-from sqlalchemy import bindparam, insert, null, select, update
+from sqlalchemy import Connection, bindparam, insert, null, select, update
 
 from app.store.dialect import Tx, now
 from app.store.schema import incarnations
@@ -19,6 +20,9 @@ _register = (
 _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(ended_at=now())
 _here = select(incarnations.c.id, incarnations.c.pid).where(
     incarnations.c.ended_at.is_(None), incarnations.c.host == bindparam("at_host")
+)
+_who = select(incarnations.c.host, incarnations.c.pid).where(
+    incarnations.c.id == bindparam("which"), incarnations.c.ended_at.is_(None)
 )
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
@@ -45,13 +49,28 @@ def register(tx: Tx, *, alone: bool) -> int:
     if alone:
         tx.run(_end_all, {})
     else:
-        for number, pid in tx.all(_here, {"at_host": host}):
-            # A container's processes often get the same pid again: ours is not yet in the table.
-            if pid == os.getpid() or not _is_running(pid):
-                tx.run(_end, {"which": number})
+        # A container's processes often get the same pid again: ours is not yet in the table.
+        _end_gone(tx, host, lambda pid: pid != os.getpid() and _is_running(pid))
     row = tx.one(_register, {"at_host": host, "as_pid": os.getpid()})
     assert row is not None
     return int(row[0])
+
+
+def end_gone(tx: Tx) -> None:
+    """End those on this host whose process is gone, without waiting for their leases."""
+    _end_gone(tx, host_name(), _is_running)
+
+
+def _end_gone(tx: Tx, host: str, lives: Callable[[int], bool]) -> None:
+    for number, pid in tx.all(_here, {"at_host": host}):
+        if not lives(pid):
+            tx.run(_end, {"which": number})
+
+
+def is_gone(connection: Connection, incarnation: int) -> bool:
+    """Was it on this host, and is its process gone? Of another host's nothing can be known."""
+    row = connection.execute(_who, {"which": incarnation}).first()
+    return row is not None and row[0] == host_name() and not _is_running(row[1])
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ColumnElement, Double, bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import BigInteger, ColumnElement, Double, and_, bindparam, delete, exists, insert, or_, select, update
 
-from app.store.dialect import now
+from app.store.dialect import now, up_since
 from app.store.schema import (
     blobs,
     chunks,
@@ -84,9 +84,10 @@ erase_head = (
     .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "closed")
     .values(status="erased")
 )
+# While the database was away nobody could say that he is alive: a server that has just come back believes everybody.
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),
-    incarnations.c.heartbeat_at < now() - bindparam("lease_s"),
+    and_(incarnations.c.heartbeat_at < now() - bindparam("lease_s"), up_since() < now() - bindparam("lease_s")),
     incarnations.c.id.is_(None),
 )
 holders = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
