@@ -1,7 +1,11 @@
-"""Old events as today's: one pure step from each (name, version) to the next version."""
+"""Events as they are stored, and old ones as today's: one pure step from each (name, version) to the next version.
+
+A stored event is JSON, a hash sign and its checksum: JSON with a flipped bit is mostly JSON, too.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,14 +55,31 @@ def upcast(
 
 
 def decode(name: str, version: int, data: bytes) -> Event:
-    """A stored row as an event. Raises UnknownEvent, also where the data does not fit its own version."""
+    """A stored row as an event. Raises UnknownEvent, also where the data is damaged or does not fit its own version."""
+    fields = _undamaged(name, version, data)
     try:
         if version == VERSIONS.get(name):
-            return msgspec.json.decode(data, type=TYPES[name])
-        return msgspec.convert(upcast(name, version, msgspec.json.decode(data)), TYPES[name])
+            return msgspec.json.decode(fields, type=TYPES[name])
+        return msgspec.convert(upcast(name, version, msgspec.json.decode(fields)), TYPES[name])
     except msgspec.MsgspecError as error:
         raise UnknownEvent(f"event {name!r} version {version} cannot be read: {error}") from error
 
 
 def encode(event: Event) -> bytes:
-    return msgspec.json.encode(event)
+    """What is stored of an event beside its name and version."""
+    fields = msgspec.json.encode(event)
+    return b"%b#%08x" % (fields, zlib.crc32(fields))
+
+
+CHECK_BYTES = 8
+"""CRC-32 as hex."""
+
+
+def _undamaged(name: str, version: int, data: bytes) -> bytes:
+    """The JSON; rows from before there were checksums are taken as they are. Raises UnknownEvent."""
+    if data.endswith(b"}"):
+        return data
+    fields = data[: -1 - CHECK_BYTES]
+    if b"#%08x" % zlib.crc32(fields) != data[-1 - CHECK_BYTES :]:
+        raise UnknownEvent(f"event {name!r} version {version} is not what was stored")
+    return fields

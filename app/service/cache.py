@@ -19,9 +19,8 @@ from app.domain.session import Session, Turn, apply
 from app.errors import AppError, SessionUnreadable
 from app.service.chain import Chain
 from app.store import reads
-from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
-from app.store.writer import Writer
+from app.store.ports import Database, Writer
 from workers import codec
 from workers.codec import CorruptContent
 

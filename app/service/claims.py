@@ -23,7 +23,7 @@ from app.service.follow import Followers
 from app.service.sessions import Clock, refusal
 from app.store.log import Appended, Refused
 from app.store.log_turns import Busy, Claim, Reject, Release
-from app.store.writer import Writer
+from app.store.ports import Writer
 from app.upstream.body import Body
 from workers import codec
 

@@ -32,6 +32,7 @@ from app.service.rows import Known, SessionRows, known
 from app.store import reads
 from app.store.bulk import Stored
 from app.store.engine import Database
+from app.store.horizon import settle
 from app.store.reads import Position
 from workers.codec import CorruptContent
 
@@ -123,10 +124,13 @@ class Exporter:
     async def start(self, wish: Wish, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
         shapes.require(wish.format, wish.shape)
+        given = None if cursor is None else decode_cursor(cursor)
+        if given is None or given.high is None:
+            await settle(self._database)
         epoch, horizon = await self._database.read(
             lambda connection: (reads.epoch(connection), reads.horizon(connection))
         )
-        given = Cursor(epoch, Position(0, 0)) if cursor is None else decode_cursor(cursor)
+        given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"

@@ -35,11 +35,10 @@ from app.export import shapes
 from app.export.row import Fields
 from app.service.export import Wish
 from app.store import group_reads
-from app.store.engine import Database
 from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure, Settle
+from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-from app.store.writer import Writer
 
 log = logging.getLogger("turnlog.feed")
 

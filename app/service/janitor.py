@@ -18,10 +18,9 @@ from app.service.feed import settle
 from app.service.sessions import Sessions
 from app.settings import Settings
 from app.store import group_reads, reads
-from app.store.engine import Database
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
-from app.store.writer import Writer
+from app.store.ports import Database, Writer
 
 log = logging.getLogger("turnlog.janitor")
 

@@ -8,7 +8,7 @@ its bytes; a base64 payload weighs little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 
@@ -27,7 +27,7 @@ from workers import job
 from workers.job import Done, Job, Place
 from workers.parse import REPLAY, Known, PromptDiffers, Rejected
 from workers.payloads import Chunk, Parent, Want
-from workers.pool import Crashed, Pool, PoolError
+from workers.pool import Crashed, PoolError
 
 PAYLOAD_LIGHTER = 16
 """How much cheaper a byte of a base64 payload is to judge than one of triples (measured: 0.3 and 5 ms a MiB)."""
@@ -46,10 +46,16 @@ class Judged(msgspec.Struct, frozen=True):
     output_ids: bytes
 
 
+class Workers(Protocol):
+    """Where a large reply is judged: `workers.pool.Pool`."""
+
+    async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes: ...
+
+
 class Judge:
     """Validates what engines return."""
 
-    def __init__(self, pool: Pool, settings: Settings) -> None:
+    def __init__(self, pool: Workers, settings: Settings) -> None:
         self._pool = pool
         self._settings = settings
 

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 from app.errors import AppError
 from app.store import incarnations
-from app.store.engine import Database
 from app.store.log_turns import AbandonDead
-from app.store.writer import Writer
+from app.store.ports import Database, Writer
 
 log = logging.getLogger("turnlog.recovery")
 

@@ -9,7 +9,7 @@ from app.domain.events import BlobsTombstoned, PayloadRef, ReplayKind, TurnCommi
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
-from app.store.engine import Database
+from app.store.ports import Database
 from app.store.reads import ChunkKey
 from workers import payloads
 from workers.codec import CorruptContent, Wire

@@ -38,10 +38,9 @@ from app.errors import (
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
 from app.store import reads
-from app.store.engine import Database
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
-from app.store.writer import Writer
+from app.store.ports import Database, Writer
 from workers import codec
 from workers.codec import CorruptContent
 

@@ -132,12 +132,9 @@ class TokenIn:
         """A turn's parameters and tools by their numbers. Raises SessionUnreadable."""
         numbers = {number for number in (turn.params, turn.tools) if number is not None}
         try:
-            found = await self._cache.database.read(lambda c: reads.load_blobs(c, session_id, numbers))
+            return await self._cache.database.read(lambda c: reads.load_blobs(c, session_id, numbers))
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
-        if len(found) != len(numbers):
-            raise SessionUnreadable(f"session {session_id}, turn {turn.number}: its parameters are not there")
-        return found
+            raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 
     async def first_difference(self, opening: Opening, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which a prompt that continues nothing differs from the stored tokens.

@@ -12,7 +12,7 @@ from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
 from app.service import replay
 from app.store import reads
-from app.store.engine import Database
+from app.store.ports import Database
 from app.upstream.engines import PATHS
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
@@ -113,9 +113,12 @@ async def _request(
     history: list[bytes],
     prompt: memoryview,
 ) -> tuple[bytes, list[bytes]]:
-    """The request as the engine got it, and the history that the next turn continues."""
+    """The request as the engine got it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
-    blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
+    try:
+        blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turn {event.turn}: {error}") from error
     messages = [*(history if event.base_messages else []), *wire.messages]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
     params = blobs[event.params]

@@ -26,7 +26,17 @@ from app.domain.events import Protocol, TurnAbandoned
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from app.domain.session import Session
-from app.errors import AppError, ClaimLost, ClientGone, SessionBusy, SessionClosed, TokenPrefixMismatch, Unsupported
+from app.errors import (
+    AppError,
+    ClaimLost,
+    ClientGone,
+    IdempotencyMismatch,
+    InvalidRequest,
+    SessionBusy,
+    SessionClosed,
+    TokenPrefixMismatch,
+    Unsupported,
+)
 from app.service import transcript
 from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
 from app.service.cache import SessionCache
@@ -38,7 +48,7 @@ from app.service.token_in import Template, TokenIn, added_text
 from app.settings import Settings
 from app.store.log import Refused, StoredChunk
 from app.store.log_turns import Commit, Stage
-from app.store.writer import Writer
+from app.store.ports import Writer
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -99,6 +109,17 @@ class Turns:
         self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
     ) -> TurnReply:
         """One turn. Raises AppError in the order 404, 400, 409, 400 (history), then what the engine did."""
+        try:
+            return await self._take(session_id, protocol, body, client, mark, reader)
+        except (InvalidRequest, SessionBusy, IdempotencyMismatch):
+            # Another process may have closed the session, which comes before anything that is wrong with a request.
+            live = await self._cache.current(session_id)
+            decide.require_open(live.session if live else None, session_id)
+            raise
+
+    async def _take(
+        self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
+    ) -> TurnReply:
         request: Request | None = None
         while True:
             live = await self._cache.get(session_id)
@@ -303,6 +324,9 @@ class Turns:
         if isinstance(outcome, Refused):
             self._cache.drop(session_id)
             if outcome.status == "open":
+                await self._claims.reject(
+                    opening, ClaimLost.code
+                )  # where it is still held, but what was staged is gone
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         self._claims.appended(session_id, outcome)

@@ -77,7 +77,7 @@ class _Batch:
             if place not in self._outcomes and operation.session_id not in locked:
                 self._outcomes[place] = DEFERRED
         self._each(Claim, lambda _: True, self._claim)
-        self._each(Commit, lambda _: True, self._commit)
+        self._each(Commit, lambda one: not one.staged, self._commit)
         for place, operation in enumerate(self._operations):
             if place not in self._outcomes:
                 self._outcomes[place] = operation.apply(tx)

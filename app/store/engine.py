@@ -7,6 +7,7 @@ nobody else up), on PostgreSQL on a connection of a pool of its own, so that rea
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,15 @@ def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     )
 
 
+async def _dispose(engine: AsyncEngine) -> None:
+    """Close the pool's connections; those whose server does not answer the farewell are left to themselves."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await engine.dispose()
+    except TimeoutError:
+        await engine.dispose(close=False)
+
+
 def sqlite_lock(url: str) -> FileLock | None:
     """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
 
@@ -158,9 +168,9 @@ class Database:
             if self._sqlite is not None and self._opened:
                 await self._sqlite.close()
         finally:
-            await self.engine.dispose()
+            await _dispose(self.engine)
             if self._writing is not None:
-                await self._writing.dispose()
+                await _dispose(self._writing)
             if self._lock is not None:
                 self._lock.release()
 

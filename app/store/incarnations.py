@@ -84,10 +84,15 @@ def end(tx: Tx, incarnation: int) -> None:
 
 
 def _is_running(pid: int) -> bool:
+    """Not one that has ended, but whose parent has not asked how."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state != "Z"

@@ -112,7 +112,6 @@ class Close(BaseOperation, frozen=True):
 class CloseIdle(BaseOperation, frozen=True):
     """Close an open session that has no turn in flight and has not changed since `idle_since`."""
 
-    durable: ClassVar[bool] = False
     session_id: str
     at: float
     idle_since: float
@@ -207,6 +206,7 @@ class SaveSnapshot(BaseOperation, frozen=True):
         return len(self.data)
 
     def apply(self, tx: Tx) -> None:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] == "erased":
             return

@@ -124,7 +124,8 @@ class Stage(BaseOperation, frozen=True):
 class Commit(BaseOperation, frozen=True):
     """End the open turn with what it brought, if the fence still stands; else nothing is written.
 
-    `chunks` are those that have not been staged.
+    `chunks` are those that have not been staged. Those that have must still be there: staging is not synced, and a
+    crash of PostgreSQL may have undone it and kept the claim.
     """
 
     session_id: str
@@ -141,8 +142,15 @@ class Commit(BaseOperation, frozen=True):
     def size(self) -> int:
         return 1024 + len(self.facts) + len(self.wire) + size_of(self.blobs) + size_of(self.chunks)
 
+    @property
+    def staged(self) -> set[int]:
+        """The numbers of this turn's chunks that are in the store already."""
+        brought = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
+        return brought - {chunk.number for chunk in self.chunks}
+
     def apply(self, tx: Tx) -> Appended | Refused:
-        if not _take(tx, self.session_id, self.fence, self.incarnation):
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        if not self._has_staged(tx) or not _take(tx, self.session_id, self.fence, self.incarnation):
             return refused(tx, self.session_id)
         tx.insert(sql.insert_turn, [self.turn_row()])
         tx.insert(sql.insert_blob, self.blob_rows())
@@ -174,6 +182,12 @@ class Commit(BaseOperation, frozen=True):
             "facts": self.facts,
             "wire": self.wire,
         }
+
+    def _has_staged(self, tx: Tx) -> bool:
+        staged = self.staged
+        if not staged:
+            return True
+        return staged <= {row[0] for row in tx.all(sql.chunk_numbers, {"sid": self.session_id, "fenced": self.fence})}
 
     def blob_rows(self) -> list[dict[str, Any]]:
         return [blob_row(self.session_id, blob) for blob in self.blobs]

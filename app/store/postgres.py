@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -32,8 +33,9 @@ T = TypeVar("T")
 
 log = logging.getLogger("turnlog.postgres")
 
-DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError)
-"""What the driver raises where SQLAlchemy does not come between."""
+DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+"""What the driver raises where SQLAlchemy does not come between, or does not translate: it raises InternalClientError
+where a server's last words reach an idle connection."""
 
 PATIENCE_S = 10.0
 """How long a server that is gone is waited for before requests are answered 503: a restart, a failover."""
@@ -55,8 +57,12 @@ IDLE_S = 10.0
 
 BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
+    "SET LOCAL enable_seqscan = off; SET LOCAL plan_cache_mode = force_generic_plan; "
     f"SET LOCAL lock_timeout = {LOCK_S * 1000:.0f}; SET LOCAL idle_in_transaction_session_timeout = {IDLE_S * 1000:.0f}"
 )
+"""What a writer looks up it looks up by key, which the planner of a young table, without statistics, does not believe.
+A commit is not timed by the server: it would call one that waits for a standby done."""
+
 SYNCED = BEGIN + "; SET LOCAL synchronous_commit = on"
 NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
 
@@ -167,7 +173,7 @@ class Patience:
     async def trying(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The attempt's result, tried again after ConnectionLost. Raises StoreUnavailable where that does not end."""
         clock = asyncio.get_running_loop().time
-        pause = FIRST_PAUSE_S
+        pause, give_up_at = FIRST_PAUSE_S, math.inf
         while True:
             try:
                 result = await attempt()
@@ -176,7 +182,9 @@ class Patience:
                 if self._missed_at is None:
                     self._missed_at = now
                     log.warning("the database is gone (%s); waiting for it", error)
-                if now + pause > self._missed_at + PATIENCE_S:
+                # Others may reach it meanwhile; who never does gives up all the same.
+                give_up_at = min(give_up_at, self._missed_at + PATIENCE_S)
+                if now + pause > give_up_at:
                     raise StoreUnavailable(f"the database cannot be reached: {error}") from error
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
@@ -287,7 +295,7 @@ def is_lost(error: BaseException) -> bool:
         return state.startswith(_GONE)
     if isinstance(error, DBAPIError):
         return error.connection_invalidated or isinstance(error.__cause__, OSError)
-    return isinstance(error, OSError) or (
+    return isinstance(error, OSError | asyncpg.InternalClientError) or (
         isinstance(error, asyncpg.InterfaceError) and not isinstance(error, ValueError)
     )
 

@@ -198,11 +198,11 @@ def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:
 
 
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
-    """Raw per-session blobs by number. Raises CorruptContent."""
-    query = select(blobs.c.number, blobs.c.data).where(
-        blobs.c.session_id == session_id, blobs.c.number.in_(sorted(set(numbers)))
-    )
-    return {number: codec.decompress(data) for number, data in connection.execute(query)}
+    """Raw per-session blobs by number. Raises CorruptContent, also where one is not there."""
+    wanted = sorted(set(numbers))
+    query = select(blobs.c.number, blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.number.in_(wanted))
+    found = {row[0]: row[1] for row in connection.execute(query)}
+    return {number: codec.decompress(found.get(number)) for number in wanted}
 
 
 ChunkKey = tuple[int, int]
@@ -298,11 +298,16 @@ def epoch(connection: Connection) -> str:
     return value
 
 
+SYNCED = (*EXPORTED, "SessionCreated")
+"""Types of events that are on disk before anybody can see them. Claims are not: a crash of the database's machine, or a
+failover, may take them back, and then gives their places in the order to others."""
+
+
 def horizon(connection: Connection) -> Position:
-    """The last place in the order below which nothing can appear any more."""
+    """The last place in the order below which nothing can appear any more, whatever crashes."""
     last = (
         select(events.c.tx, events.c.position)
-        .where(events.c.tx < oldest_tx())
+        .where(events.c.tx < oldest_tx(), events.c.type.in_(SYNCED))
         .order_by(events.c.tx.desc(), events.c.position.desc())
         .limit(1)
     )

@@ -168,6 +168,8 @@ class SqliteWriter:
         for pragma in PRAGMAS:
             connection.execute(pragma)
         last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        # What a predecessor erased, and died before it was out of the log file.
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         self._reserve_log()
         self.connection = connection
         self._tx = SqliteTx(connection, (last[0] if last else 0) + 1)

@@ -128,6 +128,9 @@ tombstone_chunk = (
     )
     .values(data=None, tombstoned_by=bindparam("by"))
 )
+chunk_numbers = select(chunks.c.number).where(
+    chunks.c.session_id == bindparam("sid"), chunks.c.fence == bindparam("fenced")
+)
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None))

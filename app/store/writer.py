@@ -22,8 +22,8 @@ import msgspec
 from app.errors import AppError, Overloaded, StoreUnavailable
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
-from app.store.engine import Database
 from app.store.log import Operation
+from app.store.ports import Database
 
 Result = TypeVar("Result")
 

@@ -121,7 +121,7 @@ def _session(session_id: str, commits: Sequence[Commit]) -> list[Operation[Any]]
     for turn, commit in enumerate(commits, 1):
         opened = TurnOpened(turn, turn - 1, commit.incarnation, body_hash="0" * 32)
         operations.append(Claim(session_id, commit.fence - 1, at, at, opened, 8.0))
-        operations.append(msgspec.structs.replace(commit, session_id=session_id))
+        operations.append(msgspec.structs.replace(commit, session_id=session_id, at=at))
     return operations
 
 

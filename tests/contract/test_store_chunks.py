@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.log import digest, payload, rolled_back
 from helpers.store import LEASE_S, Store, add_incarnation, commit, end_incarnation, reward, stage
+from sqlalchemy import delete
 
 from app.domain import retention
 from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
@@ -15,6 +16,7 @@ from app.store import bulk, reads
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
+from app.store.schema import chunks as chunks_table
 
 pytestmark = pytest.mark.anyio
 
@@ -353,3 +355,14 @@ async def test_an_erasure_leaves_neither_chunks_nor_refused_replies(store: Store
     await store.erase("s")
     assert (await store.chunks("s"), await refused(store, fence)) == ({}, None)
     assert fold("s", await store.log("s")) is not None
+
+
+async def test_a_commit_whose_staged_chunks_a_crash_of_the_database_took_writes_nothing(store: Store) -> None:
+    """They are not synced one by one: a claim may survive what was staged under it."""
+    fence = await claimed(store)
+    await store.submit(stage("s", fence, store.me, *chunks(0, 1)))
+    gone = delete(chunks_table).where(chunks_table.c.session_id == "s", chunks_table.c.number == 1)
+    await store.database.write(lambda tx: tx.run(gone, {}), durable=True)
+    assert not isinstance(await store.commit("s", fence, payloads=(payload(fence, 0, 1),)), Appended)
+    assert len(await store.log("s")) == 2
+    await store.head_equals_fold("s")

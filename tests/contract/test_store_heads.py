@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.log import rolled_back
-from helpers.store import Store, add_incarnation, claim, commit, end_incarnation, release, reward
+from helpers.store import Store, add_incarnation, commit, end_incarnation, release, reward
 
 from app.domain.session import Session
 from app.store import reads

@@ -1,0 +1,39 @@
+"""Waiting for PostgreSQL's order of commits to reach the present, so that a reader sees all that was acknowledged.
+
+A reader stays below the oldest transaction that still runs, and with that behind what others have committed meanwhile.
+On SQLite, with one writer, the order ends in the present at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from sqlalchemy import BigInteger, Connection, Text, cast, func, select
+
+from app.store.engine import Database
+
+SETTLE_S = 1.0
+"""How long is waited for transactions that run; one that takes longer hides what was committed beside it."""
+
+PAUSE_S = 0.01
+
+_snapshot = func.pg_current_snapshot()
+_oldest = cast(cast(func.pg_snapshot_xmin(_snapshot), Text), BigInteger)
+_next = cast(cast(func.pg_snapshot_xmax(_snapshot), Text), BigInteger)
+
+
+async def settle(database: Database) -> None:
+    """Wait until the transactions that run now have ended, but no longer than SETTLE_S. Raises StoreUnavailable."""
+    if database.is_sqlite:
+        return
+
+    def look(connection: Connection) -> tuple[int, int]:
+        oldest, following = connection.execute(select(_oldest, _next)).one()
+        return oldest, following
+
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + SETTLE_S
+    oldest, present = await database.read(look)
+    while oldest < present and clock() < deadline:
+        await asyncio.sleep(PAUSE_S)
+        oldest, _ = await database.read(look)

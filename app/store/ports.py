@@ -1,0 +1,45 @@
+"""The store as the service sees it: what it asks of a database and of its writer, and no more.
+
+In service they are `engine.Database` and `writer.Writer`; the simulation (`ops/simulation`) puts a database in memory
+behind the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from sqlalchemy import Connection
+
+from app.store.dialect import Tx
+from app.store.log import Operation
+
+T = TypeVar("T")
+
+
+class Database(Protocol):
+    """Transactions; what they promise stands in `engine.Database`."""
+
+    @property
+    def is_sqlite(self) -> bool:
+        """Is this process the only one that has the store?"""
+        ...
+
+    @property
+    def lanes(self) -> int:
+        """How many write transactions may be open at a time."""
+        ...
+
+    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T: ...
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T: ...
+
+    async def empty_log_file(self) -> None: ...
+
+    async def give_back(self) -> None: ...
+
+
+class Writer(Protocol):
+    """Where operations are handed in; what an outcome promises stands in `writer.Writer`."""
+
+    async def submit(self, operation: Operation[T]) -> T: ...

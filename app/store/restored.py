@@ -1,0 +1,84 @@
+"""Making a store that came out of a backup one that can be served: nothing from before may be taken for its own.
+
+A backup's positions in the order of events, the numbers of its processes and, on PostgreSQL, those of its transactions
+go on from where it was made. The store that it replaces had used them for other things, and whoever still holds one
+of those (a cursor, a process that was only asleep) must find that it means nothing any more.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from sqlalchemy import BigInteger, Connection, Text, cast, delete, func, insert, select, text, update
+
+from app.store import reads
+from app.store.dialect import now
+from app.store.incarnations import host_name
+from app.store.schema import events, incarnations, sessions, snapshots, store_meta
+
+INCARNATIONS_APART = 1_000_000
+"""By so much the numbers of processes jump at a restore: more than have ever been started since a backup."""
+
+SESSIONS_AT_ONCE = 100
+"""Sessions whose events get new places in one transaction."""
+
+
+def raise_epoch(connection: Connection) -> str:
+    """End every export cursor; returns the new epoch.
+
+    It is the next number and a part that no other restore of the same backup has.
+    """
+    number = int(reads.epoch(connection).partition("-")[0]) + 1
+    epoch = f"{number}-{secrets.token_hex(4)}"
+    connection.execute(update(store_meta).where(store_meta.c.key == "epoch").values(value=epoch))
+    return epoch
+
+
+def end_incarnations(connection: Connection) -> int:
+    """End the processes that served the store when it was copied, and number later ones far from theirs.
+
+    A process of the replaced store that wakes up again holds claims by its number and fence; were both given out a
+    second time, its commit would pass for the new holder's. Returns how many had not ended.
+    """
+    ended = connection.execute(update(incarnations).where(incarnations.c.ended_at.is_(None)).values(ended_at=now()))
+    newest: int = connection.execute(select(func.max(incarnations.c.id))).scalar_one() or 0
+    number = newest + INCARNATIONS_APART
+    row = {"id": number, "host": host_name(), "pid": 0}
+    connection.execute(insert(incarnations).values(**row, started_at=now(), heartbeat_at=now(), ended_at=now()))
+    if connection.dialect.name == "postgresql":
+        sequence = text("SELECT setval(pg_get_serial_sequence('incarnations', 'id'), :number)")
+        connection.execute(sequence, {"number": number})
+    return ended.rowcount
+
+
+def drop_snapshots(connection: Connection) -> None:
+    """They come back when they are needed."""
+    connection.execute(delete(snapshots))
+
+
+def newest_tx(connection: Connection) -> tuple[int, bool]:
+    """The newest transaction that an event names, and whether it lies ahead of the server.
+
+    That is so of a dump that was restored into another server, which counts transactions from a lower number: exports,
+    which stay below what may still commit, would not give those events. SQLite does not count transactions.
+    """
+    newest = func.coalesce(func.max(events.c.tx), 0)
+    if connection.dialect.name == "sqlite":
+        return connection.execute(select(newest)).scalar_one(), False
+    upto = cast(cast(func.pg_snapshot_xmax(func.pg_current_snapshot()), Text), BigInteger)
+    row = connection.execute(select(newest, upto)).one()
+    return row[0], row[0] >= row[1]
+
+
+def rebase(connection: Connection, after: str) -> str | None:
+    """Move events, of the next sessions behind `after`, in front of every transaction of this server.
+
+    They keep their positions, which within a session grow with it. Returns the last of the sessions, None at the end.
+    """
+    page = select(sessions.c.session_id).where(sessions.c.session_id > after).order_by(sessions.c.session_id)
+    ids = list(connection.execute(page.limit(SESSIONS_AT_ONCE)).scalars())
+    if not ids:
+        return None
+    connection.execute(update(events).where(events.c.session_id.in_(ids), events.c.tx != 0).values(tx=0))
+    last: str = ids[-1]
+    return last
