@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,22 @@ def free_port() -> int:
         return port
 
 
+def reserve_port(owner: object) -> int:
+    """A port that nobody else gets while `owner` lives, also while its server is down: bound, but not listened on.
+
+    Linux lets a second socket listen there if both ask for SO_REUSEADDR, as uvicorn does, and gives such a port to no
+    connection and to nobody who asks for any. Other systems: as `free_port`.
+    """
+    if sys.platform != "linux":
+        return free_port()
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    weakref.finalize(owner, holder.close)
+    port: int = holder.getsockname()[1]
+    return port
+
+
 class ServerProcess:
     """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
 
@@ -45,9 +62,9 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = (),
         port: int = 0,
-        start_timeout_s: float = 30.0,
+        start_timeout_s: float = 60.0,
     ) -> None:
-        self.port = port or free_port()
+        self.port = port or reserve_port(self)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.database_path = folder / "turnlog.db"
         self.log_path = folder / f"server-{self.port}.log"
@@ -108,20 +125,20 @@ class ServerProcess:
         """`kill -9`."""
         self._end(signal.SIGKILL)
 
-    def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that takes too long."""
-        self._end(signal.SIGTERM)
+    def stop(self) -> int | None:
+        """SIGTERM, and SIGKILL if that takes too long. The exit code, as `subprocess` has it; None: it did not run."""
+        return self._end(signal.SIGTERM)
 
-    def _end(self, sign: signal.Signals) -> None:
+    def _end(self, sign: signal.Signals) -> int | None:
         process, self._process = self._process, None
         if process is None:
-            return
+            return None
         process.send_signal(sign)
         try:
-            process.wait(STOP_S)
+            return process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            return process.wait()
 
     def __enter__(self) -> ServerProcess:
         return self.migrate().start()

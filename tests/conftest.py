@@ -17,11 +17,18 @@ from app.store.engine import Database
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
 
+pytest_plugins = ("fault.table",)
+
 BOTH = ("sqlite", "postgresql")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run tests that take minutes")
+    parser.addoption(
+        "--store",
+        choices=(*BOTH, "both"),
+        help="the database of the service tests' servers; by default SQLite, and both for the modules that name it",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
+import zlib
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -86,11 +87,11 @@ class Said(msgspec.Struct, frozen=True):
 APART_BYTES = 8 << 10
 """A reply of so many bytes is packed behind what was said: an export that shows conversations leaves it packed."""
 
-APART = b"\x01"
+APART = b"\x02"
 """How such a packed Wire begins; a zstd frame begins otherwise."""
 
-_APART_HEAD = struct.Struct("<cII")
-"""APART, and the size of what was said, packed and unpacked."""
+_APART_HEAD = struct.Struct("<cIII")
+"""APART, of what was said the size, packed and unpacked, and the CRC-32: the frame's own checksum is of all of it."""
 
 Content = TypeVar("Content", Facts, Wire)
 
@@ -157,12 +158,14 @@ def unpack_said(frame: bytes | None) -> Said:
     if frame is None or frame[:1] != APART:
         wire = unpack(frame, Wire)
         return Said(wire.messages, wire.message)
-    packed, size = _apart_sizes(frame)
+    packed, size, check = _apart_head(frame)
     body = frame[_APART_HEAD.size :]
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
             raise CorruptContent(f"a frame declares {size} bytes of messages")
         raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
+        if zlib.crc32(raw) != check:
+            raise CorruptContent("what was said is not what was stored")
         return msgspec.msgpack.decode(raw, type=Said)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise CorruptContent(f"not what was said: {error}") from error
@@ -174,24 +177,25 @@ def _pack_apart(wire: Wire) -> bytes:
     rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
     compressing = _compressor().compressobj(size=len(said) + len(rest))
     first = compressing.compress(said) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    return _APART_HEAD.pack(APART, len(first), len(said)) + first + compressing.compress(rest) + compressing.flush()
+    head = _APART_HEAD.pack(APART, len(first), len(said), zlib.crc32(said))
+    return head + first + compressing.compress(rest) + compressing.flush()
 
 
 def _unpack_apart(frame: bytes) -> Any:
     """The Wire; typed so, because `unpack` returns what it is asked for."""
-    _, size = _apart_sizes(frame)
+    _, size, _ = _apart_head(frame)
     raw = memoryview(decompress(frame[_APART_HEAD.size :]))
     said = msgspec.msgpack.decode(raw[:size], type=Said)
     rest = msgspec.msgpack.decode(raw[size:], type=Wire)
     return msgspec.structs.replace(rest, messages=said.messages, message=said.message)
 
 
-def _apart_sizes(frame: bytes) -> tuple[int, int]:
-    """Of what was said: how long it is packed and unpacked. Raises CorruptContent."""
+def _apart_head(frame: bytes) -> tuple[int, int, int]:
+    """Of what was said: how long it is packed and unpacked, and its CRC-32. Raises CorruptContent."""
     if len(frame) < _APART_HEAD.size:
         raise CorruptContent(f"a frame of {len(frame)} bytes is none")
-    _, packed, size = _APART_HEAD.unpack_from(frame)
-    return packed, size
+    _, packed, size, check = _APART_HEAD.unpack_from(frame)
+    return packed, size, check
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:

@@ -40,7 +40,7 @@ KEPT_BYTES = 256 << 10
 CLAIM_TRIES = 8
 """How often a claim is tried again because another process moved the session; more is a storm."""
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.25
 """How often a retry looks whether the turn that it repeats, in flight in another process, has ended."""
 
 RELEASE_AGAIN_S = 1.0

@@ -34,7 +34,7 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
-from app.store.postgres import DRIVER_ERRORS, Patience, PostgresWriter, is_lost, warn_of_weak_promises
+from app.store.postgres import DRIVER_ERRORS, Patience, PostgresWriter, answered, is_lost, warn_of_weak_promises
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ LANES = 3
 SPARE_WRITERS = 2
 """Connections for writes beside the lanes': the slow lane's and the heartbeat's."""
 
-CONNECT_S, ANSWER_S = 5, 60
+CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
 
 RECYCLE_S = 1800
@@ -193,7 +193,7 @@ class Database:
             async with self.engine.connect() as connection:
                 if one_moment:
                     await connection.execution_options(isolation_level="REPEATABLE READ")
-                return await connection.run_sync(function)
+                return await answered(connection, function)
         except _FAULTS as error:
             if is_lost(error):
                 raise ConnectionLost(type(error).__name__) from error

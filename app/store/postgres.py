@@ -195,6 +195,19 @@ class Patience:
                 return result
 
 
+async def answered(connection: AsyncConnection, work: Callable[[Connection], T]) -> T:
+    """The result of `work`. A connection that does not answer is dropped, and with it all that wait in the pool.
+
+    They lead the same way. Asked to roll back, each would keep somebody waiting anew. Raises TimeoutError then.
+    """
+    try:
+        return await connection.run_sync(work)
+    except TimeoutError:
+        await connection.run_sync(_drop)
+        await connection.engine.dispose(close=False)
+        raise
+
+
 class PostgresWriter:
     """Write transactions, each on a connection of the engine's pool."""
 
@@ -222,7 +235,7 @@ class PostgresWriter:
     async def _on_connection(self, work: Callable[[Connection], T]) -> T:
         try:
             async with self._engine.connect() as connection:
-                return await connection.run_sync(work)
+                return await answered(connection, work)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             if is_lost(error):
                 raise ConnectionLost(_cause(error)) from error
@@ -277,10 +290,11 @@ def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> No
 
 def _drop(connection: Connection) -> None:
     """End the connection without asking the server, which may not answer."""
-    raw = connection.connection.driver_connection
-    if raw is not None:
-        raw.terminate()
-    connection.invalidate()
+    if not connection.invalidated:
+        raw = connection.connection.driver_connection
+        if raw is not None:
+            raw.terminate()
+        connection.invalidate()
 
 
 _GONE = ("08", "57P", "53300", "25006")

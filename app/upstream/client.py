@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.connector import Connection
 
 from app.upstream.body import Body
 from app.upstream.headers import Headers
@@ -60,6 +61,19 @@ class TooLarge(EngineError):
     """The answer is larger than TURNLOG_MAX_UPSTREAM_BYTES."""
 
 
+class _Unasked(aiohttp.ClientError):
+    """An idle connection has brought bytes that answer no request; nothing was sent on it."""
+
+
+class _Request(aiohttp.ClientRequest):
+    """Is not sent where an answer waits already: aiohttp would take that for this request's, whosever it is."""
+
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        if conn.protocol is not None and conn.protocol.should_close:
+            raise _Unasked
+        return await super().send(conn)
+
+
 class EngineClient:
     """POST and GET to an engine, without redirects, cookies, environment proxies or decompression."""
 
@@ -68,6 +82,7 @@ class EngineClient:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, socket_factory=_keepalive_socket)
         self._session = aiohttp.ClientSession(
             connector=connector,
+            request_class=_Request,
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -91,12 +106,24 @@ class EngineClient:
     async def _request(
         self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
     ) -> EngineReply:
+        """On the next connection where an idle one cannot be used."""
+        while True:
+            try:
+                return await self._request_once(method, url, headers, data(), grow)
+            except _Unasked:
+                continue  # aiohttp has closed that connection
+
+    async def _request_once(self, method: str, url: str, headers: Headers, data: Any, grow: Grow) -> EngineReply:
         try:
             async with self._session.request(
-                method, url, data=data(), headers=headers, allow_redirects=False
+                method, url, data=data, headers=headers, allow_redirects=False
             ) as response:
                 body = await self._read(response, grow)
-                return EngineReply(response.status, list(response.headers.items()), body)
+                # As HTTP spells them (RFC 9110, section 5.5); aiohttp's own strings may hold what no encoding takes.
+                headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
+                return EngineReply(response.status, headers, body)
+        except _Unasked:
+            raise
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotSent(type(error).__name__) from error
         except TimeoutError as error:

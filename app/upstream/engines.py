@@ -52,8 +52,9 @@ class Engines:
         return base_url, reply
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
-        """GET /v1/models. Raises as `_first_reached`."""
-        _, reply = await self._first_reached(session_id, lambda url: self._client.get(url + MODELS, headers))
+        """GET /v1/models. Raises as `generate`."""
+        base_url, reply = await self._first_reached(session_id, lambda url: self._client.get(url + MODELS, headers))
+        _require_plain(base_url, reply)
         return reply
 
     async def _first_reached(
@@ -106,6 +107,8 @@ class Engines:
 
 
 def _require_plain(base_url: str, reply: EngineReply) -> None:
+    if not 200 <= reply.status < 600:
+        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
     if 300 <= reply.status < 400:
         raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
     if 200 < reply.status < 300:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import sys
 
 import uvloop
@@ -17,11 +18,15 @@ from ops.bench import (
     large,
     latency,
     memory,
+    postgres,
     prepare,
     replies,
+    sessions,
     startup,
+    takeover,
     tokenising,
     turns,
+    weights,
 )
 
 BENCHMARKS = {
@@ -38,6 +43,10 @@ BENCHMARKS = {
     "prepare": prepare,
     "tokenising": tokenising,
     "export": export,
+    "postgres": postgres,
+    "sessions": sessions,
+    "weights": weights,
+    "takeover": takeover,
 }
 
 
@@ -47,6 +56,7 @@ def main() -> int:
     for name, module in BENCHMARKS.items():
         module.add_arguments(names.add_parser(name, help=module.__doc__))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then too
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code: int = runner.run(BENCHMARKS[arguments.name].main(arguments))
     return code

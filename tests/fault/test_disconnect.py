@@ -1,14 +1,23 @@
-"""A client that goes away while the engine works."""
+"""Fault 7: a client that goes away: during its upload, while the engine works, during the reply."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import random
+import socket
+import struct
+import time
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from integration.stand import Stand, Talk, serving, until, user
 
+from fault.table import Tally
+from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +104,77 @@ def test_a_turn_that_a_retry_has_joined_outlives_the_first_client(impatient: Sta
     assert (joined.status_code, joined.headers["x-turnlog-replayed"]) == (200, "true")
     assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
     assert talk.generations() == 1
+
+
+class Leaver:
+    """A client of one turn that hangs up at a random moment of it, and then asks again with the same key."""
+
+    def __init__(self, stand: Stand, seed: str) -> None:
+        self._stand = stand
+        self._rng = random.Random(seed)
+        self.talk = stand.talk()
+        self.stage = self._rng.choice(["upload", "wait", "reply"])
+        self.stream = self._rng.random() < 0.3
+        body = {
+            "model": "simulator",
+            "messages": [user("Hello " * self._rng.randrange(2000))],
+            "stream": self.stream,
+            "sim": {"latency_s": 0.3 if self.stage == "wait" else 0.0, "body_bytes": 2_000_000},
+        }
+        self.data = json.dumps(body).encode()
+
+    def run(self) -> Acknowledged:
+        self._leave()
+        again = self._stand.http.post(self.talk.chat_path, content=self.data, headers={"idempotency-key": "k"})
+        assert again.status_code == 200, (self.stage, again.text[:200])
+        if self.stream:
+            assert again.content.endswith(b"data: [DONE]\n\n"), self.stage
+            return Acknowledged(self.talk.id, 1)
+        return Acknowledged(self.talk.id, 1, hashlib.sha256(again.content).hexdigest())
+
+    def _leave(self) -> None:
+        sent = len(self.data) if self.stage != "upload" else self._rng.randrange(len(self.data))
+        head = (f"POST {self.talk.chat_path} HTTP/1.1", "Host: x", f"Content-Length: {len(self.data)}")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            connection.connect(("127.0.0.1", self._stand.server.port))
+            connection.sendall("\r\n".join([*head, "Idempotency-Key: k", "", ""]).encode() + self.data[:sent])
+            if self.stage == "wait":
+                time.sleep(self._rng.uniform(0, 0.3))
+            elif self.stage == "reply":
+                wanted = self._rng.randrange(1, 1_000_000)
+                while wanted > 0 and (piece := connection.recv(1 << 16)):
+                    wanted -= len(piece)
+            if self._rng.random() < 0.5:  # a process that dies with data unread: RST instead of FIN
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def leave_and_return(stand: Stand, tally: Tally, seed: int, tries: int) -> None:
+    """Every turn is there once, and where the first request did not end it nothing was generated twice."""
+    leavers = [Leaver(stand, f"{seed}/{number}") for number in range(tries)]
+    acknowledged = [call.result(timeout=60) for call in [stand.meanwhile(leaver.run) for leaver in leavers]]
+    for leaver in leavers:
+        types = leaver.talk.types()
+        tally.doubled += types.count("TurnCommitted") - 1
+        if "TurnAbandoned" not in types:
+            assert types == ["SessionCreated", "TurnOpened", "TurnCommitted"], leaver.stage
+    assert {leaver.stage for leaver in leavers} == {"upload", "wait", "reply"}
+    until(lambda: stand.http.get("/health").json()["in_flight"] == 0)
+    tally.tried += tries
+    verified(stand, acknowledged, tally)
+
+
+@pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
+@pytest.mark.parametrize("patience", ["stand", "impatient"])
+def test_whenever_a_client_leaves_its_retry_has_the_one_turn(
+    request: pytest.FixtureRequest, tally: Tally, patience: str
+) -> None:
+    leave_and_return(request.getfixturevalue(patience), tally, 7, 24)
+
+
+@pytest.mark.long
+@pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("patience", ["stand", "impatient"])
+def test_many_leave(request: pytest.FixtureRequest, tally: Tally, patience: str, seed: int) -> None:
+    leave_and_return(request.getfixturevalue(patience), tally, seed, 100)

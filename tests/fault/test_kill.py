@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections import Counter
@@ -11,6 +12,11 @@ import httpx
 import pytest
 from integration.stand import Stand, Talk, until, user
 
+from fault.table import Tally
+from fault.verified import verified
+from ops.verify import Acknowledged
+
+TITLE = "kill -9 at random under load"
 CLIENTS = 12
 TURNS = 8
 PATIENCE_S = 20.0
@@ -69,21 +75,29 @@ def check_log(talk: Talk) -> None:
     assert len(records) == len(talk.committed())
 
 
+@pytest.mark.fault(1, TITLE)
 @pytest.mark.parametrize("seed", [1])
-def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, seed: int) -> None:
+def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, tally: Tally, seed: int) -> None:
     rng = random.Random(seed)
     clients = [Client(stand, number) for number in range(CLIENTS)]
     runs = [stand.meanwhile(client.run) for client in clients]
     for _ in range(2):
         time.sleep(rng.uniform(0.05, 0.3))
         stand.server.kill()
+        tally.tried += 1
         stand.server.start()
     for run in runs:
         run.result(timeout=60)
+    acknowledged = [
+        Acknowledged(client.talk.id, int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest())
+        for client in clients
+        for reply in client.acknowledged.values()
+    ]
+    verified(stand, acknowledged, tally)
     for client in clients:
         talk = client.talk
         check_log(talk)
-        assert len(talk.committed()) == TURNS
+        tally.doubled += len(talk.committed()) - TURNS
         records = talk.state()["records"]
         assert [record["response"] for record in records] == [one.json() for one in client.acknowledged.values()]
         [row] = talk.rows()
@@ -95,8 +109,11 @@ def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, seed
         talk.say("Going on")
 
 
+@pytest.mark.fault(1, TITLE)
 @pytest.mark.parametrize(("mark", "kills"), [("idempotency-key", 1), ("x-stainless-retry-count", 2)])
-def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(stand: Stand, mark: str, kills: int) -> None:
+def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(
+    stand: Stand, tally: Tally, mark: str, kills: int
+) -> None:
     talks = [stand.talk() for _ in range(8)]
     for talk in talks:
         talk.say("Hello")
@@ -108,16 +125,20 @@ def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(stand: Stand, ma
         stand.until_generating(talk, 2)
     for _ in range(kills):
         stand.server.kill()
+        killed = time.monotonic()
+        tally.tried += 1
         stand.server.start()
     for call in calls:
         with pytest.raises(httpx.TransportError):
             call.result()
     retries = [stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], headers=again, sim=wish) for talk in talks]
     assert [retry.result().status_code for retry in retries] == [200] * len(talks)
+    tally.recovered(time.monotonic() - killed)
     for talk in talks:
         check_log(talk)
-        assert len(talk.committed()) == 2
+        tally.doubled += len(talk.committed()) - 2
         assert talk.types()[-4:] == ["TurnOpened", "TurnAbandoned", "TurnOpened", "TurnCommitted"]
+    verified(stand, [], tally)
 
 
 def test_a_session_that_was_in_flight_can_also_go_on_differently(stand: Stand) -> None:

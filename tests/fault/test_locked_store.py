@@ -1,36 +1,164 @@
-"""Another process holds SQLite's write lock: a backup tool, a shell."""
+"""Somebody else holds a lock on the store: writes wait, then 503; reads and the loop go on, nothing is left over."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 
-import httpx
-from integration.stand import Stand, user
+import pytest
+from helpers.looking import value
+from integration.stand import Stand, serving, until, user
 
-HELD_S = 3.0
+from app.store import sqlite
+from fault.agents import Agent, Agents, Health
+from fault.hosted import hosted
+from fault.locks import file_locked, locked
+from fault.table import Tally
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+
+WAITS = "writes wait for a lock"
+REFUSES = "503 where a lock is held for long"
+STALLED_S = 0.5
+"""A loop that waited for a lock itself would stand still for as long as it is held."""
+
+CLIENTS = 4
+EVENTS = "LOCK TABLE events IN EXCLUSIVE MODE"
 
 
-def test_a_turn_waits_for_the_lock_and_health_does_not(stand: Stand) -> None:
+def take_turns(agent: Agent) -> None:
+    agent.begin()
+    for number in range(2):
+        agent.say(f"Question {number}", sim={"latency_s": 0.02})
+    agent.reward(1.0)
+    agent.end()
+
+
+def meanwhile(stand: Stand, seconds: float) -> None:
+    """Reads and the loop while the lock is held."""
+    deadline = time.monotonic() + seconds
+    with Health(stand.server.base_url) as health:
+        while time.monotonic() < deadline:
+            assert stand.http.get("/sessions").status_code == 200
+            assert stand.http.get("/export").status_code == 200
+            assert stand.http.get("/ready").status_code == 200
+            time.sleep(0.05)
+    assert health.asked > 10
+    assert health.slowest < max(STALLED_S, seconds / 3)
+
+
+def under_lock(
+    stand: Stand, lock: AbstractContextManager[None], seconds: float, tally: Tally, *, refused: bool
+) -> None:
+    """Agents before, during and after; `refused`: the lock is held for longer than a write waits."""
+    url = stand.server.environment["TURNLOG_DATABASE_URL"]
+    with Agents([stand.server.base_url], CLIENTS, take_turns) as agents:
+        until(lambda: agents.all_served(0))
+        tally.tried += 1
+        with lock:
+            meanwhile(stand, seconds)
+        released = time.monotonic()
+        until(lambda: agents.all_served(released), 60)
+        tally.recovered(agents.recovery_s(released))
+    answers = [answer for answer in agents.answers() if answer.status >= 400]
+    assert {(one.status, one.code) for one in answers} == ({(503, "store_unavailable")} if refused else set())
+    assert all(one.retry_after for one in answers)
+    assert max(one.seconds for one in agents.answers()) > min(seconds, 3.0) / 2, "nobody waited"
+    assert value(url, "SELECT count(*) FROM open_turns") == 0
+    tally.doubled += agents.doubled(stand.server.base_url)
+    verified(stand, agents.acknowledged, tally)
+    assert "Traceback" not in stand.server.log_path.read_text(errors="replace")
+
+
+@pytest.fixture
+def sqlite_stand(engine: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    with serving(tmp_path, engine.base_url) as made:
+        yield made
+
+
+@pytest.fixture
+def postgres_stand(engine: SimulatorProcess, postgres_url: str, tmp_path: Path) -> Iterator[Stand]:
+    with serving(tmp_path, engine.base_url, environment={"TURNLOG_DATABASE_URL": postgres_url}) as made:
+        yield made
+
+
+@pytest.mark.fault(5, WAITS)
+def test_a_lock_on_sqlites_file_is_waited_for(sqlite_stand: Stand, tally: Tally) -> None:
+    lock = file_locked(sqlite_stand.server.environment["TURNLOG_DATABASE_URL"])
+    under_lock(sqlite_stand, lock, 3.0, tally, refused=False)
+
+
+@pytest.mark.long
+@pytest.mark.fault(5, REFUSES)
+def test_a_lock_on_sqlites_file_that_stays_is_503(sqlite_stand: Stand, tally: Tally) -> None:
+    lock = file_locked(sqlite_stand.server.environment["TURNLOG_DATABASE_URL"])
+    under_lock(sqlite_stand, lock, 30.0, tally, refused=True)
+
+
+@pytest.mark.fault(5, REFUSES)
+def test_a_lock_that_outlasts_the_patience_is_503_and_leaves_no_claim(
+    engine: SimulatorProcess, sqlite_url: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in two seconds, with less patience."""
+    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.3)
+    with hosted(sqlite_url, engine.base_url) as server:
+        with Agents([server.base_url], CLIENTS, take_turns) as agents:
+            until(lambda: agents.all_served(0))
+            tally.tried += 1
+            with file_locked(sqlite_url):
+                began = time.monotonic()
+                until(lambda: agents.count(began, [503]) > 3 * CLIENTS, 60)
+            released = time.monotonic()
+            until(lambda: agents.all_served(released), 60)
+            tally.recovered(agents.recovery_s(released))
+        refused = [answer for answer in agents.answers() if answer.status >= 400]
+        assert {(one.status, one.code, one.retry_after) for one in refused} == {(503, "store_unavailable", "2")}
+        assert value(sqlite_url, "SELECT count(*) FROM open_turns") == 0
+        tally.doubled += agents.doubled(server.base_url)
+        verified(sqlite_url, agents.acknowledged, tally)
+
+
+@pytest.mark.fault(5, WAITS)
+def test_a_lock_on_postgresqls_table_is_waited_for(postgres_stand: Stand, postgres_url: str, tally: Tally) -> None:
+    under_lock(postgres_stand, locked(postgres_url, EVENTS), 3.0, tally, refused=False)
+
+
+@pytest.mark.long
+@pytest.mark.fault(5, REFUSES)
+def test_a_lock_on_postgresqls_table_that_stays_is_503(postgres_stand: Stand, postgres_url: str, tally: Tally) -> None:
+    under_lock(postgres_stand, locked(postgres_url, EVENTS), 30.0, tally, refused=True)
+
+
+@pytest.mark.fault(5, "a locked session does not hold up others")
+@pytest.mark.parametrize("held_s", [2.0, pytest.param(20.0, marks=pytest.mark.long)])
+def test_a_lock_on_one_sessions_row_keeps_that_session_alone_waiting(
+    postgres_stand: Stand, postgres_url: str, tally: Tally, held_s: float
+) -> None:
+    stand = postgres_stand
     talk = stand.talk()
     talk.say("Hello")
-    foreign = sqlite3.connect(stand.server.database_path, isolation_level=None)
-    foreign.execute("BEGIN IMMEDIATE")
-    began = time.monotonic()
-    call = stand.meanwhile(talk.chat, [*talk.messages, user("Again")])
-    created = stand.meanwhile(stand.http.post, "/sessions")
-    slowest = 0.0
-    with httpx.Client(base_url=stand.server.base_url) as http:
-        while time.monotonic() - began < HELD_S:
-            asked = time.monotonic()
-            assert http.get("/health").status_code == 200
-            slowest = max(slowest, time.monotonic() - asked)
-            time.sleep(0.02)
-            assert not call.done()
-    foreign.execute("ROLLBACK")
-    foreign.close()
-    assert call.result().status_code == 200
-    assert created.result().status_code == 200
-    assert slowest < 0.5
-    assert talk.types()[-2:] == ["TurnOpened", "TurnCommitted"]
-    assert len(talk.committed()) == 2
+    row = f"SELECT 1 FROM sessions WHERE session_id = '{talk.id}' FOR UPDATE"
+    with Agents([stand.server.base_url], CLIENTS, take_turns) as agents:
+        until(lambda: agents.all_served(0))
+        tally.tried += 1
+        with locked(postgres_url, row):
+            call = stand.meanwhile(talk.chat, [*talk.messages, user("Again")])
+            began = time.monotonic()
+            meanwhile(stand, held_s)
+            assert agents.all_served(began), "others waited as well"
+            assert call.done() == (held_s > 15), "a row's lock is waited for some seconds"
+        response = call.result(30)
+    if held_s > 15:
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "store_unavailable")
+        assert response.headers["retry-after"]
+    else:
+        assert response.status_code == 200
+        talk.messages = [*talk.messages, user("Again"), response.json()["choices"][0]["message"]]
+    talk.say("And again")
+    assert {answer.status for answer in agents.answers()} <= {200, 204}
+    assert max(answer.seconds for answer in agents.answers()) < held_s
+    assert value(postgres_url, "SELECT count(*) FROM open_turns") == 0
+    tally.doubled += agents.doubled(stand.server.base_url)
+    verified(stand, agents.acknowledged, tally)

@@ -1,4 +1,4 @@
-"""A short run of `ops.mutated_replies`, and proof that its reader and its checks find what is wrong."""
+"""Fault 6: a short run of `ops.mutated_replies`, and proof that its reader and its checks find what is wrong."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fault.table import Tally
 from ops.mutated_replies import checks, payload_mutations, tree
 from ops.mutated_replies.checks import Taken
 from ops.mutated_replies.engine import Engine, Order
@@ -28,16 +29,32 @@ Change = Callable[[dict[str, Any]], None]
 
 
 @pytest.mark.anyio
-async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Path) -> None:
-    tally = await run(Plan(COUNT, seed=20, folder=tmp_path, clients=16))
-    assert not tally.failures, "\n".join(tally.lines())
-    assert not tally.problems, "\n".join(tally.lines())
-    total = tally.total
-    assert total.replies == COUNT
-    assert min(total.accepted, total.refused) > COUNT // 10
+@pytest.mark.fault(6, "an engine's replies are mutated")
+async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Path, tally: Tally) -> None:
+    await mutated(Plan(COUNT, seed=20, folder=tmp_path, clients=16), tally)
+
+
+@pytest.mark.anyio
+@pytest.mark.long
+@pytest.mark.fault(6, "an engine's replies are mutated")
+@pytest.mark.parametrize("seed", range(10))
+async def test_many_mutated_replies(tmp_path: Path, tally: Tally, seed: int) -> None:
+    await mutated(Plan(5000, seed=seed, folder=tmp_path), tally)
+
+
+async def mutated(plan: Plan, tally: Tally) -> None:
+    """The run verifies its stores itself, before it removes them."""
+    found = await run(plan)
+    total = found.total
+    tally.tried += plan.count
+    tally.acknowledged += total.accepted
+    assert not found.failures, "\n".join(found.lines())
+    assert not found.problems, "\n".join(found.lines())
+    assert total.replies == plan.count
+    assert min(total.accepted, total.refused) > plan.count // 10
     assert total.crashed == 0
-    assert tally.good_after > 0
-    assert tally.counts[CONTROL].accepted > 0
+    assert found.good_after > 0
+    assert found.counts[CONTROL].accepted > 0
 
 
 async def sound(dialect: str, number: int | None = None) -> bytes:

@@ -6,9 +6,44 @@ from collections.abc import Iterator
 
 import pytest
 
+from integration.places import DATABASES, Places
 from integration.stand import Stand, serving, standing
 from integration.tito import checked, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
+
+ON_BOTH = frozenset(
+    {
+        "test_completions",
+        "test_export",
+        "test_feed",
+        "test_janitor",
+        "test_replay",
+        "test_retries",
+        "test_rollback_cases",
+        "test_sessions",
+        "test_turns",
+    }
+)
+"""Modules whose tests of a server run on both databases unless `--store` names one."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that starts a server somewhere does so on the databases that it is for.
+
+    Known by what the test and its fixtures name: one that asks for a stand by `getfixturevalue` names `places` as well.
+    """
+    if "places" not in metafunc.fixturenames:
+        return
+    asked = metafunc.config.getoption("store")
+    both = asked == "both" or (asked is None and metafunc.module.__name__.rpartition(".")[2] in ON_BOTH)
+    metafunc.parametrize("places", DATABASES if both else (asked or "sqlite",), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Places:
+    """Where servers keep their sessions in this run of the test."""
+    on_postgres = request.param == "postgresql"
+    return Places(tmp_path_factory, request.getfixturevalue("postgres") if on_postgres else None)
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +59,8 @@ def vllm() -> Iterator[SimulatorProcess]:
 
 
 @pytest.fixture(scope="session")
-def shared(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with serving(tmp_path_factory.mktemp("stand"), sglang.base_url) as made:
+def shared(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("stand"), sglang.base_url) as made:
         yield made
 
 
@@ -37,8 +72,8 @@ def stand(shared: Stand) -> Stand:
 
 
 @pytest.fixture(scope="session")
-def shared_vllm(vllm: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with checked(tmp_path_factory.mktemp("vllm"), vllm.base_url) as made:
+def shared_vllm(vllm: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with checked(places.new("vllm"), vllm.base_url) as made:
         yield made
 
 
@@ -57,10 +92,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_tito(sglang: SimulatorProcess, tokenizer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with checked(
-        tmp_path_factory.mktemp("tito"), sglang.base_url, environment={"TURNLOG_TOKENIZER": tokenizer}
-    ) as made:
+def shared_tito(sglang: SimulatorProcess, tokenizer: str, places: Places) -> Iterator[Stand]:
+    with checked(places.new("tito"), sglang.base_url, environment={"TURNLOG_TOKENIZER": tokenizer}) as made:
         yield made
 
 
@@ -72,7 +105,7 @@ def tito(shared_tito: Stand) -> Stand:
 
 
 @pytest.fixture(scope="module")
-def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def tight(places: Places) -> Iterator[Stand]:
     """A server with small limits and little patience."""
     environment = {
         "TURNLOG_STREAM_KEEPALIVE_S": "0.2",
@@ -80,12 +113,12 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         "TURNLOG_MAX_UPSTREAM_BYTES": "60000",
         "TURNLOG_UPSTREAM_TIMEOUT_S": "1.5",
     }
-    with standing(tmp_path_factory.mktemp("tight"), environment=environment) as made:
+    with standing(places.new("tight"), environment=environment) as made:
         yield made
 
 
 @pytest.fixture(params=["sglang", "vllm", "tito"])
-def every(request: pytest.FixtureRequest) -> Stand:
+def every(request: pytest.FixtureRequest, places: Places) -> Stand:
     """A server before each engine, and one with a tokenizer."""
     found: Stand = request.getfixturevalue({"sglang": "stand", "vllm": "vllm_stand", "tito": "tito"}[request.param])
     return found

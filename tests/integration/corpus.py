@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from integration.places import Place
 from integration.reading import Row, read
 from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, serving, user
@@ -93,10 +94,10 @@ class Corpus:
 
 
 @contextlib.contextmanager
-def filled(folder: Path, engine: str) -> Iterator[Corpus]:
+def filled(where: Path | Place, engine: str) -> Iterator[Corpus]:
     """A corpus on a server of its own, which asks for replay payloads."""
     environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
-    with serving(folder, engine, environment=environment) as stand:
+    with serving(where, engine, environment=environment) as stand:
         yield Corpus(stand)
 
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from integration.places import Place
 from integration.proxy import RecordingProxy
 from integration.stand import Stand, Talk, serving
 from ops.verify import verify_url
@@ -56,11 +57,11 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, engine: str, environment: Mapping[str, str]) -> Iterator[Recorded]:
+def recorded(where: Path | Place, engine: str, environment: Mapping[str, str]) -> Iterator[Recorded]:
     """A server with this environment behind a recorder of the engine at that URL."""
     with (
         RecordingProxy(engine) as proxy,
-        serving(folder, proxy.base_url, environment=environment, engine_url=engine) as stand,
+        serving(where, proxy.base_url, environment=environment, engine_url=engine) as stand,
     ):
         yield Recorded(stand, proxy)
 
@@ -140,5 +141,5 @@ def live_payloads(talk: Talk, kind: str = EXPERTS) -> list[bool]:
 
 def problems(stand: Stand) -> list[str]:
     """What `ops.verify` finds wrong in the stand's store."""
-    report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{stand.server.database_path}"))
+    report = asyncio.run(verify_url(stand.url))
     return [f"{problem.session_id}: {problem.what}" for problem in report.problems]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from helpers.databases import SqliteTemplate
 
+from integration.places import Place
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
@@ -112,6 +108,11 @@ class Stand:
         self.sim = httpx.Client(base_url=engine_url or "http://127.0.0.1:9", timeout=TIMEOUT_S)
         self._threads = ThreadPoolExecutor(16)
 
+    @property
+    def url(self) -> str:
+        """Of the server's store."""
+        return self.server.environment["TURNLOG_DATABASE_URL"]
+
     def close(self) -> None:
         self._threads.shutdown()
         self.http.close()
@@ -147,40 +148,37 @@ class Stand:
         return [json.loads(line) for line in response.text.splitlines()]
 
 
-@functools.cache
-def _template() -> SqliteTemplate:
-    """One migration for all stands: a process for each would take a second."""
-    folder = tempfile.mkdtemp(prefix="turnlog-template-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return SqliteTemplate(Path(folder))
-
-
 @contextlib.contextmanager
 def serving(
-    folder: Path, *upstreams: str, environment: Mapping[str, str] | None = None, engine_url: str | None = None
+    where: Path | Place, *upstreams: str, environment: Mapping[str, str] | None = None, engine_url: str | None = None
 ) -> Iterator[Stand]:
-    """A stand over engines that run already; `engine_url` is the one to look into, by default the last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    server = ServerProcess(folder, upstreams=upstreams, environment=environment)
-    if "TURNLOG_DATABASE_URL" in (environment or {}):
-        server.migrate()
-    elif not server.database_path.exists():
-        _template().copy(server.database_path)
-    server.start()
-    stand = Stand(server, engine_url or (upstreams[-1] if upstreams else ""))
-    try:
-        yield stand
-    finally:
-        stand.close()
-        server.stop()
+    """A stand over engines that run already; `engine_url` is the one to look into, by default the last.
+
+    In a folder alone the store is SQLite; a `TURNLOG_DATABASE_URL` in the environment is brought up to date first.
+    """
+    place = where if isinstance(where, Place) else Place(where)
+    with contextlib.ExitStack() as database:
+        place.folder.mkdir(parents=True, exist_ok=True)
+        if "TURNLOG_DATABASE_URL" in (environment or {}):
+            server = ServerProcess(place.folder, upstreams=upstreams, environment=environment).migrate()
+        else:
+            url = database.enter_context(place.database())
+            server = ServerProcess(place.folder, upstreams=upstreams, environment=environment, database_url=url)
+        server.start()
+        stand = Stand(server, engine_url or (upstreams[-1] if upstreams else ""))
+        try:
+            yield stand
+        finally:
+            stand.close()
+            server.stop()
 
 
 @contextlib.contextmanager
-def standing(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Stand]:
+def standing(where: Path | Place, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Stand]:
     """A stand with an engine of its own; `arguments` are the simulator's."""
     with (
         SimulatorProcess(*arguments) as engine,
-        serving(folder, engine.base_url, environment=environment) as stand,
+        serving(where, engine.base_url, environment=environment) as stand,
     ):
         yield stand
 

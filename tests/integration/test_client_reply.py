@@ -9,6 +9,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 
+from integration.places import Places
 from integration.routing import EXPERTS, KINDS, POSITIONS, Recorded, recorded, text_of, without
 from integration.stand import user
 from ops.simulator.process import SimulatorProcess
@@ -26,20 +27,18 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 
 @pytest.fixture(scope="module", params=["", "pool"])
-def line(
-    request: pytest.FixtureRequest, mode: Mode, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Recorded]:
+def line(request: pytest.FixtureRequest, mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     environment = {"TURNLOG_REPLAY": ",".join(KINDS), "TURNLOG_CLIENT_REPLY": mode}
     if request.param:
         environment |= {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
-    with recorded(tmp_path_factory.mktemp("reply"), sglang.base_url, environment) as made:
+    with recorded(places.new("reply"), sglang.base_url, environment) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def npy(mode: Mode, vllm: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def npy(mode: Mode, vllm: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": mode}
-    with recorded(tmp_path_factory.mktemp("npy"), vllm.base_url, environment) as made:
+    with recorded(places.new("npy"), vllm.base_url, environment) as made:
         yield made
 
 
@@ -135,9 +134,9 @@ def test_large_values_are_cut_out_alike(line: Recorded, mode: Mode, asked: tuple
 
 
 @pytest.fixture(scope="module")
-def bare(mode: Mode, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def bare(mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     """A server that asks for no payload."""
-    with recorded(tmp_path_factory.mktemp("bare"), sglang.base_url, {"TURNLOG_CLIENT_REPLY": mode}) as made:
+    with recorded(places.new("bare"), sglang.base_url, {"TURNLOG_CLIENT_REPLY": mode}) as made:
         yield made
 
 

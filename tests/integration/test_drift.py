@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from integration.places import Places
 from integration.routing import BOTH
 from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
 from integration.tito import checked, output_of
@@ -31,7 +32,7 @@ def first_difference(one: list[int], other: list[int]) -> int:
 
 
 @pytest.fixture(params=["sglang", "vllm"])
-def either(request: pytest.FixtureRequest) -> Stand:
+def either(request: pytest.FixtureRequest, places: Places) -> Stand:
     found: Stand = request.getfixturevalue("stand" if request.param == "sglang" else "vllm_stand")
     return found
 
@@ -115,7 +116,7 @@ def answered(reply: Any) -> Message:
 
 
 @pytest.fixture(params=["capture", "tito"])
-def segmented(request: pytest.FixtureRequest) -> Talk:
+def segmented(request: pytest.FixtureRequest, places: Places) -> Talk:
     """A session of three turns that may begin segments, with and without a tokenizer."""
     found: Stand = request.getfixturevalue("stand" if request.param == "capture" else "tito")
     talk = found.talk(on_divergence="segment")
@@ -209,13 +210,11 @@ def test_a_segment_whose_first_turn_fails_is_none(segmented: Talk) -> None:
 
 
 @pytest.fixture(scope="module", params=["capture", "tito"])
-def replaying(
-    request: pytest.FixtureRequest, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stand]:
+def replaying(request: pytest.FixtureRequest, sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     environment = dict(BOTH)
     if request.param == "tito":
         environment["TURNLOG_TOKENIZER"] = request.getfixturevalue("tokenizer")
-    with checked(tmp_path_factory.mktemp("replaying"), sglang.base_url, environment=environment) as made:
+    with checked(places.new("replaying"), sglang.base_url, environment=environment) as made:
         yield made
 
 
@@ -266,11 +265,11 @@ def test_completions_have_routed_experts_and_no_indexer(replaying: Stand) -> Non
 
 
 def test_a_row_that_was_asked_for_from_a_prompt_too_short_is_asked_again(
-    sglang: SimulatorProcess, tokenizer: str, tmp_path_factory: pytest.TempPathFactory
+    sglang: SimulatorProcess, tokenizer: str, places: Places
 ) -> None:
     """Incremental rows and a prompt that begins anew: the engine is asked for all rows."""
     environment = {**BOTH, "TURNLOG_REPLAY_INCREMENTAL": "true", "TURNLOG_TOKENIZER": tokenizer}
-    with checked(tmp_path_factory.mktemp("incremental"), sglang.base_url, environment=environment) as stand:
+    with checked(places.new("incremental"), sglang.base_url, environment=environment) as stand:
         talk = stand.talk()
         talk.say("One", tools=[WEATHER], sim=PLAIN)
         talk.say("Two", tools=[WEATHER], sim=PLAIN)

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from integration.corpus import EVERYTHING, SHAPES, Corpus, filled, identity
+from integration.places import Places
 from integration.reading import CONTAINERS, DOCUMENTS, Row, read
 from integration.stand import WEATHER
 from ops.simulator.process import SimulatorProcess
 
 
 @pytest.fixture(scope="module")
-def corpus(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
-    with filled(tmp_path_factory.mktemp("shapes"), sglang.base_url) as made:
+def corpus(sglang: SimulatorProcess, places: Places) -> Iterator[Corpus]:
+    with filled(places.new("shapes"), sglang.base_url) as made:
         yield made
 
 

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.looking import change, value
 
+from app.store.schema import blobs, events, sessions, turns
+from integration.places import Places
 from integration.reading import CONTAINERS, DOCUMENTS, Row, read
 from integration.stand import Stand, Talk, serving, until
 from ops.simulator.process import SimulatorProcess
@@ -34,42 +36,37 @@ CONNECTIONS = 8
 
 
 @pytest.fixture
-def own(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+def own(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """A server of the test's own, so that its export holds nothing else."""
-    with serving(tmp_path, sglang.base_url) as stand:
+    with serving(places.new("own"), sglang.base_url) as stand:
         yield stand
 
 
 @pytest.fixture(scope="module")
-def large(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """A server of many sessions: real ones, multiplied in the store."""
-    with serving(tmp_path_factory.mktemp("large"), sglang.base_url) as stand:
+    with serving(places.new("large"), sglang.base_url) as stand:
         talk = stand.talk(session_id="one", group_id="g")
         for number in range(TURNS):
             talk.say(f"Question {number}", sim={"completion_tokens": 400, "tool_calls": False})
         assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
         stand.server.stop()
-        multiply(stand.server.database_path, "one", SESSIONS)
+        multiply(stand.url, "one", SESSIONS)
         stand.server.start()
         yield stand
 
 
-def multiply(path: Path, session_id: str, count: int) -> None:
+def multiply(url: str, session_id: str, count: int) -> None:
     """Copies `c1`, `c2`, … behind all that there is, each of a group of its own."""
     numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count}) "
-    with closing(sqlite3.connect(path)) as database, database:
-        [last] = database.execute("SELECT max(position) FROM events").fetchone()
-        [events] = database.execute("SELECT count(*) FROM events WHERE session_id = ?", (session_id,)).fetchone()
-        made = {
-            "session_id": "'c' || i",
-            "position": f"{last} + (i - 1) * {events} + seq",
-            "group_id": "'g' || i",
-        }
-        for table in ("sessions", "events", "turns", "blobs"):
-            names = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-            values = ", ".join(made.get(name, name) for name in names)
-            query = f"INSERT INTO {table} {numbers} SELECT {values} FROM {table}, n WHERE session_id = ?"
-            database.execute(query, (session_id,))
+    last = value(url, "SELECT max(position) FROM events")
+    own = value(url, "SELECT count(*) FROM events WHERE session_id = :id", id=session_id)
+    made = {"session_id": "'c' || i", "position": f"{last} + (i - 1) * {own} + seq", "group_id": "'g' || i"}
+    for table in (sessions, events, turns, blobs):
+        names = [column.name for column in table.columns if column.name != "tx"]
+        values = ", ".join(made.get(name, name) for name in names)
+        query = f"INSERT INTO {table.name} ({', '.join(names)}) {numbers} SELECT {values} FROM {table.name}, n"
+        change(url, f"{query} WHERE session_id = :id", id=session_id)
 
 
 class Writers:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from integration.corpus import SHAPES, SINGLE, Corpus, filled, identity, parts
+from integration.places import Places
 from integration.reading import CONTAINERS, Row, differences, read
 from ops.simulator.process import SimulatorProcess
 
@@ -19,8 +20,8 @@ NEEDS_SAMPLED = set(SINGLE) - {"turnlog"}
 
 
 @pytest.fixture(scope="module")
-def corpus(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corpus]:
-    with filled(tmp_path_factory.mktemp("shapes"), sglang.base_url) as made:
+def corpus(sglang: SimulatorProcess, places: Places) -> Iterator[Corpus]:
+    with filled(places.new("shapes"), sglang.base_url) as made:
         yield made
 
 

@@ -5,31 +5,30 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sqlite3
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from helpers.looking import change, value
 
+from integration.places import Places
 from integration.routing import BOTH, Session, problems, session_of
 from integration.stand import Stand, Talk, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 
 @pytest.fixture
-def fresh(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+def fresh(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """A server of the test's own, whose newest weight version is the test's."""
-    with serving(tmp_path / "feed", sglang.base_url) as made:
+    with serving(places.new("feed"), sglang.base_url) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def used(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with serving(tmp_path_factory.mktemp("feed"), sglang.base_url) as made:
+def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("feed"), sglang.base_url) as made:
         yield made
 
 
@@ -82,9 +81,7 @@ def ack(stand: Stand, consumer: str, *groups: str) -> dict[str, list[str]]:
 
 def expire(stand: Stand) -> None:
     """As if every lease had ended."""
-    with closing(sqlite3.connect(stand.server.database_path, timeout=10)) as connection:
-        connection.execute("UPDATE groups SET lease_until = lease_until - 100000")
-        connection.commit()
+    change(stand.url, "UPDATE groups SET lease_until = lease_until - 100000")
 
 
 def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
@@ -360,9 +357,9 @@ def test_an_empty_acknowledgement_acknowledges_nothing(stand: Stand) -> None:
 
 
 @pytest.fixture
-def retaining(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+def retaining(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     with serving(
-        tmp_path / "retaining",
+        places.new("retaining"),
         sglang.base_url,
         environment={
             **BOTH,
@@ -394,7 +391,5 @@ def test_retention_waits_for_the_acknowledgement(retaining: Stand) -> None:
 
 
 def payload_bytes(talk: Session) -> int:
-    query = "SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE session_id = ?"
-    with closing(sqlite3.connect(talk.stand.server.database_path)) as connection:
-        found: int = connection.execute(query, (talk.id,)).fetchone()[0]
-    return found
+    query = "SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE session_id = :id"
+    return int(value(talk.stand.url, query, id=talk.id))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import pytest
+from helpers.looking import vacuum, value
 
+from integration.places import Places
 from integration.routing import BOTH, Session, fetched, problems, session_of
 from integration.stand import Stand, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
@@ -18,36 +18,30 @@ Start = Callable[..., Stand]
 
 
 @pytest.fixture
-def stand_with(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def stand_with(sglang: SimulatorProcess, places: Places) -> Iterator[Start]:
     """Starts a server with these settings."""
     with contextlib.ExitStack() as servers:
 
         def start(**settings: str) -> Stand:
             environment = {**BOTH, **{f"TURNLOG_{name}": value for name, value in settings.items()}}
-            folder = tmp_path_factory.mktemp("janitor")
-            return servers.enter_context(serving(folder, sglang.base_url, environment=environment))
+            return servers.enter_context(serving(places.new("janitor"), sglang.base_url, environment=environment))
 
         yield start
 
 
-def count(stand: Stand, query: str, *arguments: object) -> int:
-    with closing(sqlite3.connect(stand.server.database_path)) as connection:
-        found: int = connection.execute(query, arguments).fetchone()[0]
-    return found
-
-
 def live_chunks(talk: Session) -> int:
-    query = "SELECT count(*) FROM chunks WHERE session_id = ? AND data IS NOT NULL"
-    return count(talk.stand, query, talk.id)
+    query = "SELECT count(*) FROM chunks WHERE session_id = :id AND data IS NOT NULL"
+    return int(value(talk.stand.url, query, id=talk.id))
 
 
 def refused(talk: Session) -> int:
-    return count(talk.stand, "SELECT count(*) FROM refused_replies WHERE session_id = ?", talk.id)
+    return int(value(talk.stand.url, "SELECT count(*) FROM refused_replies WHERE session_id = :id", id=talk.id))
 
 
 def content(talk: Session) -> int:
     tables = ("turns", "blobs", "chunks", "refused_replies")
-    return sum(count(talk.stand, f"SELECT count(*) FROM {table} WHERE session_id = ?", talk.id) for table in tables)
+    each = " + ".join(f"(SELECT count(*) FROM {table} WHERE session_id = :id)" for table in tables)
+    return int(value(talk.stand.url, f"SELECT {each}", id=talk.id))
 
 
 def a_session(stand: Stand, turns: int = 2, **body: Any) -> Session:
@@ -155,8 +149,8 @@ def test_an_idle_session_goes_through_it_all(stand_with: Start) -> None:
     assert problems(stand) == []
 
 
-def test_past_a_size_no_session_is_created_and_others_go_on(stand_with: Start) -> None:
-    stand = stand_with(MAX_DB_BYTES=str(3 << 20), CLOSED_REPLAY_TTL_S="off")
+def test_past_a_size_no_session_is_created_and_others_go_on(stand_with: Start, places: Places) -> None:
+    stand = stand_with(MAX_DB_BYTES=str(places.empty_bytes() + (3 << 20)), CLOSED_REPLAY_TTL_S="off")
     large = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 3000}
     talk, known = session_of(stand), session_of(stand, session_id="known")
     talk.say("Large", sim=large)
@@ -177,6 +171,7 @@ def test_past_a_size_no_session_is_created_and_others_go_on(stand_with: Start) -
     known.say("On")
     assert stand.http.post("/sessions", json={"session_id": "known"}).status_code == 200
     assert stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    vacuum(stand.url)
     until(lambda: not refuses())
     session_of(stand).say("Hello")
     assert problems(stand) == []

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from integration.places import Places
 from integration.routing import EXPERTS, KINDS, Recorded, Session, fetched, problems, recorded, rows_in
 from integration.stand import error_of, user
 from ops.simulator.process import SimulatorProcess
@@ -21,14 +22,14 @@ def line(
     request: pytest.FixtureRequest,
     sglang: SimulatorProcess,
     vllm: SimulatorProcess,
-    tmp_path_factory: pytest.TempPathFactory,
+    places: Places,
 ) -> Iterator[Recorded]:
     kind, _, pool = request.param.partition(" ")
     environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
     if pool:
         environment |= {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
     engine = sglang if kind == "sglang" else vllm
-    with recorded(tmp_path_factory.mktemp("refused"), engine.base_url, environment) as made:
+    with recorded(places.new("refused"), engine.base_url, environment) as made:
         yield made
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.looking import change
 from helpers.replies import encode
 from helpers.replies import sglang as sglang_reply
 from helpers.replies import vllm as vllm_reply
 
+from integration.places import Places
 from integration.routing import (
     BOTH,
     EXPERTS,
@@ -47,27 +47,27 @@ def line(
     request: pytest.FixtureRequest,
     sglang: SimulatorProcess,
     vllm: SimulatorProcess,
-    tmp_path_factory: pytest.TempPathFactory,
+    places: Places,
 ) -> Iterator[Recorded]:
     """A server that asks for both kinds; judged where it is, or all in the pool."""
     kind, _, pool = request.param.partition(" ")
     engine = sglang if kind == "sglang" else vllm
-    with recorded(tmp_path_factory.mktemp("replay"), engine.base_url, {**BOTH, **(POOL if pool else {})}) as made:
+    with recorded(places.new("replay"), engine.base_url, {**BOTH, **(POOL if pool else {})}) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def plain(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def plain(sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     """A server that asks for nothing."""
-    with recorded(tmp_path_factory.mktemp("plain"), sglang.base_url, {}) as made:
+    with recorded(places.new("plain"), sglang.base_url, {}) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def patches(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+def patches(sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     """A server that asks for new rows only."""
     environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_REPLAY_INCREMENTAL": "true"}
-    with recorded(tmp_path_factory.mktemp("patches"), sglang.base_url, environment) as made:
+    with recorded(places.new("patches"), sglang.base_url, environment) as made:
         yield made
 
 
@@ -177,14 +177,8 @@ def test_a_damaged_chunk_makes_its_session_unreadable_and_no_other(line: Recorde
     talk, other = line.talk(), line.talk()
     for one in (talk, other):
         say(line, one, "One")
-    with closing(sqlite3.connect(line.stand.server.database_path)) as connection, connection:
-        changed = connection.execute(
-            "UPDATE chunks SET data = (SELECT data FROM chunks AS those WHERE those.session_id = ? LIMIT 1) "
-            "WHERE session_id = ? AND number = 0",
-            (other.id, talk.id),
-        )
-        assert changed.rowcount == 1
-        connection.execute("UPDATE chunks SET data = x'00' WHERE session_id = ? AND number = 0", (talk.id,))
+    damage = "UPDATE chunks SET data = :damaged WHERE session_id = :id AND number = 0"
+    assert change(line.stand.url, damage, damaged=b"\0", id=talk.id) == 1
     assert error_of(fetch(talk, 1)) == (500, "session_unreadable")
     assert fetched(other, 1).rows.size
     assert error_of(line.stand.http.get(talk.path)) == (500, "session_unreadable")
@@ -245,11 +239,11 @@ def silent_engine(reply: Any) -> Iterator[str]:
     [(sglang_reply(), KINDS, EXPERTS), (sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
 )
 def test_a_payload_that_was_asked_for_must_come(
-    reply: Any, kinds: Sequence[str], missing: str | None, tmp_path_factory: pytest.TempPathFactory
+    reply: Any, kinds: Sequence[str], missing: str | None, places: Places
 ) -> None:
     """But vLLM has no positions to give."""
     environment = {"TURNLOG_REPLAY": ",".join(kinds)}
-    with silent_engine(reply) as url, serving(tmp_path_factory.mktemp("silent"), url, environment=environment) as made:
+    with silent_engine(reply) as url, serving(places.new("silent"), url, environment=environment) as made:
         talk = session_of(made)
         response = talk.chat([user("Hello")])
         if missing is None:
@@ -261,11 +255,11 @@ def test_a_payload_that_was_asked_for_must_come(
 
 @pytest.mark.parametrize(("layers", "top_k", "status"), [(4, 2, 200), (2, 4, 200), (4, 3, 502), (8, 2, 502)])
 def test_a_row_must_be_of_the_shape_that_is_known(
-    layers: int, top_k: int, status: int, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+    layers: int, top_k: int, status: int, sglang: SimulatorProcess, places: Places
 ) -> None:
     """Base64 has no shape of its own: only the number of ids in a row can be wrong."""
     environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": str(layers), "TURNLOG_MOE_TOPK": str(top_k)}
-    with recorded(tmp_path_factory.mktemp("shape"), sglang.base_url, environment) as line:
+    with recorded(places.new("shape"), sglang.base_url, environment) as line:
         talk = line.talk()
         response = talk.chat([user("Hello")])
         if status == 502:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from integration.places import Places
 from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows, Session, recorded, rows_in, session_of
 from integration.stand import WEATHER, Stand, error_of, user
 from ops.simulator.process import SimulatorProcess
@@ -20,14 +21,12 @@ SHAPES = {EXPERTS: (4, 2), POSITIONS: (16,)}
 
 
 @pytest.fixture(scope="module", params=["inline", "pool", "patches"])
-def line(
-    request: pytest.FixtureRequest, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Recorded]:
+def line(request: pytest.FixtureRequest, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     """Judged where it is, in the pool, or with new rows only."""
     environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
     environment |= {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"} if request.param == "pool" else {}
     environment |= {"TURNLOG_REPLAY_INCREMENTAL": "true"} if request.param == "patches" else {}
-    with recorded(tmp_path_factory.mktemp("export"), sglang.base_url, environment) as made:
+    with recorded(places.new("export"), sglang.base_url, environment) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from integration.places import Places
 from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
 from integration.tito import require_consistent
 
@@ -18,7 +19,7 @@ Change = Callable[[Message], Message]
 
 
 @pytest.fixture(params=["capture", "tito"])
-def either(request: pytest.FixtureRequest) -> Stand:
+def either(request: pytest.FixtureRequest, places: Places) -> Stand:
     found: Stand = request.getfixturevalue("stand" if request.param == "capture" else "tito")
     return found
 

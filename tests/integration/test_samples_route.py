@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import safetensors.numpy
+from helpers.looking import change
 from transformers import AutoTokenizer
 
+from integration.places import Places
 from integration.routing import BOTH, Session, fetch, session_of
 from integration.stand import WEATHER, Stand, Talk, error_of, serving, standing, user
 from ops.server import ROOT
@@ -44,17 +44,17 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def routed(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def routed(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """Capture mode, with payloads."""
     environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
-    with serving(tmp_path_factory.mktemp("routed"), sglang.base_url, environment=environment) as stand:
+    with serving(places.new("routed"), sglang.base_url, environment=environment) as stand:
         yield stand
 
 
 @pytest.fixture(scope="module")
-def tito(sglang: SimulatorProcess, tokenizer_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def tito(sglang: SimulatorProcess, tokenizer_path: str, places: Places) -> Iterator[Stand]:
     environment = {"TURNLOG_TOKENIZER": tokenizer_path}
-    with serving(tmp_path_factory.mktemp("tito"), sglang.base_url, environment=environment) as stand:
+    with serving(places.new("tito"), sglang.base_url, environment=environment) as stand:
         yield stand
 
 
@@ -211,8 +211,7 @@ def test_rows_that_do_not_cover_the_sample_are_null_with_the_reason(stand: Stand
 def test_rows_that_are_gone_are_null_and_said_to_be_tombstoned(routed: Stand) -> None:
     """As the freeing of a closed session's payloads leaves them, which here overtakes the request."""
     talk = with_tools(routed)
-    with closing(sqlite3.connect(routed.server.database_path, timeout=10)) as database, database:
-        database.execute("UPDATE chunks SET data = NULL, tombstoned_by = 1 WHERE session_id = ?", (talk.id,))
+    change(routed.url, "UPDATE chunks SET data = NULL, tombstoned_by = 1 WHERE session_id = :id", id=talk.id)
     tensors, meta = post(routed, talk)
     [sample] = meta["samples"]
     check(tensors, meta, talk.rows())
@@ -322,8 +321,7 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     broken, sound = stand.talk(), stand.talk()
     broken.say("Hello")
     sound.say("Hello")
-    with closing(sqlite3.connect(stand.server.database_path, timeout=10)) as database, database:
-        database.execute("UPDATE turns SET facts = x'00' WHERE session_id = ?", (broken.id,))
+    change(stand.url, "UPDATE turns SET facts = :damaged WHERE session_id = :id", damaged=b"\0", id=broken.id)
     response = stand.http.post(f"{broken.path}/samples", json={})
     assert error_of(response) == (500, "session_unreadable")
     assert "Hello" not in response.text
@@ -346,10 +344,9 @@ def test_an_openai_session_then_samples(stand: Stand) -> None:
     assert len(meta["samples"]) == 1
 
 
-def test_vllm_has_samples_with_rows_of_its_own_file_format(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_vllm_has_samples_with_rows_of_its_own_file_format(places: Places) -> None:
     environment = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
-    folder = tmp_path_factory.mktemp("vllm")
-    with standing(folder, "--dialect", "vllm", "--seed", "3", environment=environment) as stand:
+    with standing(places.new("vllm"), "--dialect", "vllm", "--seed", "3", environment=environment) as stand:
         talk: Session = session_of(stand)
         talk.say("One")
         talk.say("Two")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from integration.places import Places
 from integration.stand import Stand, Talk, error_of, user
 from integration.tito import output_of, require_consistent, sent_ids
 
@@ -13,7 +14,7 @@ LIMIT = {"max_tokens": 6}
 
 
 @pytest.fixture(params=["capture", "tito"])
-def either(request: pytest.FixtureRequest) -> Stand:
+def either(request: pytest.FixtureRequest, places: Places) -> Stand:
     """A server without and one with a tokenizer."""
     found: Stand = request.getfixturevalue("stand" if request.param == "capture" else "tito")
     return found

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import looking
 from helpers.replies import Reply, encode
 from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
+from integration.places import Places
 from integration.stand import Message, Stand, Talk, error_of, serving, until, user
 from integration.tito import checked, output_of, require_consistent
 from integration.tito import tokenizer_folder as simulators
@@ -78,18 +78,17 @@ class Glm:
         added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
         self.ids = {token["content"]: token["id"] for token in added}
 
-    def change_facts(self, talk: Talk, turn: int, change: Callable[[bytes], bytes]) -> None:
+    def change_facts(self, talk: Talk, turn: int, edit: Callable[[bytes], bytes]) -> None:
         """Another content of a turn on disk, and nothing of it in memory: another session takes its place there."""
-        place = (talk.id, turn)
-        with closing(sqlite3.connect(self.stand.server.database_path)) as database, database:
-            where = "WHERE session_id = ? AND turn = ?"
-            [facts] = database.execute(f"SELECT facts FROM turns {where}", place).fetchone()
-            database.execute(f"UPDATE turns SET facts = ? {where}", (change(facts), *place))
+        url, where = self.stand.url, "WHERE session_id = :id AND turn = :turn"
+        facts = looking.value(url, f"SELECT facts FROM turns {where}", id=talk.id, turn=turn)
+        statement = f"UPDATE turns SET facts = :facts {where}"
+        assert looking.change(url, statement, facts=edit(facts), id=talk.id, turn=turn) == 1
         self.stand.talk().say("Something else")
 
 
 @pytest.fixture(scope="module")
-def shared_glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Glm]:
+def shared_glm(tmp_path_factory: pytest.TempPathFactory, places: Places) -> Iterator[Glm]:
     pytest.importorskip("transformers")
     folder = tokenizer_folder(tmp_path_factory, "glm-4.5")
     environment = {"TURNLOG_TOKENIZER": str(folder), "TURNLOG_CACHE_BYTES": "0"}
@@ -97,7 +96,7 @@ def shared_glm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Glm]:
         thread = threading.Thread(target=engine.serve_forever)
         thread.start()
         try:
-            with serving(tmp_path_factory.mktemp("glm"), engine.url, environment=environment) as stand:
+            with serving(places.new("glm"), engine.url, environment=environment) as stand:
                 yield Glm(stand, engine, folder)
         finally:
             engine.shutdown()
@@ -199,10 +198,10 @@ def test_a_session_whose_tokens_are_damaged_is_an_error_and_no_torn_body(glm: Gl
     assert error_of(response) == (500, "session_unreadable")
 
 
-def test_a_template_whose_answers_have_no_opening(sglang: SimulatorProcess, tmp_path: Path) -> None:
+def test_a_template_whose_answers_have_no_opening(sglang: SimulatorProcess, tmp_path: Path, places: Places) -> None:
     pytest.importorskip("transformers")
     folder = simulators(tmp_path / "tokenizer", lambda template: NO_OPENING)
-    with checked(tmp_path / "server", sglang.base_url, environment={"TURNLOG_TOKENIZER": str(folder)}) as stand:
+    with checked(places.new("server"), sglang.base_url, environment={"TURNLOG_TOKENIZER": str(folder)}) as stand:
         talk = stand.talk()
         for text in ("One", "Two"):
             talk.say(text, sim={"tool_calls": False, "reasoning": False}, max_tokens=6)
@@ -250,8 +249,8 @@ def test_a_short_turn_does_not_wait_for_long_prompts(tito: Stand) -> None:
     assert {call.result().status_code for call in calls} <= {200, 404}
 
 
-def test_a_chats_own_ids_are_refused_where_the_engine_would_ignore_them(tmp_path: Path) -> None:
-    with serving(tmp_path, CLOSED, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as stand:
+def test_a_chats_own_ids_are_refused_where_the_engine_would_ignore_them(places: Places) -> None:
+    with serving(places.new("own"), CLOSED, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as stand:
         talk = stand.talk()
         assert error_of(talk.chat([user("x")], input_ids=[1, 2])) == (400, "unsupported")
         assert talk.types() == ["SessionCreated"]

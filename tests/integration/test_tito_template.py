@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from integration.places import Places
 from integration.stand import Stand, Talk, error_of, until, user
 from integration.tito import GENERATION, checked, require_consistent, sent_ids, text_of, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
@@ -61,13 +62,12 @@ def trimming(template: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def shared_moody(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    folder = tmp_path_factory.mktemp("moody")
+def shared_moody(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory, places: Places) -> Iterator[Stand]:
     environment = {
-        "TURNLOG_TOKENIZER": str(tokenizer_folder(folder / "tokenizer", moody)),
+        "TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path_factory.mktemp("moody"), moody)),
         "TURNLOG_ON_DISCONNECT": "abort_after:0",
     }
-    with checked(folder / "stand", sglang.base_url, environment=environment) as made:
+    with checked(places.new("moody"), sglang.base_url, environment=environment) as made:
         yield made
 
 
@@ -189,10 +189,10 @@ def test_a_rollback_that_the_template_refuses_keeps_the_old_turn(stand: Stand) -
 
 
 def test_reasoning_that_the_template_would_not_render_is_told_and_kept(
-    sglang: SimulatorProcess, tmp_path: Path
+    sglang: SimulatorProcess, tmp_path: Path, places: Places
 ) -> None:
     environment = {"TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path / "tokenizer", forgetful))}
-    with checked(tmp_path / "stand", sglang.base_url, environment=environment) as stand:
+    with checked(places.new("stand"), sglang.base_url, environment=environment) as stand:
         talk = stand.talk()
         talk.say("Plainly", sim={"reasoning": False})
         assert talk.state()["metadata"]["tito_session_mismatch"] == []
@@ -209,10 +209,10 @@ def test_reasoning_that_the_template_would_not_render_is_told_and_kept(
 
 
 def test_words_that_the_template_would_render_otherwise_are_told_and_kept(
-    sglang: SimulatorProcess, tmp_path: Path
+    sglang: SimulatorProcess, tmp_path: Path, places: Places
 ) -> None:
     environment = {"TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path / "tokenizer", trimming))}
-    with checked(tmp_path / "stand", sglang.base_url, environment=environment) as stand:
+    with checked(places.new("stand"), sglang.base_url, environment=environment) as stand:
         talk = stand.talk()
         talk.say("Space", sim={"text": "  in front", "reasoning": False})
         talk.say("On", sim={"text": "none", "reasoning": False})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from integration.places import Places
 from integration.stand import WEATHER, Message, Stand, Talk, user
 from integration.tito import checked, require_consistent, require_sound
 from ops.simulator.process import SimulatorProcess
@@ -19,9 +20,9 @@ FAILURES = {"status_500": 500, "not_json": 502, "other_prompt": 500, "nan_logpro
 
 
 @pytest.fixture(scope="module")
-def walked(sglang: SimulatorProcess, tokenizer: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def walked(sglang: SimulatorProcess, tokenizer: str, places: Places) -> Iterator[Stand]:
     environment = {"TURNLOG_TOKENIZER": tokenizer, "TURNLOG_CACHE_BYTES": "20000"}
-    with checked(tmp_path_factory.mktemp("walked"), sglang.base_url, environment=environment) as made:
+    with checked(places.new("walked"), sglang.base_url, environment=environment) as made:
         yield made
 
 

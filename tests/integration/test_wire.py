@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from integration.places import Places
 from integration.proxy import RecordingProxy
 from integration.stand import WEATHER, Stand, error_of, serving, user
 from ops.simulator.process import SimulatorProcess
@@ -30,11 +31,8 @@ def proxy(sglang: SimulatorProcess) -> Iterator[RecordingProxy]:
 
 
 @pytest.fixture(scope="module")
-def proxied(
-    proxy: RecordingProxy, sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stand]:
-    folder = tmp_path_factory.mktemp("proxied")
-    with serving(folder, proxy.base_url, engine_url=sglang.base_url) as made:
+def proxied(proxy: RecordingProxy, sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("proxied"), proxy.base_url, engine_url=sglang.base_url) as made:
         yield made
 
 

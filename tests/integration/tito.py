@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pybase64
 
+from integration.places import Place
 from integration.stand import Stand, Talk, serving
 from ops.simulator.template import Template
 from ops.simulator.tokenizer import Tokenizer
@@ -59,15 +60,15 @@ def tokenizer_folder(folder: Path, edit: Callable[[str], str] = lambda template:
 
 def require_sound(stand: Stand) -> None:
     """The store agrees with its own log."""
-    report = asyncio.run(verify_url(stand.server.environment["TURNLOG_DATABASE_URL"]))
+    report = asyncio.run(verify_url(stand.url))
     assert report.sessions
     assert report.problems == []
 
 
 @contextlib.contextmanager
-def checked(folder: Path, *upstreams: str, environment: Mapping[str, str] | None = None) -> Iterator[Stand]:
+def checked(where: Path | Place, *upstreams: str, environment: Mapping[str, str] | None = None) -> Iterator[Stand]:
     """A stand whose store must be sound in the end."""
-    with serving(folder, *upstreams, environment=environment) as stand:
+    with serving(where, *upstreams, environment=environment) as stand:
         yield stand
         require_sound(stand)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 
 import msgspec
 import pytest
@@ -53,6 +54,10 @@ def test_content_survives() -> None:
 LARGE = msgspec.structs.replace(WIRE, reply=b'{"text":"' + bytes(range(32, 34)) * APART_BYTES + b'"}')
 
 
+RANDOM_JSON = b'"' + random.Random(1).randbytes(200).hex().encode() + b'"'
+"""Text that zstd stores nearly as it is: a flipped bit in it unpacks."""
+
+
 @pytest.mark.parametrize("wire", [WIRE, LARGE])
 def test_what_was_said_is_unpacked_alone(wire: Wire) -> None:
     frame = pack(wire)
@@ -72,6 +77,20 @@ def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> No
     assert unpack_said(frame[: len(frame) // 2]) == Said(LARGE.messages, LARGE.message)
     with pytest.raises(CorruptContent):
         unpack(frame[: len(frame) // 2], Wire)
+
+
+def test_a_flipped_bit_in_what_was_said_is_found_without_the_rest() -> None:
+    said = Said([RANDOM_JSON], LARGE.message)
+    frame = pack(msgspec.structs.replace(LARGE, messages=said.messages))
+    silent = 0
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            silent += unpack_said(bytes(damaged)) != said
+        except CorruptContent:
+            continue
+    assert silent == 0
 
 
 def test_no_damage_of_a_packed_wire_is_more_than_corrupt() -> None:

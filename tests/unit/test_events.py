@@ -20,7 +20,7 @@ from app.domain.events import (
     name_of,
     to_fields,
 )
-from app.domain.upcast import STEPS, decode, encode, upcast
+from app.domain.upcast import CHECK_BYTES, STEPS, decode, encode, upcast
 
 
 def test_stored_names_are_stable() -> None:
@@ -106,3 +106,25 @@ def test_upcasting_leaves_the_stored_fields_alone() -> None:
     stored = {"turn": 1, "fence": 2, "reason": "disconnect"}
     assert upcast("TurnAbandoned", 1, stored) == stored
     assert msgspec.convert(stored, TurnAbandoned) == TurnAbandoned(1, 2, "disconnect")
+
+
+def test_an_event_with_a_flipped_bit_is_refused() -> None:
+    """A number with a flipped bit is a number, too: only the checksum tells."""
+    data = encode(RewardAssigned(0.5, {"tests": 12.0}))
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(UnknownEvent):
+            decode("RewardAssigned", 1, bytes(damaged))
+
+
+def test_an_event_that_lost_its_end_is_refused_or_has_lost_its_checksum_alone() -> None:
+    event = RewardAssigned(0.5, {"tests": 12.0})
+    data = encode(event)
+    whole = len(data) - 1 - CHECK_BYTES
+    for length in range(len(data)):
+        if length == whole:
+            assert decode("RewardAssigned", 1, data[:length]) == event, "as rows were before there were checksums"
+            continue
+        with pytest.raises(UnknownEvent):
+            decode("RewardAssigned", 1, data[:length])

@@ -1,22 +1,11 @@
-"""`python -m ops.verify`: does the store hold what its log says?
-
-The log is the truth: everything else that is stored is checked against a fold of it. Nothing is written
-and on SQLite no lock is taken, so it may run beside a server; what is then in motion is read as of one
-moment per session (on PostgreSQL a session that is being written may look wrong: verify it again at rest).
-"""
+"""A session: what is stored of it against a fold of its log."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import hashlib
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
-import msgspec
 from sqlalchemy import Connection, func, select
 
 from app.domain.events import (
@@ -32,15 +21,13 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.session import Session, fold
-from app.errors import AppError, StartupError
 from app.service.replay import keys_of
-from app.settings import load_settings
 from app.store import heads, reads
 from app.store.dialect import AlchemyTx
-from app.store.engine import Database
 from app.store.heads import Log
 from app.store.reads import ChunkKey
 from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
+from ops.verify.report import Report
 from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
 from workers.parse import token_text
@@ -72,37 +59,8 @@ _Chains = dict[tuple[int, int], tuple[int, Any]]
 """By turn and how many of its last tokens are left out: how many tokens there are then, and their hash so far."""
 
 
-class Problem(msgspec.Struct, frozen=True):
-    session_id: str
-    what: str
-
-
-class Report(msgspec.Struct):
-    """What was looked at, and everything that is not as the log says."""
-
-    sessions: int = 0
-    events: int = 0
-    turns: int = 0
-    problems: list[Problem] = []
-
-    def summary(self) -> str:
-        seen = f"{self.sessions} sessions, {self.events} events, {self.turns} turns"
-        return f"{seen}: {len(self.problems)} problems"
-
-
-async def verify(database: Database) -> Report:
-    """Check every session of a database, which need not be open. Raises AppError where it cannot be read."""
-    report = Report()
-    after = ""
-    while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
-        for session_id in ids:
-            await database.read(lambda connection, one=session_id: _Check(connection, one, report).run())  # type: ignore[misc]
-        after = ids[-1]
-    return report
-
-
-class _Check:
-    """One session, in one transaction."""
+class SessionCheck:
+    """One session against its log, in one transaction."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
@@ -118,6 +76,7 @@ class _Check:
         session, self._log = log
         self._report.events += len(self._log)
         self._derived(log)
+        self._order()
         self._fences()
         self._retry_keys()
         self._snapshot(session)
@@ -128,9 +87,10 @@ class _Check:
             self._content()
             self._chunks(session)
             self._payloads(session)
+            self._refused()
 
     def _found(self, what: str) -> None:
-        self._report.problems.append(Problem(self._session_id, what))
+        self._report.found(self._session_id, what)
 
     def _must(self, good: bool, what: str) -> None:
         if not good:
@@ -153,6 +113,17 @@ class _Check:
     def _derived(self, log: Log) -> None:
         for difference in heads.differences(AlchemyTx(self._connection), self._session_id, log):
             self._found(str(difference))
+
+    def _order(self) -> None:
+        """Within a transaction, and so in all of an SQLite store, places in the order of events grow with the log.
+
+        On PostgreSQL a transaction that got its number first may still append last.
+        """
+        last: dict[int, int] = {}
+        columns = (events.c.seq, events.c.tx, events.c.position)
+        for seq, tx, position in sorted(self._rows(events, *columns)):
+            self._must(position > last.get(tx, 0), f"event {seq} stands before an earlier one in the order of events")
+            last[tx] = position
 
     def _fences(self) -> None:
         """Every turn that ended was opened under the fence that it names, ended once, and in order."""
@@ -312,36 +283,8 @@ class _Check:
         sent = len(wire.messages)
         self._must(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
 
-
-async def verify_url(url: str) -> Report:
-    """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
-    database = Database(url)
-    try:
-        await heads.require_revision(database)
-        return await verify(database)
-    finally:
-        await database.close()
-
-
-def _print(report: Report) -> int:
-    for problem in report.problems:
-        print(f"{problem.session_id}: {problem.what}")
-    print(report.summary())
-    return 1 if report.problems else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.verify", description="Check a store against its own log.")
-    parser.add_argument("--database-url", help="default: TURNLOG_DATABASE_URL, as the service reads it")
-    given = parser.parse_args().database_url
-    if given is not None:
-        os.environ["TURNLOG_DATABASE_URL"] = given
-    try:
-        return _print(asyncio.run(verify_url(load_settings().database_url)))
-    except (AppError, StartupError) as error:
-        print(f"verify: {error}", file=sys.stderr)
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    def _refused(self) -> None:
+        """Every kept reply is of a turn that the log says was rejected."""
+        rejected = {recorded.event.fence for recorded in self._log if isinstance(recorded.event, TurnRejected)}
+        kept = {row[0] for row in self._rows(refused_replies, refused_replies.c.fence)}
+        self._must(kept <= rejected, f"refused replies {sorted(kept - rejected)[:5]} belong to no rejected turn")

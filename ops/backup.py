@@ -1,0 +1,107 @@
+"""`python -m ops.backup COPY`: a copy of an SQLite store, beside the server that writes to it.
+
+The copy is made under another name, checked, synced and only then given its own, so a run that is cut short leaves no
+copy rather than half a one. A PostgreSQL store has its own tools; which, the command says.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import sqlite3
+import sys
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy.engine import make_url
+
+from app.errors import StartupError
+from ops.keeping import (
+    DONE,
+    REST_S,
+    Progress,
+    check_sqlite,
+    copy_sqlite,
+    parser,
+    require_store,
+    run,
+    settings_for,
+    sqlite_path,
+    sync,
+)
+
+MIB = 1 << 20
+
+
+def main() -> int:
+    options = parser("backup", "Copy an SQLite store while its server runs.")
+    options.add_argument("copy", type=Path, help="the file to make; it must not be there yet")
+    arguments = options.parse_args()
+    work = partial(_backup, arguments.database_url, arguments.copy)
+    return run("backup", work, interrupted="there is no copy")
+
+
+def _backup(database_url: str | None, copy: Path) -> int:
+    url = settings_for(database_url).database_url
+    source = sqlite_path(url)
+    if source is None:
+        raise StartupError(f"a PostgreSQL store is copied with PostgreSQL's own tools: {_pg_dump(url, copy)}")
+    require_store(url)
+    if copy.exists():
+        raise StartupError(f"{copy} is there already")
+    print(backup(source, copy))
+    return DONE
+
+
+def backup(source: Path, copy: Path) -> str:
+    """Make the copy; returns what it holds, in a line. Raises StartupError, OSError, sqlite3.Error."""
+    tell = Progress("backup")
+    unfinished = copy.with_name(f"{copy.name}.partial")
+    handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        _claim(handle, unfinished)
+        try:
+            with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
+                copy_sqlite(read, unfinished, tell, rest_s=REST_S)
+            check_sqlite(unfinished, tell)
+            holds = _holds(unfinished)
+            os.replace(unfinished, copy)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(handle)
+    sync(copy.absolute().parent)
+    return f"{copy}: {copy.stat().st_size / MIB:.1f} MiB, {holds}"
+
+
+def _claim(handle: int, unfinished: Path) -> None:
+    """What an earlier run left behind is overwritten, a run that still goes on is not. Raises StartupError."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StartupError(f"another run is writing {unfinished}") from None
+    os.ftruncate(handle, 0)
+
+
+def _holds(path: Path) -> str:
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
+            (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            (count,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
+    except (sqlite3.Error, TypeError) as error:
+        raise StartupError("this is not a store of Turnlog's") from error
+    return f"{count} sessions, revision {revision}"
+
+
+def _pg_dump(url: str, copy: Path) -> str:
+    """The password is left to `~/.pgpass` or the prompt."""
+    given = make_url(url).set(drivername="postgresql", password=None)
+    place = given.difference_update_query(["prepared_statement_cache_size"]).render_as_string(False)
+    return f"pg_dump --format=custom --file={shlex.quote(str(copy))} --dbname={shlex.quote(place)} (docs/runbook.md)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

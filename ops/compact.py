@@ -1,0 +1,197 @@
+"""`python -m ops.compact`: give space that nothing uses any more back, and with it the last traces of what was erased.
+
+SQLite: free pages go back to the file system a few at a time, also beside a server. `--full` writes the file anew, with
+the server stopped: that takes out too what SQLite left in unused parts of pages when it moved rows about.
+
+PostgreSQL: VACUUM, beside servers. `--full` rewrites the tables that hold content, each locked meanwhile: until then an
+erased row's bytes stay in its page. Then a checkpoint and a new log file, as far as the role may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from sqlalchemy import Table
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from app.store.dialect import PRAGMAS
+from app.store.engine import Database
+from app.store.heads import require_revision
+from app.store.schema import blobs, chunks, metadata, refused_replies, snapshots, turns
+from app.store.sqlite import BUSY_TIMEOUT_S, CHECKPOINT_BYTES, GIVE_BACK_PAGES
+from ops.keeping import (
+    DONE,
+    NOT_ALL_WELL,
+    REST_S,
+    Progress,
+    check_sqlite,
+    empty_log,
+    like,
+    parser,
+    require_store,
+    run,
+    settings_for,
+    silent,
+    sqlite_path,
+    stopped,
+    sync,
+    watch,
+)
+
+MIB = 1 << 20
+
+CONTENT: Sequence[Table] = (turns, blobs, chunks, refused_replies, snapshots)
+"""The tables that an erasure deletes from."""
+
+LOCK_TIMEOUT = "10s"
+"""How long a rewrite waits for its table: everybody else who wants the table waits behind it."""
+
+REFUSED = frozenset({"42501", "55P03"})
+"""SQLSTATEs of what another role or a quieter moment may do: no right to, somebody else has it locked."""
+
+
+def main() -> int:
+    options = parser("compact", "Give unused space back, and with it the traces of what was erased.")
+    options.add_argument("--full", action="store_true", help="write all content anew; see docs/runbook.md")
+    arguments = options.parse_args()
+    work = partial(_compact, arguments.database_url, full=arguments.full)
+    return run("compact", work, interrupted="what is done is done, run it again for the rest")
+
+
+def _compact(database_url: str | None, *, full: bool) -> int:
+    url = settings_for(database_url).database_url
+    path = sqlite_path(url)
+    if path is None:
+        return asyncio.run(_vacuum(url, full=full))
+    require_store(url)
+    tell = Progress("compact")
+    before = path.stat().st_size
+    if full:
+        with stopped(url):
+            rewrite(path, tell)
+    else:
+        give_back(path, tell)
+    print(f"{path}: {before / MIB:.1f} MiB before, {path.stat().st_size / MIB:.1f} MiB now")
+    return DONE
+
+
+def give_back(path: Path, tell: Callable[[str], None]) -> None:
+    """Shorten the file by its free pages. Each step holds the write lock for some milliseconds."""
+    with closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as connection:
+        for pragma in (*PRAGMAS, "PRAGMA synchronous = NORMAL"):
+            connection.execute(pragma)
+        free = _free_pages(connection)
+        moved = 0
+        while free:
+            # As a script: `execute` takes a statement without columns one step far, which is one page.
+            connection.executescript(f"PRAGMA incremental_vacuum({GIVE_BACK_PAGES})")
+            moved += GIVE_BACK_PAGES
+            left = _free_pages(connection)
+            if left >= free:
+                break
+            free = left
+            tell(f"{free} free pages left")
+            if moved * connection.execute("PRAGMA page_size").fetchone()[0] > CHECKPOINT_BYTES:
+                moved = 0
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            time.sleep(REST_S)
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+
+def _free_pages(connection: sqlite3.Connection) -> int:
+    count: int = connection.execute("PRAGMA freelist_count").fetchone()[0]
+    return count
+
+
+def rewrite(path: Path, tell: Callable[[str], None] = silent) -> None:
+    """Write the file anew, under another name, and put it in its own place: nothing but live rows is in it.
+
+    The caller keeps servers off it. Raises StartupError, sqlite3.Error; the file is as it was then.
+    """
+    empty_log(path)
+    made = path.with_name(f"{path.name}.compacting")
+    made.unlink(missing_ok=True)
+    try:
+        os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            watch(connection, tell, "writing the file anew")
+            connection.execute("VACUUM INTO ?", (str(made),))
+        with closing(sqlite3.connect(made, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        check_sqlite(made, tell)
+        like(made, path)
+        sync(made)
+        empty_log(path)
+        os.replace(made, path)
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+async def _vacuum(url: str, *, full: bool) -> int:
+    """A connection of its own: the service's end a statement that takes as long as a rewrite may."""
+    database = Database(url)
+    try:
+        await require_revision(database)
+    finally:
+        await database.close()
+    refused: list[str] = []
+    engine = create_async_engine(url, isolation_level="AUTOCOMMIT", pool_size=1, max_overflow=0)
+    try:
+        async with engine.connect() as connection:
+            await connection.exec_driver_sql("SET statement_timeout = 0")
+            await connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
+            tell = Progress("compact")
+            for table in metadata.sorted_tables:
+                tell(f"table {table.name}")
+                if full and table in CONTENT:
+                    await _rewrite_table(connection, table.name, refused)
+                else:
+                    await _try(connection, f"VACUUM {table.name}", refused)
+            for statement in ("CHECKPOINT", "SELECT pg_switch_wal()", "CHECKPOINT"):
+                await _try(connection, statement, refused)
+    finally:
+        await engine.dispose()
+    for line in dict.fromkeys(refused):
+        print(line)
+    print(f"{len(metadata.sorted_tables)} tables vacuumed{', content rewritten' if full else ''}")
+    return NOT_ALL_WELL if refused else DONE
+
+
+async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:
+    """PostgreSQL passes over a table of somebody else's with a notice; a rewritten one has another file."""
+    before = await _file_of(connection, name)
+    if await _try(connection, f"VACUUM (FULL, ANALYZE) {name}", refused) and await _file_of(connection, name) == before:
+        refused.append(f"not done: {name} was not rewritten, it belongs to another role")
+
+
+async def _file_of(connection: AsyncConnection, name: str) -> object:
+    return (await connection.exec_driver_sql(f"SELECT pg_relation_filenode('{name}')")).scalar_one()
+
+
+async def _try(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
+    """Was it done? What this role or this moment does not allow is noted."""
+    try:
+        await connection.exec_driver_sql(statement)
+    except DBAPIError as error:
+        state = getattr(error.orig, "sqlstate", None)
+        if state not in REFUSED:
+            raise
+        why = "the role may not" if state == "42501" else f"the table was in use for {LOCK_TIMEOUT}"
+        refused.append(f"not done: {statement}: {why}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

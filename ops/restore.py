@@ -1,0 +1,184 @@
+"""`python -m ops.restore COPY`: put a copy in an SQLite store's place; without COPY: finish a PostgreSQL restore.
+
+No server may run. What the copy's cursors, processes and transactions meant before ends (`app/store/restored.py`).
+On SQLite all of that is done in a file of another name, and the store that was there is kept under one more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import sys
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from app.errors import StartupError
+from app.service.rebuild import refuse_if_served
+from app.store import restored
+from app.store.engine import ROOT, Database, create_engine, revision_head
+from app.store.heads import require_revision
+from ops.keeping import (
+    DONE,
+    Progress,
+    at_rest,
+    check_sqlite,
+    copy_sqlite,
+    empty_log,
+    like,
+    parser,
+    run,
+    settings_for,
+    sqlite_path,
+    stopped,
+    sync,
+)
+
+
+def main() -> int:
+    options = parser(
+        "restore", "Put a copy of an SQLite store in its place, or finish the restore of a PostgreSQL one."
+    )
+    options.add_argument("copy", type=Path, nargs="?", help="what ops.backup made; none for PostgreSQL")
+    arguments = options.parse_args()
+    work = partial(_restore, arguments.database_url, arguments.copy)
+    return run("restore", work, interrupted="run it again before a server starts")
+
+
+def _restore(database_url: str | None, copy: Path | None) -> int:
+    settings = settings_for(database_url, "LEASE_S")
+    path = sqlite_path(settings.database_url)
+    if path is None:
+        if copy is not None:
+            raise StartupError("load a PostgreSQL copy with pg_restore first, then run this without a file")
+        return asyncio.run(_finish(settings.database_url, settings.lease_s))
+    if copy is None:
+        raise StartupError("name the copy to restore")
+    if not copy.is_file():
+        raise StartupError(f"there is no copy {copy}")
+    with stopped(settings.database_url):
+        _put(copy, path)
+    return DONE
+
+
+def _put(copy: Path, path: Path) -> None:
+    """Raises StartupError; the store is as it was then."""
+    tell = Progress("restore")
+    check_sqlite(copy, tell)
+    staged = path.with_name(f"{path.name}.restoring")
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{staged}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        with closing(at_rest(copy)) as read:
+            copy_sqlite(read, staged, tell, rest_s=0)
+        revision, epoch = asyncio.run(_prepare(f"sqlite+aiosqlite:///{staged}"))
+        empty_log(staged)
+        like(staged, path)
+        sync(staged)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    kept = _exchange(staged, path)
+    print(f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused")
+    if kept is not None:
+        print(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
+    if revision != revision_head():
+        print(f"it is at revision {revision}: run `alembic upgrade head`")
+
+
+def _exchange(staged: Path, path: Path) -> Path | None:
+    """Returns what the old store is called now, if there was one.
+
+    It goes first and its log of writes with it: SQLite would apply that log to whatever file has the name.
+    """
+    kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+    with suppress(sqlite3.Error, StartupError):
+        if path.exists():
+            empty_log(path)
+    was_there = path.exists()
+    for suffix in ("", "-wal"):
+        with suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{kept}{suffix}")
+    Path(f"{path}-shm").unlink(missing_ok=True)
+    sync(path.parent)
+    os.rename(staged, path)
+    sync(path.parent)
+    return kept if was_there else None
+
+
+async def _prepare(url: str) -> tuple[str, str]:
+    """Make a copy one that can be served; returns its revision and its new epoch. Raises StartupError."""
+    engine = create_engine(url)
+    try:
+        return await _revision(engine), await _settle(engine)
+    finally:
+        await engine.dispose()
+
+
+async def _revision(engine: AsyncEngine) -> str:
+    """Raises StartupError for a copy of something else, or of a later version's store."""
+
+    def read(connection: Connection) -> str | None:
+        return MigrationContext.configure(connection).get_current_revision()
+
+    async with engine.connect() as connection:
+        found = await connection.run_sync(read)
+    if found is None or found not in _known_revisions():
+        raise StartupError(f"the copy is at revision {found or 'none'}, which this version does not know")
+    return found
+
+
+def _known_revisions() -> set[str]:
+    config = Config()
+    config.set_main_option("script_location", str(ROOT / "migrations"))
+    return {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+
+
+async def _settle(engine: AsyncEngine) -> str:
+    """In one transaction; returns the new epoch."""
+
+    def settle(connection: Connection) -> str:
+        restored.end_incarnations(connection)
+        restored.drop_snapshots(connection)
+        return restored.raise_epoch(connection)
+
+    async with engine.begin() as connection:
+        return await connection.run_sync(settle)
+
+
+async def _finish(url: str, lease_s: float) -> int:
+    """A PostgreSQL store that has been loaded from a dump, or brought back to an earlier moment."""
+    tell = Progress("restore")
+    database = Database(url)
+    try:
+        await require_revision(database)
+        await refuse_if_served(database, lease_s)
+        epoch = await _settle(database.engine)
+        newest, ahead = await database.read(restored.newest_tx)
+        after: str | None = "" if ahead else None
+        while after is not None:
+            place = after
+            async with database.engine.begin() as connection:
+                after = await connection.run_sync(lambda sync: restored.rebase(sync, place))  # noqa: B023
+            tell(f"events up to session {after} have new places")
+    finally:
+        await database.close()
+    name = make_url(url).database
+    print(f"{name} is in epoch {epoch}: cursors of exports from before are refused")
+    if ahead:
+        print(f"its events named transactions up to {newest}, of another server: they stand before this one's now")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

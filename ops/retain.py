@@ -1,0 +1,90 @@
+"""`python -m ops.retain`: what the service's janitor does every some seconds, once, by the same settings.
+
+Closes idle sessions (TURNLOG_IDLE_CLOSE_S), frees replay payloads (TURNLOG_CLOSED_REPLAY_TTL_S) and erases closed
+sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL they may. Each session is a step of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from app.service.cache import SessionCache
+from app.service.follow import Followers
+from app.service.janitor import REST_S, Janitor
+from app.service.sessions import Sessions
+from app.settings import Settings
+from app.store import incarnations
+from app.store.engine import Database
+from app.store.log_turns import AbandonDead
+from app.store.writer import Writer
+from ops.keeping import DONE, Progress, parser, require_store, run, settings_for
+
+LIMITS = ("IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "RETAIN_UNTIL_ACK")
+
+DEAD_AT_ONCE = 200
+"""Open turns of dead processes abandoned in one transaction."""
+
+TELL_S = 1.0
+
+LEFT = "what is done is done, run it again for the rest"
+
+
+def main() -> int:
+    arguments = parser("retain", "Close, free and erase what is due by the service's settings, once.").parse_args()
+    return run("retain", lambda: asyncio.run(_retain(arguments.database_url)), interrupted=LEFT)
+
+
+async def _retain(database_url: str | None) -> int:
+    settings = settings_for(database_url, "LEASE_S", *LIMITS)
+    require_store(settings.database_url)
+    async with _janitor(settings) as janitor:
+        await _told(janitor)
+        print(janitor.done)
+    return DONE
+
+
+@asynccontextmanager
+async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
+    """The service's, over a store that a dead server may have left with open turns: those are no session's use."""
+    database = Database(settings.database_url)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(database.close)
+        await database.open()
+        writer = Writer(database)
+        writer.start()
+        stack.push_async_callback(writer.stop)
+        await database.write(incarnations.end_gone, durable=False)
+        # Whoever has the SQLite file's lock knows that all others are dead, however lately they gave a sign.
+        await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
+        cache = SessionCache(database, writer, settings.cache_bytes)
+        stack.push_async_callback(cache.close)
+        sessions = Sessions(database, writer, cache, Followers(), time.time)
+        rest_s = 0.0 if database.is_sqlite else REST_S
+        yield Janitor(database, writer, sessions, settings, time.time, rest_s=rest_s)
+
+
+async def _abandon_dead(writer: Writer, lease_s: float) -> None:
+    after: str | None = ""
+    while after is not None:
+        after, _ = await writer.submit(AbandonDead(after, DEAD_AT_ONCE, time.time(), lease_s))
+
+
+async def _told(janitor: Janitor) -> None:
+    """One round, which says where it is."""
+    tell = Progress("retain")
+    round_ = asyncio.create_task(janitor.round())
+    try:
+        while not round_.done():
+            await asyncio.wait([round_], timeout=TELL_S)
+            tell(str(janitor.done))
+        await round_
+    finally:
+        round_.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

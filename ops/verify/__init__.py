@@ -1,0 +1,63 @@
+"""`python -m ops.verify`: does the store hold what its log says?
+
+The log is the truth: everything else that is stored is checked against a fold of it. Nothing is written and no lock is
+taken, so it may run beside a server; each session, and each page of groups, is read as of one moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from sqlalchemy import Connection
+
+from app.store import heads
+from app.store.engine import Database
+from ops.keeping import require_store, silent
+from ops.verify import acknowledged as acknowledged_turns
+from ops.verify.report import STORE, Acknowledged, Problem, Report
+from ops.verify.session import PAGE, TABLES, SessionCheck
+from ops.verify.whole import check_groups, check_order
+
+__all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "verify", "verify_url"]
+
+
+async def verify(
+    database: Database, acknowledged: Iterable[Acknowledged] = (), tell: Callable[[str], None] = silent
+) -> Report:
+    """Check every session of a database, which need not be open, and what spans sessions.
+
+    `acknowledged` turns must be in the log, with the reply that the client got. `tell` hears how far the check is.
+    Raises AppError where the store cannot be read.
+    """
+    report = Report()
+    after = ""
+    while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
+        for session_id in ids:
+            await database.read(partial(_check_session, session_id=session_id, report=report), one_moment=True)
+            tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
+        after = ids[-1]
+    held: dict[str, list[Acknowledged]] = {}
+    for one in acknowledged:
+        held.setdefault(one.session_id, []).append(one)
+    for session_id, turns in held.items():
+        await acknowledged_turns.check(database, session_id, turns, report)
+        tell(f"acknowledged turns, at {session_id}")
+    await check_order(database, report, tell)
+    await check_groups(database, report, tell)
+    return report
+
+
+def _check_session(connection: Connection, session_id: str, report: Report) -> None:
+    SessionCheck(connection, session_id, report).run()
+
+
+async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
+    """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
+    require_store(url)
+    database = Database(url)
+    try:
+        await heads.require_revision(database)
+        return await verify(database, tell=tell)
+    finally:
+        await database.close()

@@ -1,0 +1,65 @@
+"""Turns that clients were told are on disk: each is in the log, and its reply can be given again to the byte."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from app.domain.events import ReplayKind, TurnCommitted, UnknownEvent
+from app.domain.session import Session
+from app.errors import SessionUnreadable
+from app.service.transcript import stored_reply
+from app.store import heads
+from app.store.dialect import AlchemyTx
+from app.store.engine import Database
+from app.store.heads import Log
+from ops.verify.report import Acknowledged, Report
+
+
+async def check(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> None:
+    """Look for one session's acknowledged turns, and put into the report what is not as it was acknowledged."""
+    try:
+        log = await database.read(lambda connection: heads.read_log(AlchemyTx(connection), session_id))
+    except UnknownEvent:
+        log = None  # the session's own check has said why
+    for one in sorted(held, key=lambda one: one.turn):
+        wrong = await _wrong(database, log, one, report)
+        if wrong is not None:
+            report.missing.append(one)
+            report.found(session_id, f"turn {one.turn} was acknowledged, {wrong}")
+
+
+async def _wrong(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
+    if log is None or not 1 <= one.turn <= len(log.session.turns):
+        return "but is not in the log"
+    if one.reply_sha256 is None:
+        return None
+    session = log.session
+    if session.status == "erased":
+        report.not_compared += 1
+        return None
+    try:
+        for kinds in _choices([payload.kind for payload in session.payloads.get(one.turn, ())]):
+            _, _, body = await stored_reply(database, session, one.turn, kinds)
+            if hashlib.sha256(body).hexdigest() == one.reply_sha256:
+                return None
+    except SessionUnreadable as error:
+        return f"but cannot be read: {error}"
+    if _tombstoned(log, session, one.turn):
+        report.not_compared += 1
+        return None
+    return "with another reply"
+
+
+def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
+    """What a client may have asked for of a reply's payloads: all of them, some, none."""
+    for count in range(len(kinds), -1, -1):
+        yield from combinations(kinds, count)
+
+
+def _tombstoned(log: Log, session: Session, number: int) -> bool:
+    """Did the reply bring a payload that can no longer be read?"""
+    event = log.events[session.turn(number).seq - 1].event
+    assert isinstance(event, TurnCommitted)
+    return len(event.payloads) > len(session.payloads.get(number, ()))

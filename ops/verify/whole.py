@@ -1,0 +1,167 @@
+"""What belongs to no single session: the order of all events, and the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+
+import msgspec
+from sqlalchemy import Connection, case, func, or_, select, tuple_, union
+
+from app.domain.events import UnknownEvent
+from app.domain.groups import oldest_version
+from app.store import group_reads, restored
+from app.store.engine import Database
+from app.store.group_reads import TurnEvents
+from app.store.reads import decode_events
+from app.store.schema import events, group_changes, groups, sessions
+from ops.verify.report import STORE, Report
+
+PLACES = 50_000
+"""Places in the order of events looked at in one read."""
+
+GROUPS = 200
+"""Groups looked at in one read."""
+
+MEASURED = 16
+"""Groups whose logs are read at a time."""
+
+Place = tuple[int, int]
+
+
+async def check_order(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+    """No two events have the same place, and none has one of a transaction that is still to come."""
+    newest, ahead = await database.read(restored.newest_tx)
+    if ahead:
+        report.found(STORE, f"events of transaction {newest}, which this server has not begun yet: run ops.restore")
+    after: Place = (0, 0)
+    seen = 0
+    while len(page := await database.read(partial(_places, since=after))) > 1:
+        for before, place in pairwise(page):
+            if before == place:
+                report.found(STORE, f"two events stand at transaction {place[0]}, position {place[1]}")
+                return
+        seen += len(page)
+        tell(f"the order of {seen} events")
+        after = page[-1]
+
+
+def _places(connection: Connection, since: Place) -> list[Place]:
+    """The place `since`, if there is an event, and the next ones."""
+    place = tuple_(events.c.tx, events.c.position)
+    query = select(events.c.tx, events.c.position).where(place >= since).order_by(events.c.tx, events.c.position)
+    return [(row[0], row[1]) for row in connection.execute(query.limit(PLACES))]
+
+
+class _Members(msgspec.Struct, frozen=True):
+    """Of a group's sessions: how many there are, are erased, and lack their close or reward."""
+
+    present: int = 0
+    erased: int = 0
+    unfinished: int = 0
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What is stored of a group."""
+
+    sessions: int
+    erased: int
+    unfinished: int
+    completed_at: float | None
+    measured: bool
+    oldest_version: int | None
+
+
+async def check_groups(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+    """What is stored of each group is what its sessions say, unless a note says that it is still to be counted."""
+    after = ""
+    while ids := await database.read(partial(_group_ids, after=after)):
+        await database.read(partial(_check_page, ids=ids, report=report), one_moment=True)
+        tell(f"{report.groups} groups")
+        after = ids[-1]
+
+
+def _group_ids(connection: Connection, after: str) -> list[str]:
+    """The next groups that sessions name or of which there is a row."""
+    parts = [
+        select(table.c.group_id).where(table.c.group_id > after).distinct().order_by(table.c.group_id).limit(GROUPS)
+        for table in (sessions, groups)
+    ]
+    named = union(*(select(part.subquery().c.group_id) for part in parts)).subquery()
+    return list(connection.execute(select(named.c.group_id).order_by(named.c.group_id).limit(GROUPS)).scalars())
+
+
+def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> None:
+    stored = _stored(connection, ids)
+    members = _members(connection, list(stored))
+    for group_id, row in stored.items():
+        report.groups += 1
+        _check_counts(group_id, row, members.get(group_id, _Members()), report)
+    measured = {group_id: row for group_id, row in stored.items() if row is not None and row.measured}
+    names = list(measured)
+    for start in range(0, len(names), MEASURED):
+        part = names[start : start + MEASURED]
+        logs = group_reads.turn_events(connection, part)
+        for group_id in part:
+            _check_age(group_id, measured[group_id], logs, report)
+
+
+def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None]:
+    """Those of the groups that no note is about, and their row, if there is one."""
+    noted = set(connection.execute(select(group_changes.c.group_id).where(group_changes.c.group_id.in_(ids))).scalars())
+    stored: dict[str, _Row | None] = dict.fromkeys(group_id for group_id in ids if group_id not in noted)
+    columns = [groups.c[name] for name in _Row.__struct_fields__]
+    for row in connection.execute(select(groups.c.group_id, *columns).where(groups.c.group_id.in_(stored))):
+        stored[row[0]] = _Row(*row[1:])
+    return stored
+
+
+def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
+    erased = sessions.c.status == "erased"
+    lacking = or_(sessions.c.status == "open", sessions.c.reward.is_(None))
+    query = (
+        select(
+            sessions.c.group_id,
+            func.sum(case((erased, 0), else_=1)),
+            func.sum(case((erased, 1), else_=0)),
+            func.sum(case((erased, 0), (lacking, 1), else_=0)),
+        )
+        .where(sessions.c.group_id.in_(ids))
+        .group_by(sessions.c.group_id)
+    )
+    return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}
+
+
+def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Report) -> None:
+    if row is None:
+        report.found(STORE, f"group {group_id}: neither a row nor a note that one is due")
+        return
+    found = _Members(row.sessions, row.erased, row.unfinished)
+    if found != members:
+        report.found(STORE, f"group {group_id}: stored are {_said(found)}; its sessions say {_said(members)}")
+    complete = members.present > 0 and members.unfinished == 0
+    if complete != (row.completed_at is not None):
+        report.found(STORE, f"group {group_id} is {'complete' if complete else 'incomplete'}, its row says otherwise")
+
+
+def _said(members: _Members) -> str:
+    return f"{members.present} sessions, {members.erased} erased, {members.unfinished} unfinished"
+
+
+def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
+    """The oldest weight version that was measured is that of the logs, where those can be read."""
+    try:
+        oldest = min(_oldest(logs, group_id), default=None)
+    except UnknownEvent:
+        return
+    if row.oldest_version != oldest:
+        kept = row.oldest_version
+        report.found(STORE, f"group {group_id}: its oldest weight version is {oldest}, its row says {kept}")
+
+
+def _oldest(logs: TurnEvents, group_id: str) -> Iterator[int]:
+    for rows in logs[group_id].values():
+        version = oldest_version(recorded.event for recorded in decode_events(rows))
+        if version is not None:
+            yield version

@@ -1,0 +1,234 @@
+"""What the rules of `test_state_machine` act on: processes over a kind of store, and the model of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from app.domain.events import SessionConfig
+from app.errors import StoreUnavailable
+from app.service.flights import Reader, RetryMark, TurnReply, hash_key
+from app.settings import Settings
+from app.store import incarnations
+from app.store.engine import Database
+from app.store.ports import Database as Port
+from app.upstream.body import Body
+from app.upstream.client import EngineClient, EngineReply, Grow
+from app.upstream.headers import Headers
+from ops.simulation.engine import reply
+from ops.simulation.service import Service, register
+from ops.simulation.store import MemoryDatabase, MemoryStore
+from ops.verify import Acknowledged, Report, verify
+
+Message = dict[str, Any]
+
+
+class Engine(EngineClient):
+    """Answers at once, but for requests that a rule holds back until it lets them go."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._held: dict[str, asyncio.Event] = {}
+        self.heard = asyncio.Event()
+
+    def hold(self, text: str) -> asyncio.Event:
+        """Requests that end in this message wait for the event."""
+        self._held[text] = asyncio.Event()
+        return self._held[text]
+
+    async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = lambda size: None) -> EngineReply:
+        if url.endswith("/abort_request"):
+            return EngineReply(200, [], Body([b"{}"]))
+        text = msgspec.json.decode(body)["messages"][-1]["content"]
+        number = next(self._numbers)
+        self.heard.set()
+        # A generation is held once: whoever takes the turn over is answered.
+        held = self._held.pop(text, None)
+        if held is not None:
+            await held.wait()
+        return EngineReply(
+            200, [("content-type", "application/json")], Body([msgspec.json.encode(reply(body, number))])
+        )
+
+
+class NoPool:
+    """Every reply here is judged inline."""
+
+    async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
+        raise AssertionError("a small reply was handed over")
+
+
+class Mortal:
+    """A process's way to its database, which ends with the process."""
+
+    def __init__(self, database: Port) -> None:
+        self._database = database
+        self.is_sqlite = database.is_sqlite
+        self.lanes = database.lanes
+        self.dead = False
+
+    async def read(self, function: Callable[..., Any], *, one_moment: bool = False) -> Any:
+        self._require_life()
+        return await self._database.read(function, one_moment=one_moment)
+
+    async def write(self, function: Callable[..., Any], *, durable: bool, brief: bool = False, size: int = 0) -> Any:
+        self._require_life()
+        return await self._database.write(function, durable=durable, brief=brief, size=size)
+
+    async def empty_log_file(self) -> None:
+        await self._database.empty_log_file()
+
+    async def give_back(self) -> None:
+        await self._database.give_back()
+
+    def _require_life(self) -> None:
+        if self.dead:
+            raise StoreUnavailable("this process is no more")
+
+
+class Node:
+    """One process: its service, and its connection to the store."""
+
+    def __init__(self, place: Place, name: str, engine: Engine) -> None:
+        self._place = place
+        self._name = name
+        self._engine = engine
+
+    async def start(self) -> None:
+        self._database = await self._place.open()
+        self.mortal = Mortal(self._database)
+        self.incarnation = await self.mortal.write(
+            lambda tx: register(tx, self._name, alone=self.mortal.is_sqlite), durable=True
+        )
+        self.service = Service(
+            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._end_if_gone
+        )
+        self.service.start()
+
+    async def _end_if_gone(self, incarnation: int) -> bool:
+        if incarnation not in self._place.gone:
+            return False
+        await self.mortal.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
+        return True
+
+    async def stop(self) -> None:
+        await self.service.stop()
+        self._place.release(self._database)
+
+    async def crash(self) -> None:
+        self.mortal.dead = True
+        self._place.gone.add(self.incarnation)
+        with contextlib.suppress(StoreUnavailable):
+            await self.service.stop()
+        self._place.release(self._database)
+
+    def take(self, session: Model, messages: Sequence[Message], key: str | None) -> asyncio.Task[TurnReply]:
+        body = msgspec.json.encode({"model": "m", "messages": messages})
+        mark = RetryMark(None if key is None else hash_key(key))
+        return asyncio.ensure_future(
+            self.service.turns.take(session.id, "chat", body, [], mark, Reader(lambda size: None))
+        )
+
+
+SETTINGS = Settings.model_construct(upstreams=("http://engine",), lease_s=3600.0)
+
+
+class Place:
+    """A kind of store, and how many processes it serves. `gone` are the incarnations that crashed."""
+
+    def __init__(self, url: str | None) -> None:
+        self.gone: set[int] = set()
+        self.acknowledged: list[Acknowledged] = []
+        self.is_memory = url is None
+        self.runner = asyncio.Runner()
+        self._free: list[Port] = []
+        self._url = url
+        self._memory = MemoryStore() if url is None else None
+        self.most = 1 if url is not None and url.startswith("sqlite") else 2
+
+    def begin(self) -> None:
+        """What is in memory begins anew; the others keep the sessions of earlier examples."""
+        if self._memory is not None:
+            self._memory.restart(time.time)
+            self.gone.clear()
+            self.acknowledged.clear()
+
+    async def open(self) -> Port:
+        """A database that no process has; the connections of one that is gone are as good as new ones."""
+        if self._free:
+            return self._free.pop()
+        if self._url is None:
+            assert self._memory is not None
+            return MemoryDatabase(self._memory)
+        database = Database(self._url)
+        await database.open()
+        return database
+
+    def release(self, database: Port) -> None:
+        self._free.append(database)
+
+    async def verify(self) -> Report:
+        database: Any = await self.open()
+        try:
+            return await verify(database, acknowledged=self.acknowledged)
+        finally:
+            self.release(database)
+
+    def end(self) -> None:
+        async def close() -> None:
+            for database in self._free:
+                if isinstance(database, Database):
+                    await database.close()
+
+        self.runner.run(close())
+        self.runner.close()
+        if self._memory is not None:
+            self._memory.close()
+
+
+@dataclass
+class Turn:
+    """A committed turn of the model, with the reply that a client holds."""
+
+    number: int
+    messages: list[Message]
+    key: str
+    body: bytes
+
+
+@dataclass
+class Flight:
+    """A turn in flight: its waiting requests, the first of them at `node`, and where each waits.
+
+    `lost`: it can no longer commit.
+    """
+
+    node: Node
+    messages: list[Message]
+    key: str
+    go: asyncio.Event
+    tasks: dict[asyncio.Task[TurnReply], Node]
+    lost: bool = False
+
+
+@dataclass
+class Model:
+    """What a client may expect of a session: its live turns, how many were ever committed, and its end."""
+
+    id: str
+    config: SessionConfig
+    live: list[Turn] = field(default_factory=list)
+    committed: int = 0
+    status: str = "open"
+    flight: Flight | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        return list(self.live[-1].messages) if self.live else []

@@ -1,0 +1,300 @@
+"""An engine whose replies are sound and whose connections are not: what lies between them and Turnlog is bytes.
+
+A request's `user` names what is done with the reply that a simulator made: an entry of WAYS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import httpx
+
+PIECES = 20
+ENDLESS_S = 60.0
+"""As good as for ever: the server gives up long before, and what is sent then fails."""
+
+TOO_LARGE = 50_000_000
+
+
+class Connection(socketserver.StreamRequestHandler):
+    """Reads requests one after the other; a way may end the connection."""
+
+    server: RawEngine
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._one():
+                pass
+
+    def _one(self) -> bool:
+        start = self.rfile.readline()
+        if not start:
+            return False
+        headers: dict[str, str] = {}
+        while (line := self.rfile.readline()) not in (b"\r\n", b""):
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.strip().lower()] = value.strip()
+        body = self.rfile.read(int(headers.get("content-length", 0)))
+        if not body:
+            self.send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            return True
+        asked = json.loads(body)
+        way = WAYS[asked.get("user", "plain")]
+        reply = self.server.generate(start.split()[1].decode(), body, headers["x-smg-routing-key"])
+        return way(self, reply)
+
+    def send(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.request.sendall(piece)
+
+    def reset(self) -> bool:
+        """End the connection as a process does that dies with data unread: RST instead of FIN."""
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.request.close()
+        return False
+
+    def drip(self, data: bytes, seconds: float) -> None:
+        size = -(-len(data) // PIECES)
+        for at in range(0, len(data), size):
+            self.send(data[at : at + size])
+            time.sleep(seconds / PIECES)
+
+    def for_ever(self, piece: bytes) -> bool:
+        deadline = time.monotonic() + ENDLESS_S
+        while time.monotonic() < deadline:
+            self.send(piece)
+            time.sleep(0.05)
+        return False
+
+
+class RawEngine(socketserver.ThreadingTCPServer):
+    """In threads of this process, before a simulator that makes the replies."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, simulator: str) -> None:
+        super().__init__(("127.0.0.1", 0), Connection)
+        self.base_url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.generated: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._http = httpx.Client(base_url=simulator, timeout=60)
+
+    def generate(self, path: str, body: bytes, session_id: str) -> bytes:
+        with self._lock:
+            self.generated[session_id] += 1
+        headers = {"content-type": "application/json", "x-smg-routing-key": session_id}
+        response = self._http.post(path, content=body, headers=headers)
+        assert response.status_code == 200, response.text
+        return response.content
+
+
+@contextlib.contextmanager
+def raw_engine(simulator: str) -> Iterator[RawEngine]:
+    with RawEngine(simulator) as engine:
+        thread = threading.Thread(target=engine.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield engine
+        finally:
+            engine.shutdown()
+            thread.join()
+
+
+def _head(status: str, *headers: str) -> bytes:
+    return "\r\n".join((f"HTTP/1.1 {status}", "Content-Type: application/json", *headers, "", "")).encode("latin-1")
+
+
+def _sized(reply: bytes, *headers: str, status: str = "200 OK") -> bytes:
+    return _head(status, f"Content-Length: {len(reply)}", *headers) + reply
+
+
+def _chunk(piece: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(piece), piece)
+
+
+CHUNKED = _head("200 OK", "Transfer-Encoding: chunked")
+
+Way = Callable[[Connection, bytes], bool]
+"""Sends a reply in its way. May the connection be used again?"""
+
+
+def plain(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply))
+    return True
+
+
+def drips(connection: Connection, reply: bytes) -> bool:
+    connection.drip(_sized(reply), 0.5)
+    return True
+
+
+def drips_chunks(connection: Connection, reply: bytes) -> bool:
+    size = -(-len(reply) // PIECES)
+    chunks = b"".join(_chunk(reply[at : at + size]) for at in range(0, len(reply), size))
+    connection.drip(CHUNKED + chunks + b"0\r\n\r\n", 0.5)
+    return True
+
+
+def until_closed(connection: Connection, reply: bytes) -> bool:
+    connection.send(_head("200 OK", "Connection: close") + reply)
+    return False
+
+
+def informs_first(connection: Connection, reply: bytes) -> bool:
+    connection.send(
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 3, b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n", _sized(reply)
+    )
+    return True
+
+
+def closes_silently(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply))
+    return False
+
+
+def odd_headers(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply, "X-Odd: caf\xe9 \xff", "X-Empty:", "Set-Cookie: a=b", "x-engine: 1"))
+    return True
+
+
+def sends_more(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply) + b'{"more": 1}' * 100)
+    return True
+
+
+def sends_two_replies(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply) * 2)
+    return True
+
+
+def sends_another_later(connection: Connection, reply: bytes) -> bool:
+    """A reply that nobody asked for, while the connection is idle."""
+    connection.send(_sized(reply))
+    time.sleep(0.1)
+    connection.send(_sized(reply))
+    return True
+
+
+def resets_at_once(connection: Connection, reply: bytes) -> bool:
+    return connection.reset()
+
+
+def resets_in_headers(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply)[:30])
+    return connection.reset()
+
+
+def resets_in_body(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply)[: -len(reply) // 2])
+    time.sleep(0.05)
+    return connection.reset()
+
+
+def ends_early(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply)[:-1])
+    return False
+
+
+def ends_in_chunks(connection: Connection, reply: bytes) -> bool:
+    connection.send(CHUNKED + _chunk(reply))
+    return False
+
+
+def ends_at_once(connection: Connection, reply: bytes) -> bool:
+    return False
+
+
+def announces_much(connection: Connection, reply: bytes) -> bool:
+    connection.send(_head("200 OK", f"Content-Length: {TOO_LARGE}"))
+    return connection.for_ever(b" " * 1000)
+
+
+def sends_much(connection: Connection, reply: bytes) -> bool:
+    connection.send(CHUNKED)
+    for _ in range(TOO_LARGE // 100_000):
+        connection.send(_chunk(b" " * 100_000))
+    return False
+
+
+def never_ends_body(connection: Connection, reply: bytes) -> bool:
+    connection.send(CHUNKED + _chunk(reply))
+    return connection.for_ever(_chunk(b" "))
+
+
+def never_ends_headers(connection: Connection, reply: bytes) -> bool:
+    connection.send(b"HTTP/1.1 200 OK\r\n")
+    return connection.for_ever(b"x-more: 1\r\n")
+
+
+def never_ends_informing(connection: Connection, reply: bytes) -> bool:
+    return connection.for_ever(b"HTTP/1.1 102 Processing\r\n\r\n")
+
+
+def falls_silent(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply)[:-10])
+    time.sleep(ENDLESS_S)
+    return False
+
+
+def speaks_no_http(connection: Connection, reply: bytes) -> bool:
+    connection.send(b"\x00\xff SSH-2.0-engine\r\n" + reply)
+    return False
+
+
+def two_lengths(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply, f"Content-Length: {len(reply) - 1}"))
+    return False
+
+
+def length_and_chunks(connection: Connection, reply: bytes) -> bool:
+    connection.send(_head("200 OK", "Content-Length: 5", "Transfer-Encoding: chunked") + _chunk(reply) + b"0\r\n\r\n")
+    return False
+
+
+def a_long_header(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply, "X-Long: " + "x" * 100_000))
+    return False
+
+
+def compressed(connection: Connection, reply: bytes) -> bool:
+    connection.send(_sized(reply, "Content-Encoding: gzip"))
+    return True
+
+
+def _status(status: str, *headers: str) -> Way:
+    def way(connection: Connection, reply: bytes) -> bool:
+        connection.send(_sized(reply, *headers, status=status))
+        return False
+
+    return way
+
+
+WAYS: dict[str, Way] = {
+    way.__name__: way
+    for way in (
+        *(plain, drips, drips_chunks, until_closed, informs_first, closes_silently, odd_headers),
+        *(sends_more, sends_two_replies, sends_another_later),
+        *(resets_at_once, resets_in_headers, resets_in_body, ends_early, ends_in_chunks, ends_at_once),
+        *(announces_much, sends_much, never_ends_body, never_ends_headers, never_ends_informing, falls_silent),
+        *(speaks_no_http, two_lengths, length_and_chunks, a_long_header, compressed),
+    )
+} | {
+    f"redirects_{code}": _status(f"{code} Elsewhere", "Location: http://127.0.0.1:9/elsewhere")
+    for code in (301, 302, 303, 307, 308)
+}
+WAYS |= {f"says_{code}": _status(f"{code} Odd") for code in (101, 201, 204, 304, 599, 999)}
+
+MUST_SUCCEED = frozenset(
+    way.__name__ for way in (plain, drips, drips_chunks, until_closed, informs_first, closes_silently, odd_headers)
+)
+SOUND = MUST_SUCCEED | {"sends_more", "sends_two_replies", "sends_another_later"}
+"""A whole reply is in them: the turn may be committed, and where it is the client has this reply."""

@@ -1,0 +1,278 @@
+"""`kill -9` at every named point: what was acknowledged stays, and the first retry ends with exactly one of everything.
+
+On SQLite the process is started again, on PostgreSQL a second one, which has run all the while, goes on at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx
+import pytest
+from helpers.databases import Postgres, SqliteTemplate
+from integration.stand import Stand, Talk, user
+
+from app.crash_points import POINTS, VARIABLE, CrashPoint
+from fault.forking import ForkedServer
+from fault.table import Tally
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
+
+TITLE = "kill -9 at a crash point"
+
+LARGE: dict[str, Any] = {
+    "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
+    "completion_tokens": 1500,
+}
+"""More than 2 MB of ids that cannot be narrowed: chunks that are staged, a reply that leaves in pieces."""
+
+
+@dataclass
+class Site:
+    """One store, whose server is killed; on PostgreSQL `other` serves it as well."""
+
+    url: str
+    engine: SimulatorProcess
+    server: ForkedServer
+    other: ForkedServer | None = None
+    acknowledged: list[Acknowledged] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def armed(self, point: CrashPoint, times: int) -> Iterator[Stand]:
+        """The server, which ends when it has come by `point` so often."""
+        self.server.start(**{VARIABLE: f"{point}:{times}"})
+        stand = Stand(self.server, self.engine.base_url)
+        assert stand.sim.post("/sim/reset").status_code == 200
+        yield stand
+        stand.close()
+        assert self.server.ended() == -signal.SIGKILL
+        verified(self.url)
+
+    @contextlib.contextmanager
+    def after(self) -> Iterator[Stand]:
+        """Who serves the store now."""
+        stand = Stand(self.other or self.server.start(), self.engine.base_url)
+        yield stand
+        stand.close()
+        self.server.stop()
+
+    def acknowledge(self, talk: Talk, reply: httpx.Response) -> None:
+        """The client has seen this 200."""
+        turn, digest = int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest()
+        self.acknowledged.append(Acknowledged(talk.id, turn, digest))
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def site(
+    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("crash-points")
+    with contextlib.ExitStack() as stack:
+        if request.param == "sqlite":
+            template: SqliteTemplate = request.getfixturevalue("sqlite_template")
+            url = template.copy(folder / "turnlog.db")
+        else:
+            postgres: Postgres = request.getfixturevalue("postgres")
+            url = stack.enter_context(postgres.database())
+        made = Site(url, engine, _server(folder, url, engine))
+        if request.param == "postgresql":
+            made.other = _server(folder, url, engine).start()
+            stack.callback(made.other.stop)
+        stack.callback(made.server.stop)
+        yield made
+
+
+def _server(folder: Path, url: str, engine: SimulatorProcess) -> ForkedServer:
+    return ForkedServer(folder, url, [engine.base_url], TURNLOG_CLIENT_REPLY="verbatim")
+
+
+def committed_under(talk: Talk, turn: int) -> list[dict[str, Any]]:
+    return [event for event in talk.committed() if event["turn"] == turn]
+
+
+@dataclass(frozen=True)
+class TurnCase:
+    """The session's second turn dies at `point`, which its first may have come by as well.
+
+    `generations` of it there are in the end: 1 where the crash was before the engine call or after the commit.
+    """
+
+    point: CrashPoint
+    times: int
+    generations: int
+    landed: bool = False
+    sim: dict[str, Any] | None = None
+    fault: str | None = None
+
+
+TURNS = (
+    TurnCase("before_claim", 2, 1),
+    TurnCase("in_claim", 2, 1),
+    TurnCase("after_claim", 2, 1),
+    TurnCase("before_engine", 2, 1),
+    TurnCase("after_engine", 2, 2),
+    TurnCase("after_judged", 2, 2),
+    TurnCase("after_staged", 1, 2, sim=LARGE),
+    TurnCase("after_staged", 2, 2, sim=LARGE),
+    TurnCase("before_commit", 2, 2),
+    TurnCase("in_commit", 2, 2),
+    TurnCase("in_commit", 2, 2, sim=LARGE),
+    TurnCase("after_commit", 2, 1, landed=True),
+    TurnCase("during_reply", 2, 1, landed=True, sim=LARGE),
+    TurnCase("before_release", 1, 2, fault="status_500"),
+    TurnCase("in_release", 1, 2, fault="not_json"),
+    TurnCase("after_release", 1, 2, fault="status_500"),
+)
+
+
+def _name(case: TurnCase) -> str:
+    return f"{case.point}-{case.times}{'-large' if case.sim else ''}"
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("case", TURNS, ids=_name)
+def test_a_turn(site: Site, tally: Tally, case: TurnCase) -> None:
+    fields = {"sim": case.sim, "return_routed_experts": True} if case.sim else {}
+    key = {"idempotency-key": f"second {case.point}"}
+    with site.armed(case.point, case.times) as stand:
+        talk = stand.talk(group_id="crash")
+        site.acknowledge(talk, talk.say("First"))
+        if case.fault:
+            assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
+        sent = [*talk.messages, user("Second")]
+        with pytest.raises(httpx.TransportError):
+            talk.chat(sent, headers=key, **fields)
+        tally.tried += 1
+    killed = monotonic()
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        reply = again.chat(sent, headers=key, **fields)
+        tally.recovered(monotonic() - killed)
+        assert reply.status_code == 200, reply.text
+        assert ("x-turnlog-replayed" in reply.headers) is case.landed
+        site.acknowledge(again, reply)
+        assert again.chat(sent, headers=key, **fields).content == reply.content
+        assert again.generations() == 1 + case.generations
+        tally.doubled += len(again.committed()) - 2
+        assert [record["response"] for record in again.state()["records"]][1] == reply.json()
+        again.messages = [*sent, reply.json()["choices"][0]["message"]]
+        site.acknowledge(again, again.say("Third"))
+        verified(site.url, site.acknowledged[-3:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["before_create", "in_create", "after_create"])
+def test_a_creation(site: Site, tally: Tally, point: CrashPoint) -> None:
+    body = {"session_id": f"created-{point}", "metadata": {"task": 7}, "group_id": "crash"}
+    with site.armed(point, 2) as stand:
+        neighbour = stand.talk()
+        site.acknowledge(neighbour, neighbour.say("I was here before"))
+        with pytest.raises(httpx.TransportError):
+            stand.http.post("/sessions", json=body)
+        tally.tried += 1
+    with site.after() as stand:
+        assert stand.http.post("/sessions", json=body).status_code == 200
+        talk = stand.known(body["session_id"])
+        assert talk.types() == ["SessionCreated"]
+        site.acknowledge(talk, talk.say("First"))
+        verified(site.url, site.acknowledged[-2:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_reward", "after_reward"])
+def test_a_reward(site: Site, tally: Tally, point: CrashPoint) -> None:
+    with site.armed(point, 1) as stand:
+        talk = stand.talk(group_id="crash")
+        site.acknowledge(talk, talk.say("First"))
+        with pytest.raises(httpx.TransportError):
+            stand.http.put(f"{talk.path}/reward", json={"reward": 0.5})
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        assert again.types().count("RewardAssigned") == (point == "after_reward")
+        assert stand.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
+        assert [row["reward"] for row in again.rows()] == [0.5]
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_close", "after_close"])
+def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
+    with site.armed(point, 1) as stand:
+        talk = stand.talk(group_id="crash")
+        site.acknowledge(talk, talk.say("First"))
+        with pytest.raises(httpx.TransportError):
+            stand.http.delete(talk.path)
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        closed = stand.http.delete(talk.path)
+        assert closed.status_code == (404 if point == "after_close" else 204)
+        assert again.types().count("SessionClosed") == 1
+        assert [(row["final"], len(row["turns"])) for row in again.rows()] == [(True, 1)]
+        verified(site.url, site.acknowledged[-1:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize(
+    "point", ["in_close", "after_close", "after_tombstones", "after_freed", "in_erase", "after_erase"]
+)
+def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """It is taken up again where it was broken off, and then nothing of the content is left in the files."""
+    with site.armed(point, 1) as stand:
+        talk, neighbour = stand.talk(), stand.talk()
+        site.acknowledge(neighbour, neighbour.say("I stay"))
+        talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
+        frames = stored_frames(site.url, talk)
+        with pytest.raises(httpx.TransportError):
+            stand.http.delete(talk.path, params={"erase": "true"})
+        tally.tried += 1
+    with site.after() as stand:
+        again = stand.known(talk.id)
+        erased = stand.http.delete(talk.path, params={"erase": "true"})
+        assert erased.status_code == 204, erased.text
+        types = again.types()
+        assert (types.count("SessionClosed"), types.count("SessionErased")) == (1, 1)
+        assert again.rows() == []
+        assert stand.http.post("/sessions", json={"session_id": talk.id}).status_code == 409
+        verified(site.url, site.acknowledged[-1:], tally)
+    assert [frame for frame in frames if in_files(site.url, frame)] == []
+
+
+def stored_frames(url: str, talk: Talk) -> list[bytes]:
+    """The beginning of everything that SQLite's files hold of a session's content.
+
+    Dead rows on PostgreSQL are left to its vacuum.
+    """
+    if not url.startswith("sqlite"):
+        return []
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite+aiosqlite:///"))) as connection:
+        columns = (("facts", "turns"), ("wire", "turns"), ("data", "chunks"))
+        query = " UNION ".join(f"SELECT {name} FROM {table} WHERE session_id = :sid" for name, table in columns)
+        rows = connection.execute(query, {"sid": talk.id}).fetchall()
+    frames = [frame[:64] for (frame,) in rows]
+    assert len(frames) > 3
+    assert all(in_files(url, frame) for frame in frames)
+    return frames
+
+
+def in_files(url: str, content: bytes) -> bool:
+    path = Path(url.removeprefix("sqlite+aiosqlite:///"))
+    return any(content in file.read_bytes() for file in path.parent.glob(f"{path.name}*"))
+
+
+def test_every_point_is_tried() -> None:
+    marked = [
+        mark for test in (test_a_creation, test_a_reward, test_a_close, test_an_erasure) for mark in test.pytestmark
+    ]
+    named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
+    assert named | {case.point for case in TURNS} == set(POINTS)

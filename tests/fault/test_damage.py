@@ -1,0 +1,237 @@
+"""A flipped bit, a truncated frame: found by verify and by what needs it; one session fails, the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from integration.places import Place
+from integration.routing import BOTH
+from integration.stand import WEATHER, Stand, error_of, serving, user
+from sqlalchemy.exc import DBAPIError
+
+from app.errors import AppError, StartupError
+from app.service.export import Exporter, Wish
+from app.store.engine import Database
+from fault.agents import Agent
+from fault.damage import LOG, PLACES, Damage, choose, flipped
+from fault.table import Tally
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+from ops.verify import verify_url
+
+FOUND = "found, one session fails, the rest exports"
+SESSIONS = 8
+TRIES = 12
+MANY = 150
+
+Row = dict[str, Any]
+
+TALKATIVE: Row = {"completion_tokens": 500, "tool_calls": False, "experts": {"layers": 4, "top_k": 2}}
+"""A reply that is stored in two parts, and payloads of some chunks."""
+
+BRIEF: Row = {"completion_tokens": 20, "tool_calls": False}
+ENGINE_ERROR: Row = {"fault": "status_503"}
+
+BROKEN_OFF = (200, "")
+REFUSED = ((500, "session_unreadable"), BROKEN_OFF)
+
+
+class Scene:
+    """A server with sessions of every kind of content, and what it gives of each while nothing is damaged."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.url = stand.server.environment["TURNLOG_DATABASE_URL"]
+        self.agents = [Agent([stand.server.base_url], f"agent{number}", 1) for number in range(SESSIONS)]
+        for number, agent in enumerate(self.agents):
+            agent.begin(group_id=f"g{number}", metadata={"task": number}, rollback_window=2)
+            for turn in range(3):
+                sim = TALKATIVE if (number + turn) % 2 else BRIEF
+                agent.say(f"Question {turn}", tools=[WEATHER], temperature=0.5, sim=sim)
+            agent.reward(number / 10)
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+
+    def agent(self, session_id: str) -> Agent:
+        return next(agent for agent in self.agents if agent.session_id == session_id)
+
+    def other(self, session_id: str, rng: random.Random) -> Agent:
+        return rng.choice([agent for agent in self.agents if agent.session_id != session_id])
+
+    def exported(self, **query: str) -> dict[str, list[Row]]:
+        """Every session's rows, those that only `explain` gives too, without what depends on when it was asked."""
+        found: dict[str, list[Row]] = {agent.session_id: [] for agent in self.agents}
+        for row in self.stand.rows(explain="true", replay="true", **query):
+            found[row["session_id"]].append({name: field for name, field in row.items() if name != "cursor"})
+        return found
+
+    def record(self, agent: Agent) -> tuple[int, str]:
+        """Status, and the body or an error's code; damage behind the beginning breaks a reply off."""
+        try:
+            response = self.stand.http.get(f"/sessions/{agent.session_id}")
+        except httpx.RemoteProtocolError:
+            return BROKEN_OFF
+        return response.status_code, response.text if response.is_success else error_of(response)[1]
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def scene(
+    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    """A server that keeps next to nothing in memory, so that what a request needs is read."""
+    postgres = request.getfixturevalue("postgres") if request.param == "postgresql" else None
+    place = Place(tmp_path_factory.mktemp("damage"), postgres)
+    with serving(place, engine.base_url, environment={**BOTH, "TURNLOG_CACHE_BYTES": "0"}) as stand:
+        made = Scene(stand)
+        yield made
+        made.close()
+
+
+def problems(scene: Scene) -> set[str]:
+    """The sessions in which verify finds something."""
+    return {problem.session_id for problem in asyncio.run(verify_url(scene.url)).problems}
+
+
+def try_one(scene: Scene, rng: random.Random, damage: Damage) -> None:
+    """Damage one place, look at everything, and put it back."""
+    victim, other = scene.agent(damage.session_id), scene.other(damage.session_id, rng)
+    before = {shape: scene.exported(shape=shape) for shape in ("turnlog", "prime-rl")}
+    records = {agent.name: scene.record(agent) for agent in (victim, other)}
+    damage.do()
+    assert problems(scene) == (set() if damage.is_harmless else {victim.session_id})
+    for shape, whole in before.items():
+        exported_but_for(victim.session_id, damage, whole, scene.exported(shape=shape))
+    assert scene.record(other) == records[other.name]
+    status, said = scene.record(victim)
+    assert (status, said) in (records[victim.name], *REFUSED)
+    if damage.table == "events" and not damage.is_harmless:
+        assert (status, said) in REFUSED
+    heard_right(scene, victim)
+    other.say("And on we go", sim=BRIEF)
+    damage.undo()
+
+
+def exported_but_for(victim: str, damage: Damage, before: dict[str, list[Row]], after: dict[str, list[Row]]) -> None:
+    """The others' rows are what they were; the victim's are that as well, or say that it cannot be read."""
+    for session_id, rows in before.items():
+        if session_id != victim:
+            assert after[session_id] == rows
+    readable = [row for row in after[victim] if "excluded" not in row]
+    left_out = [row["excluded"] for row in after[victim] if "excluded" in row]
+    assert all(row in before[victim] for row in readable)
+    assert all(reason.startswith("unreadable: ") for reason in left_out)
+    assert len(readable) + bool(left_out) >= 1, "a row, or the reason why there is none"
+    if damage.place in LOG and not damage.is_harmless:
+        assert left_out, damage
+
+
+def heard_right(scene: Scene, agent: Agent) -> None:
+    """A turn of the damaged session is refused, or the engine gets the true history; it commits nothing here."""
+    assert scene.stand.sim.post("/sim/reset").status_code == 200
+    messages = [*agent.messages, user("Still there?")]
+    response = scene.stand.http.post(
+        f"/sessions/{agent.session_id}/v1/chat/completions",
+        json={"model": "simulator", "messages": messages, "sim": ENGINE_ERROR},
+    )
+    heard = scene.stand.engine_requests(agent.session_id)
+    if heard:
+        assert response.status_code == 503
+        assert [request["body"]["messages"] for request in heard] == [messages]
+    else:
+        assert error_of(response) == (500, "session_unreadable")
+
+
+@pytest.mark.fault(11, FOUND)
+@pytest.mark.parametrize("count", [TRIES, pytest.param(MANY, marks=pytest.mark.long)])
+def test_damage_is_one_sessions_and_is_told(scene: Scene, tally: Tally, count: int) -> None:
+    rng = random.Random(f"damage {count}")
+    for number in range(count):
+        damage = choose(scene.url, rng, PLACES[number % len(PLACES)])
+        tally.tried += 1
+        try_one(scene, rng, damage)
+    acknowledged = [one for agent in scene.agents for one in agent.acknowledged]
+    verified(scene.stand, acknowledged, tally)
+
+
+@pytest.fixture(scope="module")
+def at_rest(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file of some sessions that no server holds."""
+    folder = tmp_path_factory.mktemp("at-rest")
+    with serving(folder, engine.base_url, environment=BOTH) as stand:
+        made = Scene(stand)
+        made.close()
+    assert not (folder / "turnlog.db-wal").exists()
+    return folder / "turnlog.db"
+
+
+CONTENT = ("tokens", "loss_mask", "logprobs", "messages", "turns", "reward", "group_id", "metadata", "routed_experts")
+"""What must not be wrong in a row. Times stand in columns of their own, which nothing checks."""
+
+
+def whole_export(path: Path) -> dict[str, Row] | None:
+    """The content of each session's row; None where the file cannot be exported, or a row says why it is not there."""
+
+    async def exported() -> bytes:
+        database = Database(f"sqlite+aiosqlite:///{path}")
+        await database.open()
+        try:
+            started = await Exporter(database, "test").start(Wish(explain=True, replay=True), None)
+            return b"".join([piece async for piece in started.pieces])
+        finally:
+            await database.close()
+
+    try:
+        rows = [json.loads(line) for line in asyncio.run(exported()).splitlines()]
+    except (AppError, StartupError, DBAPIError, sqlite3.Error):
+        return None
+    if any("excluded" in row for row in rows):
+        return None
+    return {row["session_id"]: {name: row[name] for name in CONTENT} for row in rows}
+
+
+def found_otherwise(path: Path) -> bool:
+    """Does verify find it, or SQLite's own check?"""
+    try:
+        report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{path}"))
+        with closing(sqlite3.connect(path)) as database:
+            sound = database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    except (AppError, StartupError, DBAPIError, sqlite3.Error):
+        return True
+    return bool(report.problems) or not sound
+
+
+@pytest.mark.fault(11, "a flipped bit in SQLite's file")
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_flipped_bit_in_the_file_exports_nothing_wrong(
+    at_rest: Path, tmp_path: Path, tally: Tally, count: int
+) -> None:
+    """SQLite's pages have no checksums: what the frames' and events' own do not find, its structure must show."""
+    rng = random.Random(f"pages {count}")
+    sound = at_rest.read_bytes()
+    before = whole_export(at_rest)
+    assert before is not None
+    assert len(before) == SESSIONS
+    for _ in range(count):
+        path = tmp_path / "damaged.db"
+        path.write_bytes(flipped(sound, bit := rng.randrange(8 * len(sound))))
+        tally.tried += 1
+        after = whole_export(path)
+        if after is not None and after != before:
+            wrong = [name for name, row in after.items() if row != before.get(name)]
+            assert not wrong, f"bit {bit}: wrong rows of {wrong}"
+            assert found_otherwise(path), (
+                f"bit {bit}: sessions {before.keys() - after.keys()} are gone, and nobody says so"
+            )
+        for rest in tmp_path.glob("damaged.db*"):
+            rest.unlink()

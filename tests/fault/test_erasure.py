@@ -1,0 +1,295 @@
+"""What an erasure promises: nothing of the content is in any file afterwards, and nothing brings it back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.databases import run_module
+from helpers.store import Store, claim, commit, reward, stage
+from integration.routing import BOTH, KINDS
+from integration.stand import Stand, Talk, error_of, serving, user
+from sqlalchemy import select, text
+
+from app.domain.events import TurnRejected
+from app.store import reads
+from app.store.engine import create_engine
+from app.store.log import Refused, StoredChunk
+from app.store.log_sessions import SaveSnapshot
+from app.store.log_turns import Reject
+from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
+from fault.verified import verified
+from ops.compact import rewrite
+from ops.simulator.process import SimulatorProcess
+
+CANARY = "canary-5f0e1d"
+SMALL = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 8}
+LARGE = {**SMALL, "completion_tokens": 900}
+"""A payload of more than a MiB that does not compress: its chunks are staged before the commit."""
+
+LATE = StoredChunk(0, "routed_experts", 3, "0" * 32, b"abc")
+
+PIECE = 24
+STEP = 1 << 18
+COLUMNS = (turns.c.facts, turns.c.wire, blobs.c.data, chunks.c.data, refused_replies.c.data, snapshots.c.data)
+
+
+@pytest.fixture
+def alone(engine: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    """A server over a file of the test's own."""
+    with serving(tmp_path, engine.base_url, environment=BOTH) as made:
+        yield made
+
+
+def frames(url: str, session_id: str | None = None) -> set[bytes]:
+    """The stored bytes of a session's content, or of everybody's."""
+
+    async def read() -> set[bytes]:
+        found: set[bytes] = set()
+        made = create_engine(url)
+        try:
+            async with made.connect() as connection:
+                for column in COLUMNS:
+                    query = select(column).where(column.is_not(None))
+                    if session_id is not None:
+                        query = query.where(column.table.c.session_id == session_id)
+                    found |= set((await connection.execute(query)).scalars())
+        finally:
+            await made.dispose()
+        return found
+
+    return asyncio.run(read())
+
+
+def pieces(found: Iterable[bytes], others: Iterable[bytes] = ()) -> set[bytes]:
+    """Bytes of each frame by which it is known, in several places; none that frames of others have too."""
+    known = b"\0".join(others)
+    places = ((frame, at) for frame in found for at in {*range(0, len(frame) - PIECE, STEP), len(frame) - PIECE})
+    cut = {frame[at : at + PIECE] for frame, at in places if at >= 0}
+    return {piece for piece in cut if piece not in known}
+
+
+def left_in(files: Iterable[Path], wanted: Iterable[bytes]) -> list[tuple[str, bytes]]:
+    """Which of these bytes are in which file."""
+    found: list[tuple[str, bytes]] = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            whole = file.read_bytes()
+            found += [(file.name, piece) for piece in wanted if piece in whole]
+    return found
+
+
+def files_of(stand: Stand) -> list[Path]:
+    return [file for file in stand.server.database_path.parent.iterdir() if file.is_file()]
+
+
+def url_of(stand: Stand) -> str:
+    return stand.server.environment["TURNLOG_DATABASE_URL"]
+
+
+def a_rich_session(stand: Stand) -> Talk:
+    """With metadata, tools, payloads, a turn that was rolled back, a refused reply, a key, a reward."""
+    talk = stand.talk(metadata={"owner": CANARY}, rollback_window=1)
+    tool = {"type": "function", "function": {"name": "look", "description": CANARY, "parameters": {}}}
+    talk.say(f"Keep this: {CANARY}", tools=[tool], headers={"idempotency-key": f"key-{CANARY}"}, sim=SMALL)
+    talk.say(f"To be discarded: {CANARY}", sim=SMALL)
+    talk.messages = talk.messages[:2]
+    talk.say(f"Instead: {CANARY}", sim=LARGE)
+    refused = talk.chat([*talk.messages, user(CANARY)], sim={"fault": "bad_experts_base64"})
+    assert refused.status_code == 502
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
+    return talk
+
+
+def erase(stand: Stand, session_id: str) -> httpx.Response:
+    return stand.http.delete(f"/sessions/{session_id}", params={"erase": "true"})
+
+
+def test_nothing_of_an_erased_session_is_in_any_file(alone: Stand) -> None:
+    other = alone.talk()
+    other.say("Hello")
+    talk = a_rich_session(alone)
+    alone.server.stop()
+    alone.server.environment["TURNLOG_CRASH_POINT"] = "after_staged"
+    alone.server.start()
+    with pytest.raises(httpx.TransportError):
+        talk.chat([*talk.messages, user("Never committed")], sim=LARGE)
+    alone.server.kill()
+    del alone.server.environment["TURNLOG_CRASH_POINT"]
+    before = frames(url_of(alone), talk.id)
+    wanted = pieces(before, frames(url_of(alone), other.id))
+    assert len(wanted) > 10
+    assert {piece for _, piece in left_in(files_of(alone), wanted)} == wanted
+    alone.server.start()
+    talk.say("On", sim=LARGE)
+    wanted |= pieces(frames(url_of(alone), talk.id) - before, frames(url_of(alone), other.id))
+    other.say("Hello again")
+    assert erase(alone, talk.id).status_code == 204
+    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+    assert talk.types()[-1] == "SessionErased"
+    assert CANARY not in alone.http.get(f"{talk.path}/events").text
+    other.say("And again")
+    verified(alone)
+
+
+@pytest.mark.parametrize("point", ["after_tombstones", "in_erase", "after_erase"])
+def test_an_erasure_that_was_killed_is_finished_when_it_is_asked_for_again(alone: Stand, point: str) -> None:
+    talk = a_rich_session(alone)
+    wanted = pieces(frames(url_of(alone), talk.id))
+    alone.server.stop()
+    alone.server.environment["TURNLOG_CRASH_POINT"] = point
+    alone.server.start()
+    with pytest.raises(httpx.TransportError):
+        erase(alone, talk.id)
+    alone.server.kill()
+    del alone.server.environment["TURNLOG_CRASH_POINT"]
+    alone.server.start()
+    assert erase(alone, talk.id).status_code == 204
+    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+    assert talk.types()[-1] == "SessionErased"
+    verified(alone)
+
+
+def test_an_erasure_that_was_killed_is_finished_by_the_next_start(alone: Stand) -> None:
+    """The janitor's are asked for by nobody a second time."""
+    talk = a_rich_session(alone)
+    wanted = pieces(frames(url_of(alone), talk.id))
+    alone.server.stop()
+    alone.server.environment["TURNLOG_CRASH_POINT"] = "after_erase"
+    alone.server.start()
+    with pytest.raises(httpx.TransportError):
+        erase(alone, talk.id)
+    alone.server.kill()
+    assert left_in(files_of(alone), wanted)
+    del alone.server.environment["TURNLOG_CRASH_POINT"]
+    alone.server.start()
+    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+
+
+def test_a_turn_in_flight_does_not_bring_an_erased_session_back(
+    engine: SimulatorProcess, tmp_path: Path, database_url: str
+) -> None:
+    environment = {**BOTH, "TURNLOG_DATABASE_URL": database_url}
+    with serving(tmp_path, engine.base_url, environment=environment) as stand:
+        talk = stand.talk(session_id="gone", metadata={"owner": CANARY})
+        talk.say("Hello", sim=SMALL)
+        slow = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={**LARGE, "latency_s": 1.0})
+        stand.until_generating(talk, 2)
+        assert erase(stand, "gone").status_code == 204
+        assert error_of(slow.result()) == (404, "session_closed")
+        again = stand.http.post("/sessions", json={"session_id": "gone", "metadata": {"owner": CANARY}})
+        assert error_of(again) == (409, "session_closed")
+        named = stand.http.post(
+            "/v1/chat/completions", json={"messages": [user("Hi")]}, headers={"x-session-id": "gone"}
+        )
+        assert error_of(named) == (404, "session_closed")
+        assert error_of(talk.chat([user("Hi")])) == (404, "session_closed")
+        assert error_of(stand.http.put("/sessions/gone/reward", json={"reward": 1})) == (404, "session_closed")
+        assert erase(stand, "gone").status_code == 204
+        assert talk.types().count("SessionErased") == 1
+        assert talk.rows() == []
+        assert frames(database_url, "gone") == set()
+        verified(stand)
+
+
+@pytest.mark.anyio
+async def test_no_late_write_brings_content_back(store: Store) -> None:
+    """Whatever a process still had in hand when the session was erased."""
+    await store.create("s")
+    fence = (await store.claim("s", 1)).events[-1].seq
+    assert await store.submit(stage("s", fence, store.me, LATE))
+    await store.close("s")
+    await store.erase("s")
+    rejected = TurnRejected(1, fence, "upstream_invalid", 200)
+    late: list[Any] = [
+        commit("s", fence, store.me),
+        Reject("s", fence, store.me, 7.0, rejected, 3, b"abc"),
+        reward("s", 1.0),
+        claim("s", 4, store.me),
+    ]
+    for operation in late:
+        assert await store.submit(operation) == Refused("erased"), operation
+    assert await store.submit(stage("s", fence, store.me, LATE)) is False
+    await store.submit(SaveSnapshot("s", 2, reads.SNAPSHOT_FORMAT, b"late"))
+    for table in (turns, blobs, chunks, refused_replies, snapshots):
+        rows = await store.database.read(lambda connection, table=table: connection.execute(select(table)).all())
+        assert rows == [], table.name
+
+
+def test_a_rewritten_file_has_no_traces_of_what_was_deleted(alone: Stand) -> None:
+    """Deleted here without `secure_delete`, so that traces there are for certain."""
+    talk, other = a_rich_session(alone), alone.talk()
+    other.say("Hello")
+    alone.server.stop()
+    wanted = pieces(frames(url_of(alone), talk.id), frames(url_of(alone), other.id))
+    path = alone.server.database_path
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("PRAGMA secure_delete = OFF")
+        for table in ("turns", "blobs", "chunks", "refused_replies"):
+            connection.execute(f"DELETE FROM {table} WHERE session_id = ?", (talk.id,))
+    assert left_in(files_of(alone), wanted)
+    rewrite(path)
+    assert left_in(files_of(alone), wanted) == []
+    alone.server.start()
+    other.say("On")
+
+
+def test_on_postgresql_a_full_compaction_takes_the_traces_out(
+    engine: SimulatorProcess, tmp_path: Path, postgres_url: str
+) -> None:
+    environment = {**BOTH, "TURNLOG_DATABASE_URL": postgres_url}
+    with serving(tmp_path, engine.base_url, environment=environment) as stand:
+        talk, other = a_rich_session(stand), stand.talk()
+        other.say("Hello")
+        # A large value is cut every 2000 bytes or so: a piece across a cut is in no file as it is.
+        whole = pieces(frames(postgres_url, talk.id), frames(postgres_url, other.id))
+        wanted = {piece for _, piece in left_in(_tables(postgres_url), whole)}
+        assert len(wanted) > 10
+        # What the planner wants to know of a table must not be its content.
+        _analyze(postgres_url)
+        assert erase(stand, talk.id).status_code == 204
+        assert left_in(_tables(postgres_url), wanted), "a deleted row's bytes stay in its page"
+        done = run_module("ops.compact", "--full", environment=stand.server.environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert left_in(_tables(postgres_url), {*wanted, CANARY.encode()}) == []
+        other.say("On")
+        verified(stand)
+        assert {kind for kind in KINDS if kind in other.rows(replay="true")[0]}
+
+
+def _analyze(url: str) -> None:
+    async def work() -> None:
+        made = create_engine(url)
+        try:
+            async with made.begin() as connection:
+                await connection.execute(text("ANALYZE"))
+        finally:
+            await made.dispose()
+
+    asyncio.run(work())
+
+
+def _tables(url: str) -> list[Path]:
+    """The files of the database, with everything in them that is in the server's memory."""
+
+    async def ask() -> tuple[str, int]:
+        made = create_engine(url)
+        try:
+            async with made.connect() as connection:
+                await connection.execution_options(isolation_level="AUTOCOMMIT")
+                await connection.execute(text("CHECKPOINT"))
+                folder = (await connection.execute(text("SHOW data_directory"))).scalar_one()
+                oid = text("SELECT oid FROM pg_database WHERE datname = current_database()")
+                return folder, (await connection.execute(oid)).scalar_one()
+        finally:
+            await made.dispose()
+
+    folder, oid = asyncio.run(ask())
+    return [file for file in (Path(folder) / "base" / str(oid)).iterdir() if file.is_file()]

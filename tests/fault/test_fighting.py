@@ -1,0 +1,284 @@
+"""Several API processes fight over the same sessions on one PostgreSQL; each session's replies must have one order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import aiohttp
+import httpx
+import pytest
+from helpers.clusters import Cluster, running
+from integration.stand import error_of, user
+
+from fault import linearizable
+from fault.linearizable import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
+from fault.processes import serving
+from fault.table import Tally
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
+
+TITLE = "processes fight over the same sessions on PostgreSQL"
+WINDOW = 2
+SESSIONS = 4
+CLIENTS = 12
+LONGEST_LATENCY_S = 0.02
+
+
+class Fight:
+    """Clients that send what they like to whichever process they like, and write down every call."""
+
+    def __init__(self, urls: list[str], seed: int) -> None:
+        self.urls = urls
+        self.calls: dict[str, list[Call]] = {}
+        self._rng = random.Random(seed)
+        self._seed = seed
+        self._sent: dict[str, list[Chat]] = {}
+
+    async def run(self, steps: int) -> None:
+        timeout = aiohttp.ClientTimeout(60)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._http:
+            names = [f"fight-{self._seed}-{number}" for number in range(SESSIONS)]
+            for name in names:
+                body = {"session_id": name, "rollback_window": WINDOW}
+                async with self._http.post(f"{self.urls[0]}/sessions", json=body) as response:
+                    assert response.status == 200
+                self.calls[name], self._sent[name] = [], []
+            async with asyncio.TaskGroup() as group:
+                for client in range(CLIENTS):
+                    group.create_task(self._client(random.Random(f"{self._seed} {client}"), f"c{client}", names, steps))
+            for name in names:
+                await self._call(self.urls[-1], name, Audit())
+
+    async def _client(self, rng: random.Random, own: str, names: list[str], steps: int) -> None:
+        views: dict[str, list[Message]] = {name: [] for name in names}
+        for step in range(steps):
+            name, url = rng.choice(names), rng.choice(self.urls)
+            kind = rng.random()
+            if kind < 0.15:
+                await self._call(url, name, Audit())
+            elif kind < 0.15 + 0.2 * (step > 0.8 * steps) / SESSIONS:
+                await self._call(url, name, Close())
+            elif self._sent[name] and kind < 0.3:
+                await self._call(url, name, rng.choice(self._sent[name][-6:]))
+            else:
+                if rng.random() < 0.6:
+                    views[name] = await self._view(url, name) or views[name]
+                await self._turn(rng, url, name, views, f"{own} {step}")
+            await asyncio.sleep(rng.uniform(0, 0.01))
+
+    async def _view(self, url: str, name: str) -> list[Message] | None:
+        """Look at the session, and take its history for one's own."""
+        seen = await self._call(url, name, Look())
+        if not isinstance(seen, Seen) or not seen.texts:
+            return None
+        for call in self.calls[name]:
+            if isinstance(call.request, Chat) and isinstance(call.reply, Taken) and call.reply.text == seen.texts[-1]:
+                return [*call.request.messages, ("assistant", call.reply.text)]
+        return None
+
+    async def _turn(self, rng: random.Random, url: str, name: str, views: dict[str, list[Message]], text: str) -> None:
+        """A turn after what is known of the history, less some turns; some are sent twice, to two processes."""
+        history = views[name][: len(views[name]) - 2 * rng.choice((0, 0, 0, 0, 1, 2, 3))]
+        messages = (*history, ("user", text))
+        key = f"{name} {text}" if rng.random() < 0.7 else None
+        chat = Chat(messages, hashlib.sha256(_body(messages)).hexdigest()[:32], key)
+        self._sent[name] += [chat] if key else []
+        if rng.random() < 0.1 and self._sent[name]:
+            key = rng.choice(self._sent[name]).key
+            chat = Chat(messages, chat.body, key)
+        others = [other for other in self.urls if other != url]
+        if key is not None and others and rng.random() < 0.3:
+            reply, _ = await asyncio.gather(
+                self._call(url, name, chat), self._later(rng, rng.choice(others), name, chat)
+            )
+        else:
+            reply = await self._call(url, name, chat)
+        if isinstance(reply, Taken):
+            views[name] = [*messages, ("assistant", reply.text)]
+
+    async def _later(self, rng: random.Random, url: str, name: str, chat: Chat) -> None:
+        await asyncio.sleep(rng.uniform(0, LONGEST_LATENCY_S))
+        await self._call(url, name, chat)
+
+    async def _call(self, url: str, name: str, request: Request) -> Reply | None:
+        """Ask, and write down what was asked when, and what came."""
+        start = time.monotonic()
+        reply: Reply | None = None
+        with contextlib.suppress(aiohttp.ClientError):
+            reply = await self._ask(f"{url}/sessions/{name}", request)
+        self.calls[name].append(Call(start, time.monotonic(), request, reply))
+        return reply
+
+    async def _ask(self, path: str, request: Request) -> Reply:
+        match request:
+            case Chat():
+                headers = {"content-type": "application/json"}
+                headers |= {"idempotency-key": request.key} if request.key else {}
+                asked = self._http.post(f"{path}/v1/chat/completions", data=_body(request.messages), headers=headers)
+            case Close():
+                asked = self._http.delete(path)
+            case Look():
+                asked = self._http.get(path)
+            case Audit():
+                asked = self._http.get(f"{path}/events")
+        async with asked as response:
+            return _reply(request, response, await response.read())
+
+    def explain(self) -> None:
+        """Each session's calls have an order that explains them."""
+        for name, calls in self.calls.items():
+            assert linearizable.fault(calls, WINDOW) is None, (name, linearizable.fault(calls, WINDOW))
+
+    def replies(self) -> Counter[str]:
+        """How often there was each kind of reply to a chat."""
+        counted: Counter[str] = Counter()
+        for call in [call for calls in self.calls.values() for call in calls if isinstance(call.request, Chat)]:
+            if isinstance(call.reply, Taken):
+                counted["replayed" if call.reply.replayed else "taken"] += 1
+            else:
+                counted[call.reply.code if isinstance(call.reply, Refused) else "broken"] += 1
+        return counted
+
+    def acknowledged(self) -> list[Acknowledged]:
+        return [
+            Acknowledged(name, call.reply.turn, call.reply.digest)
+            for name, calls in self.calls.items()
+            for call in calls
+            if isinstance(call.reply, Taken)
+        ]
+
+
+def _body(messages: tuple[Message, ...]) -> bytes:
+    """The same history is the same body; how long the engine takes follows from it."""
+    said = [user(text) if role == "user" else {"role": role, "content": text} for role, text in messages]
+    latency = random.Random(messages[-1][1]).uniform(0, LONGEST_LATENCY_S)
+    wish = {"latency_s": round(latency, 4), "completion_tokens": 6, "reasoning": False}
+    return json.dumps({"model": "simulator", "messages": said, "sim": wish}).encode()
+
+
+def _reply(request: Request, response: aiohttp.ClientResponse, body: bytes) -> Reply:
+    if response.status == 204:
+        return Done()
+    if response.status != 200:
+        return Refused(response.status, json.loads(body)["error"]["code"])
+    if isinstance(request, Chat):
+        text = json.loads(body)["choices"][0]["message"]["content"]
+        digest = hashlib.sha256(body).hexdigest()
+        replayed = "x-turnlog-replayed" in response.headers
+        return Taken(int(response.headers["x-turnlog-turn"]), text, digest, replayed)
+    if isinstance(request, Look):
+        records = json.loads(body)["records"]
+        return Seen(tuple(record["response"]["choices"][0]["message"]["content"] for record in records))
+    events = [json.loads(line) for line in body.splitlines()]
+    committed = [(event["parent"], event["body_hash"]) for event in events if event["type"] == "TurnCommitted"]
+    return Told(tuple(committed), any(event["type"] == "SessionClosed" for event in events))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def urls(cluster: Cluster, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Four processes on one database."""
+    with serving(tmp_path_factory.mktemp("fighting"), 4, cluster.url, engine.base_url) as processes:
+        yield processes.urls
+
+
+def fight(urls: list[str], seed: int, steps: int, tally: Tally, cluster: Cluster) -> Counter[str]:
+    """One fight: its calls have an order, and what was told is in the store."""
+    made = Fight(urls, seed)
+    asyncio.run(made.run(steps))
+    tally.tried += sum(len(calls) for calls in made.calls.values())
+    made.explain()
+    verified(cluster.url, made.acknowledged(), tally)
+    return made.replies()
+
+
+@pytest.mark.fault(8, TITLE)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_their_replies_are_linearizable(urls: list[str], cluster: Cluster, tally: Tally, processes: int) -> None:
+    replies = fight(urls[:processes], processes, 25, tally, cluster)
+    assert {"taken", "replayed", "session_busy", "history_mismatch"} <= set(replies), replies
+    assert not set(replies) & {"claim_lost", "broken", "store_unavailable"}, replies
+
+
+@pytest.mark.fault(8, f"{TITLE}, which crashes")
+def test_their_replies_are_linearizable_while_postgresql_crashes(
+    urls: list[str], cluster: Cluster, tally: Tally
+) -> None:
+    """What a 503 left open may have been taken or not; all else has its place."""
+    stopped = threading.Event()
+
+    def crash() -> int:
+        crashes = 0
+        for pause_s in CRASHES_S:
+            if not stopped.wait(pause_s):
+                cluster.restart("immediate")
+                crashes += 1
+        return crashes
+
+    with ThreadPoolExecutor(1) as threads:
+        crashing = threads.submit(crash)
+        try:
+            replies = fight(urls[:2], 7, 25, tally, cluster)
+        finally:
+            stopped.set()
+        assert crashing.result() > 0
+    assert replies["taken"] > 0
+    assert set(replies) <= EXPLAINED, replies
+
+
+CRASHES_S = (0.3, 1.0)
+"""The pauses before each."""
+
+EXPLAINED = frozenset(
+    {
+        *("taken", "replayed", "session_busy", "session_closed", "history_mismatch", "rollback_too_deep"),
+        *("idempotency_mismatch", "claim_lost", "store_unavailable", "overloaded"),
+    }
+)
+
+
+HELLO = [user("Hello")]
+ELSEWHERE = [*HELLO, {"role": "assistant", "content": "No"}, user("Why?")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "key"),
+    [(HELLO, "k"), (ELSEWHERE, "k"), (ELSEWHERE, "l"), ([user("x")], "l")],
+    ids=["a replay", "a key with another body", "a mismatch", "a rollback"],
+)
+def test_what_one_process_closed_is_closed_at_the_others(
+    urls: list[str], messages: list[dict[str, str]], key: str
+) -> None:
+    """The others answer from what they remember only where that cannot have changed: 404 comes before all else."""
+    with httpx.Client(base_url=urls[0], timeout=60) as first, httpx.Client(base_url=urls[1], timeout=60) as second:
+        session = "/sessions/" + first.post("/sessions").json()["session_id"]
+        path = f"{session}/v1/chat/completions"
+        assert second.post(path, json={"messages": HELLO}, headers={"idempotency-key": "k"}).status_code == 200
+        assert first.delete(session).status_code == 204
+        response = second.post(path, json={"messages": messages}, headers={"idempotency-key": key})
+        assert error_of(response) == (404, "session_closed")
+
+
+@pytest.mark.long
+@pytest.mark.fault(8, TITLE)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_their_replies_are_linearizable_in_many_fights(
+    urls: list[str], cluster: Cluster, tally: Tally, processes: int
+) -> None:
+    for seed in range(100, 120):
+        fight(urls[:processes], seed * processes, 60, tally, cluster)

@@ -1,0 +1,254 @@
+"""The checker itself: it accepts what a correct session may answer, and finds every kind of lie."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fault.linearizable import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
+from fault.linearizable import fault as found
+
+WINDOW = 1
+
+
+def chat(*texts: str, key: str | None = None) -> Chat:
+    """A history of user and assistant texts in turn."""
+    roles = ("user", "assistant")
+    return Chat(tuple((roles[i % 2], text) for i, text in enumerate(texts)), "body of " + "/".join(texts), key)
+
+
+def taken(turn: int, text: str, *, replayed: bool = False) -> Taken:
+    return Taken(turn, text, f"bytes of {text}", replayed)
+
+
+def call(start: float, end: float, request: Request, reply: Reply | None) -> Call:
+    return Call(start, end, request, reply)
+
+
+FIRST = call(1, 2, chat("a", key="k1"), taken(1, "A"))
+SECOND = call(3, 4, chat("a", "A", "b"), taken(2, "B"))
+THIRD = call(5, 6, chat("a", "A", "b", "B", "c"), taken(3, "C"))
+BOTH = Told(((0, FIRST.request.body), (1, SECOND.request.body)), False)  # type: ignore[union-attr]
+CLOSED = Refused(404, "session_closed")
+BUSY = Refused(409, "session_busy")
+TOO_DEEP = Refused(400, "rollback_too_deep")
+MISMATCH = Refused(400, "history_mismatch")
+UNAVAILABLE = Refused(503, "store_unavailable")
+
+RIGHT: dict[str, list[Call]] = {
+    "one after the other": [FIRST, SECOND, call(5, 6, Audit(), BOTH), call(7, 8, Look(), Seen(("A", "B")))],
+    "a replay": [FIRST, SECOND, call(5, 6, chat("a", key="k1"), taken(1, "A", replayed=True))],
+    "a rollback": [FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X")), call(7, 8, Look(), Seen(("A", "X")))],
+    "too deep": [FIRST, SECOND, call(5, 6, chat("x"), TOO_DEEP)],
+    "a mismatch": [FIRST, SECOND, call(5, 6, chat("a", "X", "c"), MISMATCH)],
+    "a mismatch with a turn that was discarded": [
+        *(FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X"))),
+        call(7, 8, chat("a", "A", "b", "B", "c"), MISMATCH),
+    ],
+    "busy beside another": [FIRST, call(3, 9, SECOND.request, SECOND.reply), call(4, 5, chat("a", "A", "x"), BUSY)],
+    "closed": [FIRST, call(3, 4, Close(), Done()), call(5, 6, chat("a", "A", "b"), CLOSED), call(5, 6, Look(), CLOSED)],
+    "closed during the turn": [FIRST, call(3, 6, SECOND.request, CLOSED), call(4, 5, Close(), Done())],
+    "closed after the turn that answered later": [
+        FIRST,
+        call(3, 9, SECOND.request, SECOND.reply),
+        call(4, 5, Close(), Done()),
+    ],
+    "a look that overlaps sees either": [
+        FIRST,
+        call(3, 9, SECOND.request, SECOND.reply),
+        call(4, 5, Look(), Seen(("A",))),
+    ],
+    "broken, and taken": [FIRST, call(3, 4, SECOND.request, None), call(5, 6, Audit(), BOTH)],
+    "broken, taken later, and replayed": [
+        *(FIRST, call(3, 4, chat("a", "A", "b", key="k2"), UNAVAILABLE), call(5, 6, Look(), Seen(("A",)))),
+        call(7, 8, chat("a", "A", "b", key="k2"), taken(2, "B", replayed=True)),
+    ],
+    "broken, never taken": [FIRST, call(3, 4, chat("a", "A", "x"), None), replace(SECOND, start=5, end=6)],
+    "broken, and its reply became known by a look": [
+        *(FIRST, call(3, 4, SECOND.request, None), call(5, 6, Look(), Seen(("A", "B")))),
+        replace(THIRD, start=7, end=8),
+    ],
+    "broken, and its reply became known by who went on": [FIRST, call(3, 4, SECOND.request, None), THIRD],
+    "a key with another body": [FIRST, call(3, 4, chat("x", key="k1"), Refused(422, "idempotency_mismatch"))],
+    "a close that broke": [FIRST, call(3, 4, Close(), None), call(5, 6, Look(), CLOSED)],
+}
+
+LIES: dict[str, list[Call]] = {
+    "an acknowledged turn is lost": [FIRST, SECOND, call(5, 6, Audit(), Told(BOTH.turns[:1], False))],
+    "an acknowledged turn is not seen": [FIRST, SECOND, call(5, 6, Look(), Seen(("A",)))],
+    "a stale look": [FIRST, call(3, 4, SECOND.request, SECOND.reply), call(4.5, 5, Look(), Seen(("A",)))],
+    "a key is taken twice": [FIRST, call(3, 4, chat("a", key="k1"), taken(2, "A"))],
+    "a retry is generated anew in secret": [FIRST, call(3, 4, chat("a", key="k1"), taken(1, "Z", replayed=True))],
+    "two turns with one number": [
+        FIRST,
+        replace(SECOND, start=3, end=9),
+        call(4, 8, chat("a", "A", "x"), taken(2, "X")),
+    ],
+    "both turns commit after one parent": [
+        *(FIRST, replace(SECOND, start=3, end=9), call(4, 8, chat("a", "A", "x"), taken(3, "X"))),
+        call(10, 11, Look(), Seen(("A", "B", "X"))),
+    ],
+    "a turn after the close": [FIRST, call(3, 4, Close(), Done()), replace(SECOND, start=5, end=6)],
+    "closed twice": [call(1, 2, Close(), Done()), call(3, 4, Close(), Done())],
+    "closed by nobody": [FIRST, call(3, 4, Look(), CLOSED)],
+    "open again": [FIRST, call(3, 4, Close(), Done()), call(5, 6, Look(), Seen(("A",)))],
+    "busy with nothing": [FIRST, call(3, 4, SECOND.request, BUSY)],
+    "a claim lost to nobody": [FIRST, call(3, 4, SECOND.request, Refused(409, "claim_lost"))],
+    "a mismatch that fits": [FIRST, call(3, 4, SECOND.request, MISMATCH)],
+    "too deep within the window": [FIRST, SECOND, call(5, 6, chat("a", "A", "x"), TOO_DEEP)],
+    "a rollback beyond the window": [FIRST, SECOND, call(5, 6, chat("x"), taken(3, "X"))],
+    "a rollback that kept what it discarded": [
+        *(FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X"))),
+        call(7, 8, Look(), Seen(("A", "B", "X"))),
+    ],
+    "a rollback of what was never sampled": [FIRST, SECOND, call(5, 6, chat("a", "X", "c"), taken(3, "C"))],
+    "a turn nobody asked for": [FIRST, call(3, 4, Audit(), BOTH)],
+    "a turn in a wrong place": [
+        FIRST,
+        SECOND,
+        call(5, 6, Audit(), Told(((0, "body of a"), (0, "body of a/A/b")), False)),
+    ],
+    "a replay of nothing": [call(1, 2, chat("a", key="k1"), taken(1, "A", replayed=True))],
+    "a key refused though its body is the same": [
+        FIRST,
+        call(3, 4, FIRST.request, Refused(422, "idempotency_mismatch")),
+    ],
+    "a broken turn that two saw differently": [
+        *(
+            FIRST,
+            call(3, 4, SECOND.request, None),
+            call(5, 6, Look(), Seen(("A", "B"))),
+            call(7, 8, Look(), Seen(("A", "C"))),
+        ),
+    ],
+    "a broken turn that came and went": [
+        *(
+            FIRST,
+            call(3, 4, SECOND.request, None),
+            call(5, 6, Look(), Seen(("A", "B"))),
+            call(7, 8, Look(), Seen(("A",))),
+        ),
+    ],
+    "a refusal that nothing explains": [FIRST, call(3, 4, SECOND.request, Refused(404, "session_not_found"))],
+}
+
+
+@pytest.mark.parametrize("history", RIGHT.values(), ids=RIGHT)
+def test_what_a_correct_session_answers_is_accepted(history: list[Call]) -> None:
+    assert found(history, WINDOW) is None
+
+
+@pytest.mark.parametrize("history", LIES.values(), ids=LIES)
+def test_a_lie_is_found(history: list[Call]) -> None:
+    assert found(history, WINDOW) is not None
+
+
+class Honest:
+    """A session that answers at one moment, kept as plain lists: another telling of the rules than the checker's."""
+
+    def __init__(self) -> None:
+        self.history: list[Message] = []
+        self.ends: list[int] = []
+        self.numbers: list[int] = []
+        self.committed: list[tuple[int, str]] = []
+        self.keys: dict[str, tuple[str, Taken]] = {}
+        self.closed = False
+
+    def chat(self, request: Chat) -> Reply:
+        if self.closed:
+            return CLOSED
+        if request.key in self.keys:
+            body, first = self.keys[request.key]
+            return replace(first, replayed=True) if body == request.body else Refused(422, "idempotency_mismatch")
+        sent = list(request.messages)
+        equal = 0
+        while equal < min(len(sent), len(self.history)) and sent[equal] == self.history[equal]:
+            equal += 1
+        keep = sum(end <= equal for end in self.ends)
+        if keep < len(self.ends):
+            if any(role == "assistant" for role, _ in sent[equal:]):
+                return MISMATCH
+            if len(self.ends) - keep > WINDOW:
+                return TOO_DEEP
+        number = len(self.committed) + 1
+        reply = taken(number, f"reply {number}")
+        self.committed.append((self.numbers[keep - 1] if keep else 0, request.body))
+        self.history = [*sent, ("assistant", reply.text)]
+        self.ends, self.numbers = [*self.ends[:keep], len(self.history)], [*self.numbers[:keep], number]
+        if request.key is not None:
+            self.keys[request.key] = (request.body, reply)
+        return reply
+
+    def answer(self, request: Request) -> Reply:
+        if isinstance(request, Chat):
+            return self.chat(request)
+        if isinstance(request, Audit):
+            return Told(tuple(self.committed), self.closed)
+        if self.closed:
+            return CLOSED
+        if isinstance(request, Close):
+            self.closed = True
+            return Done()
+        return Seen(tuple(self.history[end - 1][1] for end in self.ends))
+
+
+def wish(rng: random.Random, honest: Honest, at: int, sent: list[Chat]) -> Request:
+    kind = rng.random()
+    if kind < 0.15:
+        return Look()
+    if kind < 0.2:
+        return Audit()
+    if kind < 0.21:
+        return Close()
+    if sent and kind < 0.4:
+        return rng.choice(sent)
+    drop = rng.choice((0, 0, 0, 1, 2))
+    end = honest.ends[-1 - drop] if len(honest.ends) > drop else 0
+    messages = (*honest.history[:end], ("user", f"text {at}"))
+    return Chat(messages, f"body {at}", f"key {at}" if rng.random() < 0.7 else None)
+
+
+def told(seed: int) -> list[Call]:
+    """A history of calls that overlap, some of which broke, as an honest session answers it."""
+    rng, honest = random.Random(seed), Honest()
+    calls: list[Call] = []
+    sent: list[Chat] = []
+    for at in range(40):
+        request = wish(rng, honest, at, sent)
+        sent += [request] if isinstance(request, Chat) else []
+        if rng.random() < 0.05:
+            calls.append(Call(at, at + rng.uniform(0, 3), request, None))
+            continue
+        reply: Reply | None = honest.answer(request)
+        reply = reply if rng.random() < 0.9 else None
+        calls.append(Call(at - rng.uniform(0, 3), at + rng.uniform(0, 3), request, reply))
+    return [*calls, Call(50, 51, Audit(), honest.answer(Audit()))]
+
+
+def lies(reply: Reply | None) -> list[Reply]:
+    """Replies that no order explains in the place of this one."""
+    if isinstance(reply, Taken):
+        return [replace(reply, turn=reply.turn + 60)]
+    if isinstance(reply, Seen):
+        return [replace(reply, texts=(*reply.texts, "never said"))]
+    return []
+
+
+def doctored(rng: random.Random, history: list[Call]) -> list[Call]:
+    """One reply exchanged for a lie; the last one, which is an audit, may also forget."""
+    last = history[-1].reply
+    assert isinstance(last, Told)
+    false = [(len(history) - 1, replace(last, closed=not last.closed))]
+    false += [(len(history) - 1, replace(last, turns=last.turns[:-1]))] if last.turns else []
+    false += [(place, lie) for place, one in enumerate(history) for lie in lies(one.reply)]
+    place, lie = rng.choice(false)
+    return [*history[:place], replace(history[place], reply=lie), *history[place + 1 :]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_histories_of_an_honest_session_are_accepted_and_doctored_ones_are_not(seed: int) -> None:
+    history = told(seed)
+    assert found(history, WINDOW) is None
+    assert found(doctored(random.Random(seed), history), WINDOW) is not None

@@ -1,0 +1,115 @@
+"""PostgreSQL stopped, crashed and started again under load: requests wait or are told to come again; nothing is lost.
+
+A crash (`pg_ctl -m immediate`) takes claims with it that PostgreSQL had not written to its log yet: on purpose, they
+are not synced. What was generated under them is refused, and its retry generates anew.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.clusters import Cluster, Mode, running
+from integration.stand import until, user
+
+from fault.agents import Agent, Health
+from fault.processes import Processes, crowd, serving
+from fault.table import Tally
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+
+TITLE = "PostgreSQL restarted in a loop under load"
+CLIENTS = 16
+WISH = {"latency_s": 0.03, "completion_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Claims that are not synced stay in memory for as long as PostgreSQL allows, so that a crash does take some."""
+    with running(wal_writer_delay="10s") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def processes(
+    cluster: Cluster, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Processes]:
+    with serving(tmp_path_factory.mktemp("restarts"), 2, cluster.url, engine.base_url) as made:
+        yield made
+
+
+def step(agent: Agent) -> None:
+    """One turn; after some of them a new session."""
+    if not agent.messages or agent.rng.random() < 0.1:
+        agent.begin()
+    agent.say(f"Turn {agent.requests}", sim=WISH)
+
+
+def restarted(cluster: Cluster, processes: Processes, tally: Tally, modes: list[Mode]) -> None:
+    """All clients are served again after each restart, by the processes that were there before it."""
+    with crowd(processes, CLIENTS, step) as agents, Health(processes.urls[0]) as health:
+        until(lambda: agents.all_served(0.0), 180)
+        for mode in modes:
+            cluster.stop(mode)
+            down = time.monotonic()
+            cluster.start()
+            up = time.monotonic()
+            until(lambda up=up: agents.all_served(up), 180)  # type: ignore[misc]
+            tally.tried += 1
+            tally.recovered(agents.recovery_s(up))
+            for answer in agents.answers(down):
+                assert answer.status == 200 or answer.retry_after or answer.code == "claim_lost", answer
+    assert health.slowest < 2.5, "the event loop waited for the database"
+    processes.are_the_same()
+    tally.doubled += agents.doubled(processes.urls[0])
+    verified(cluster.url, agents.acknowledged, tally)
+
+
+@pytest.mark.fault(14, TITLE)
+def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
+    cluster: Cluster, processes: Processes, tally: Tally
+) -> None:
+    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"])
+
+
+@pytest.mark.long
+@pytest.mark.fault(14, TITLE)
+def test_what_was_acknowledged_is_there_after_many(cluster: Cluster, processes: Processes, tally: Tally) -> None:
+    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"] * 20)
+
+
+LOST_CLAIMS = 20
+
+
+def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorProcess, tmp_path: Path) -> None:
+    """PostgreSQL gives the ids of transactions that a crash lost to others: a cursor must not lie beyond them."""
+    with (
+        running(wal_writer_delay="10s") as cluster,
+        serving(tmp_path, 1, cluster.url, engine.base_url) as processes,
+        httpx.Client(base_url=processes.urls[0], timeout=60) as http,
+        ThreadPoolExecutor(LOST_CLAIMS) as threads,
+    ):
+        names = [http.post("/sessions").json()["session_id"] for _ in range(LOST_CLAIMS + 1)]
+
+        def turn(name: str, latency_s: float) -> httpx.Response:
+            body = {"messages": [user("Hello")], "sim": {"latency_s": latency_s}}
+            return httpx.post(f"{processes.urls[0]}/sessions/{name}/v1/chat/completions", json=body, timeout=60)
+
+        def opened(name: str) -> bool:
+            return "TurnOpened" in http.get(f"/sessions/{name}/events").text
+
+        slow = [threads.submit(turn, name, 6.0) for name in names[1:]]
+        until(lambda: all(opened(name) for name in names[1:]), 180)
+        cursor = http.get("/export").headers["x-turnlog-next-cursor"]
+        cluster.restart("immediate")
+        until(lambda: turn(names[0], 0.0).status_code == 200, 180)
+        lost = [name for name in names[1:] if not opened(name)]
+        rows = [json.loads(line) for line in http.get("/export", params={"cursor": cursor}).text.splitlines()]
+        assert [row["session_id"] for row in rows if row["session_id"] == names[0]] == [names[0]]
+        assert lost, "the crash took no claim with it, which proves nothing"
+        assert {call.result().status_code for call in slow} <= {200, 409, 503}

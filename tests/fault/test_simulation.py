@@ -1,0 +1,37 @@
+"""The simulation: hundreds of schedules of crashes, freezes, lost answers and engine faults, each judged at its end."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from fault.table import Tally
+from ops.simulation.__main__ import run
+
+TITLE = "simulated schedules of crashes, freezes, lost answers and clocks that jump"
+
+SCHEDULES = 300
+LONG = 20_000
+
+
+def simulate(first: int, count: int, tally: Tally) -> None:
+    """What fails is printed with its seed, which repeats it exactly: `python -m ops.simulation --seed … --trace`."""
+    outcomes = run(range(first, first + count))
+    tally.tried += outcomes.mishaps
+    tally.acknowledged += outcomes.turns
+    assert outcomes.turns > count, "hardly a turn was acknowledged: nothing was tried"
+    assert [(outcome.seed, outcome.problems[:3]) for outcome in outcomes.failed] == []
+
+
+@pytest.mark.fault(9, TITLE)
+def test_every_promise_is_kept(tally: Tally) -> None:
+    simulate(1, SCHEDULES, tally)
+
+
+@pytest.mark.long
+@pytest.mark.fault(9, TITLE)
+def test_every_promise_is_kept_for_any_seed(tally: Tally) -> None:
+    first = secrets.randbelow(1 << 40)
+    print(f"seeds from {first}")
+    simulate(first, LONG, tally)

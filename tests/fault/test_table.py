@@ -1,0 +1,87 @@
+"""The table and `verified` tell what went wrong: they can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.databases import ROOT
+
+from fault.table import Tally
+from fault.verified import verified
+from ops.bench.startup import fill
+from ops.verify import Acknowledged
+
+TESTS = """
+import pytest
+
+@pytest.mark.fault(9, "nine")
+@pytest.mark.parametrize("seconds", [0.25, 1.5])
+def test_sound(tally, seconds):
+    tally.tried += 2
+    tally.acknowledged += 10
+    tally.recovered(seconds)
+
+@pytest.mark.fault(1, "one")
+def test_lost(tally):
+    tally.tried += 1
+    tally.lost += 1
+
+@pytest.mark.fault(1, "one")
+def test_broken(tally):
+    tally.tried += 1
+    tally.doubled += 3
+    raise ValueError
+
+@pytest.mark.fault(2, "two")
+def test_idle(tally):
+    pass
+
+@pytest.mark.fault(3, "three")
+def test_uncounted():
+    pass
+
+def test_unmarked(tally):
+    pass
+"""
+
+TABLE = """
+fault  what  tried  acknowledged  lost  doubled  slowest recovery
+    1  one       2             0     1        3                 -
+    2  two       0             0     0        0                 -
+    9  nine      4            20     0        0            1.50 s
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]])
+def test_what_tests_counted_is_one_table(tmp_path: Path, processes: list[str]) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fault.table", "-p", "no:cacheprovider", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, *processes, str(tmp_path / "test_some.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert TABLE in done.stdout, done.stdout + done.stderr
+    assert "5 failed, 2 passed" in done.stdout
+    for name in ("lost", "broken", "idle", "uncounted", "unmarked"):
+        assert f"::test_{name}" in done.stdout
+
+
+def test_a_turn_that_is_not_there_is_lost(sqlite_url: str) -> None:
+    asyncio.run(fill(sqlite_url, 1, 2))
+    there = Acknowledged("filled-0", 1)
+    tally = Tally()
+    verified(sqlite_url, [there], tally)
+    assert (tally.acknowledged, tally.lost) == (1, 0)
+    with pytest.raises(AssertionError):
+        verified(sqlite_url, [there, Acknowledged("filled-0", 99), Acknowledged("never-seen", 1)], tally)
+    assert (tally.acknowledged, tally.lost) == (4, 2)

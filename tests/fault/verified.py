@@ -1,0 +1,46 @@
+"""The end of every test of a fault: the whole store is as its log says, and holds every turn that was acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection
+
+from integration.stand import Stand
+
+from app.store import heads
+from app.store.engine import Database
+from fault.table import Tally
+from ops.verify import Acknowledged, Report, verify
+
+ATTEMPTS = 5
+"""Beside a running server on PostgreSQL a session that is being written may look wrong; what is wrong stays so."""
+
+
+def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), tally: Tally | None = None) -> Report:
+    """Run `ops.verify` over a store, at rest or beside its running server, by its URL or its stand.
+
+    What was acknowledged and is not there counts as lost in the tally.
+    In a test that runs in an event loop: `await asyncio.to_thread(verified, …)`.
+    """
+    url = where if isinstance(where, str) else where.server.environment["TURNLOG_DATABASE_URL"]
+    for attempt in range(ATTEMPTS):
+        report = asyncio.run(_verify(url, acknowledged))
+        if not report.problems:
+            break
+        time.sleep(0.1 * attempt)
+    if tally is not None:
+        tally.acknowledged += len(acknowledged)
+        tally.lost += len(report.missing)
+    assert report.problems == [], report.problems[:20]
+    assert report.sessions > 0, "an empty store proves nothing"
+    return report
+
+
+async def _verify(url: str, acknowledged: Collection[Acknowledged]) -> Report:
+    database = Database(url)
+    try:
+        await heads.require_revision(database)
+        return await verify(database, acknowledged=acknowledged)
+    finally:
+        await database.close()

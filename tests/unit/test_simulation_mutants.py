@@ -1,0 +1,189 @@
+"""The simulation finds what it is there for: the service's code, broken in one place, fails within a few schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import bindparam, update
+
+from app.domain.events import SessionClosed
+from app.errors import AppError
+from app.service import claims, turns
+from app.service.cache import Live, SessionCache
+from app.service.flights import RetryMark
+from app.service.turns import Turns
+from app.store import groups, log_turns, reads
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import Appended, advance_head, refused
+from app.store.log_sessions import Close, SaveSnapshot
+from app.store.log_turns import Claim, Commit
+from app.store.schema import sessions
+from ops.simulation.schedule import Simulation
+
+Patch = pytest.MonkeyPatch
+
+
+def the_fence_is_not_looked_at(patch: Patch) -> None:
+    """A commit or a release ends whatever turn is open, or none."""
+
+    def take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
+        for row in tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": 0.0}):
+            tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
+            return True
+        return False
+
+    patch.setattr(log_turns, "_take", take)
+
+
+def the_claim_goes_before_the_commit(patch: Patch) -> None:
+    """The claim is let go of as soon as the engine has answered, and the commit does without."""
+    plain = Turns._commit
+
+    async def commit(self: Turns, taken: Any, *rest: Any) -> None:
+        opening = taken.opening
+        event = claims.TurnAbandoned(opening.event.turn, opening.fence, "not_released")
+        await self._claims.release(opening.session.session_id, opening.fence, event)
+        await plain(self, taken, *rest)
+
+    patch.setattr(Turns, "_commit", commit)
+    patch.setattr(log_turns, "_take", lambda tx, session_id, fence, incarnation: True)
+
+
+def the_cached_version_is_trusted(patch: Patch) -> None:
+    """A claim takes the session at whatever version it is."""
+    plain = Claim.apply
+
+    def apply(self: Claim, tx: Tx) -> Any:
+        head = tx.one(sql.head, {"sid": self.session_id})
+        return plain(self if head is None else msgspec.structs.replace(self, expected=head[0]), tx)
+
+    patch.setattr(Claim, "apply", apply)
+    the_tip_is_not_looked_at(patch)
+
+
+def the_tip_is_not_looked_at(patch: Patch) -> None:
+    """A version alone names a log: wrong where a crash took claims away."""
+    claim = (
+        update(sessions)
+        .where(
+            sessions.c.session_id == bindparam("sid"),
+            sessions.c.version == bindparam("expected"),
+            sessions.c.open_turns == 0,
+            sessions.c.status == "open",
+        )
+        .values(version=sessions.c.version + 1, open_turns=1)
+    )
+    patch.setattr(sql, "claim_head", claim)
+
+    async def refresh(self: SessionCache, session_id: str) -> Live | None:
+        live = self._entries.get(session_id)
+        if live is None:
+            return await self._load(session_id)
+        known = live.session
+        rows = await self.database.read(lambda c: reads.event_rows(c, session_id, after=known.version))
+        if live.session is known and not live.advance(reads.decode_events(rows)):
+            self.drop(session_id)
+            return await self._load(session_id)
+        self._account(session_id, live)
+        return live
+
+    patch.setattr(SessionCache, "refresh", refresh)
+
+
+def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
+    patch.setattr(Commit, "durable", False)
+
+
+def a_commit_that_failed_counts(patch: Patch) -> None:
+    plain = Turns._commit
+
+    async def commit(self: Turns, *arguments: Any) -> None:
+        with contextlib.suppress(AppError):
+            await plain(self, *arguments)
+
+    patch.setattr(Turns, "_commit", commit)
+
+
+def keys_are_forgotten(patch: Patch) -> None:
+    """A retry is not known again once its turn has been committed."""
+    for module in (claims, turns):
+        patch.setattr(module, "repeated_turn", lambda live, mark, request: None)
+
+
+def any_retry_joins(patch: Patch) -> None:
+    """A marked retry gets the last turn's reply, whichever request that was of."""
+    patch.setattr(RetryMark, "repeats", lambda self, key, body_hash, own_body: self.key is not None or self.is_retry)
+
+
+def a_close_leaves_the_turn_open(patch: Patch) -> None:
+    def apply(self: Close, tx: Tx) -> Any:
+        row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return refused(tx, self.session_id)
+        groups.note(tx, row[0])
+        return advance_head(tx, self.session_id, self.at, [SessionClosed()])
+
+    patch.setattr(Close, "apply", apply)
+
+
+def the_dead_keep_their_claims(patch: Patch) -> None:
+    patch.setattr(log_turns, "abandon", lambda tx, session_id, at, holders, reason: Appended(()))
+
+
+def the_cache_is_not_refreshed(patch: Patch) -> None:
+    """What other processes have written is not read."""
+    patch.setattr(SessionCache, "current", SessionCache.get)
+
+
+def the_cache_skips_events(patch: Patch) -> None:
+    """Events that do not follow are passed over, and the entry is kept."""
+    plain = Live.advance
+
+    def advance(self: Live, events: Any) -> bool:
+        return plain(self, [recorded for recorded in events if recorded.seq == self.session.version + 1]) or True
+
+    patch.setattr(Live, "advance", advance)
+
+
+def a_snapshot_outlives_an_erasure(patch: Patch) -> None:
+    def apply(self: SaveSnapshot, tx: Tx) -> None:
+        tx.run(sql.drop_snapshot, {"sid": self.session_id})
+        row = {"session_id": self.session_id, "seq": self.seq, "format": self.format, "data": self.data}
+        tx.insert(sql.insert_snapshot, [row])
+
+    patch.setattr(SaveSnapshot, "apply", apply)
+
+
+MUTANTS: tuple[Callable[[Patch], None], ...] = (
+    the_fence_is_not_looked_at,
+    the_claim_goes_before_the_commit,
+    the_cached_version_is_trusted,
+    the_tip_is_not_looked_at,
+    a_commit_does_not_wait_for_the_disk,
+    a_commit_that_failed_counts,
+    keys_are_forgotten,
+    any_retry_joins,
+    a_close_leaves_the_turn_open,
+    the_dead_keep_their_claims,
+    the_cache_is_not_refreshed,
+    the_cache_skips_events,
+    a_snapshot_outlives_an_erasure,
+)
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Iterator[Simulation]:
+    made = Simulation()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mutant_is_found(simulation: Simulation, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    assert any(simulation.run(seed).problems for seed in range(1, 120))
