@@ -90,6 +90,10 @@ APART_BYTES = 8 << 10
 APART = b"\x02"
 """How such a packed Wire begins; a zstd frame begins otherwise."""
 
+_UNCHECKED = b"\x01"
+"""The same of earlier versions, without the CRC-32."""
+
+_UNCHECKED_HEAD = struct.Struct("<cII")
 _APART_HEAD = struct.Struct("<cIII")
 """APART, of what was said the size, packed and unpacked, and the CRC-32: the frame's own checksum is of all of it."""
 
@@ -145,7 +149,7 @@ def pack(content: Any) -> bytes:
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:
     """Raises CorruptContent."""
     try:
-        if kind is Wire and frame is not None and frame[:1] == APART:
+        if kind is Wire and frame is not None and frame[:1] in (APART, _UNCHECKED):
             apart: Content = _unpack_apart(frame)
             return apart
         return msgspec.msgpack.decode(decompress(frame), type=kind)
@@ -155,16 +159,15 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
 
 def unpack_said(frame: bytes | None) -> Said:
     """What was said in a turn, from its packed Wire; a large reply is not unpacked for it. Raises CorruptContent."""
-    if frame is None or frame[:1] != APART:
+    if frame is None or frame[:1] not in (APART, _UNCHECKED):
         wire = unpack(frame, Wire)
         return Said(wire.messages, wire.message)
-    packed, size, check = _apart_head(frame)
-    body = frame[_APART_HEAD.size :]
+    packed, size, check, body = _apart(frame)
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
             raise CorruptContent(f"a frame declares {size} bytes of messages")
         raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
-        if zlib.crc32(raw) != check:
+        if check is not None and zlib.crc32(raw) != check:
             raise CorruptContent("what was said is not what was stored")
         return msgspec.msgpack.decode(raw, type=Said)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
@@ -183,19 +186,20 @@ def _pack_apart(wire: Wire) -> bytes:
 
 def _unpack_apart(frame: bytes) -> Any:
     """The Wire; typed so, because `unpack` returns what it is asked for."""
-    _, size, _ = _apart_head(frame)
-    raw = memoryview(decompress(frame[_APART_HEAD.size :]))
+    _, size, _, body = _apart(frame)
+    raw = memoryview(decompress(body))
     said = msgspec.msgpack.decode(raw[:size], type=Said)
     rest = msgspec.msgpack.decode(raw[size:], type=Wire)
     return msgspec.structs.replace(rest, messages=said.messages, message=said.message)
 
 
-def _apart_head(frame: bytes) -> tuple[int, int, int]:
-    """Of what was said: how long it is packed and unpacked, and its CRC-32. Raises CorruptContent."""
-    if len(frame) < _APART_HEAD.size:
+def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
+    """Of what was said: how long it is packed and unpacked, its CRC-32; then the zstd frame. Raises CorruptContent."""
+    head = _UNCHECKED_HEAD if frame[:1] == _UNCHECKED else _APART_HEAD
+    if len(frame) < head.size:
         raise CorruptContent(f"a frame of {len(frame)} bytes is none")
-    _, packed, size, check = _APART_HEAD.unpack_from(frame)
-    return packed, size, check
+    _, packed, size, *check = head.unpack_from(frame)
+    return packed, size, check[0] if check else None, frame[head.size :]
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:

@@ -130,7 +130,8 @@ class SqliteWriter:
         surplus = free - max(pages // 4, FREE_BYTES // size)
         if surplus <= 0:
             return False
-        self.connection.execute(f"PRAGMA incremental_vacuum({min(surplus, GIVE_BACK_PAGES)})").fetchall()
+        # As a script, which is stepped to its end: `execute` steps once, and that frees one page.
+        self.connection.executescript(f"PRAGMA incremental_vacuum({min(surplus, GIVE_BACK_PAGES)})")
         return bool(surplus > GIVE_BACK_PAGES)
 
     async def _hop(self, function: Callable[[], T]) -> T:

@@ -200,6 +200,20 @@ def whole_export(path: Path) -> dict[str, Row] | None:
     return {row["session_id"]: {name: row[name] for name in CONTENT} for row in rows}
 
 
+def is_older(row: Row, now: Row) -> bool:
+    """Is it the session's row, or what it was before its last events, which an index may have lost?"""
+    length = len(row["tokens"])
+    return (
+        row["tokens"] == now["tokens"][:length]
+        and row["logprobs"] == now["logprobs"][:length]
+        and row["loss_mask"] == now["loss_mask"][:length]
+        and row["turns"] == now["turns"][: len(row["turns"])]
+        and row["messages"] == now["messages"][: len(row["messages"])]
+        and row["reward"] in (now["reward"], None)
+        and row["metadata"] == now["metadata"]
+    )
+
+
 def found_otherwise(path: Path) -> bool:
     """Does verify find it, or SQLite's own check?"""
     try:
@@ -216,7 +230,8 @@ def found_otherwise(path: Path) -> bool:
 def test_a_flipped_bit_in_the_file_exports_nothing_wrong(
     at_rest: Path, tmp_path: Path, tally: Tally, count: int
 ) -> None:
-    """SQLite's pages have no checksums: what the frames' and events' own do not find, its structure must show."""
+    """SQLite's pages have no checksums, and a key in an index may be wrong: then rows are missing or older than they
+    are, and verify or SQLite's own check finds it. What is exported is true."""
     rng = random.Random(f"pages {count}")
     sound = at_rest.read_bytes()
     before = whole_export(at_rest)
@@ -228,10 +243,9 @@ def test_a_flipped_bit_in_the_file_exports_nothing_wrong(
         tally.tried += 1
         after = whole_export(path)
         if after is not None and after != before:
-            wrong = [name for name, row in after.items() if row != before.get(name)]
-            assert not wrong, f"bit {bit}: wrong rows of {wrong}"
-            assert found_otherwise(path), (
-                f"bit {bit}: sessions {before.keys() - after.keys()} are gone, and nobody says so"
-            )
+            for name, row in after.items():
+                assert is_older(row, before[name]), f"bit {bit}: a wrong row of {name}"
+            changed = [name for name in before if after.get(name) != before[name]]
+            assert found_otherwise(path), f"bit {bit}: {changed} changed, and nobody says so"
         for rest in tmp_path.glob("damaged.db*"):
             rest.unlink()

@@ -89,7 +89,7 @@ LOST_CLAIMS = 20
 def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorProcess, tmp_path: Path) -> None:
     """PostgreSQL gives the ids of transactions that a crash lost to others: a cursor must not lie beyond them."""
     with (
-        running(wal_writer_delay="10s") as cluster,
+        running() as cluster,
         serving(tmp_path, 1, cluster.url, engine.base_url) as processes,
         httpx.Client(base_url=processes.urls[0], timeout=60) as http,
         ThreadPoolExecutor(LOST_CLAIMS) as threads,
@@ -103,7 +103,8 @@ def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorPro
         def opened(name: str) -> bool:
             return "TurnOpened" in http.get(f"/sessions/{name}/events").text
 
-        slow = [threads.submit(turn, name, 6.0) for name in names[1:]]
+        cluster.stop_log_writer()
+        slow = [threads.submit(turn, name, 8.0) for name in names[1:]]
         until(lambda: all(opened(name) for name in names[1:]), 180)
         cursor = http.get("/export").headers["x-turnlog-next-cursor"]
         cluster.restart("immediate")

@@ -206,3 +206,10 @@ def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, 
 @settings(max_examples=50, deadline=None)
 def test_rendered_ids_are_json(ids: list[int], separator: str) -> None:
     assert json.loads(render_ids(memoryview(int32(ids)).cast("i"), separator)) == ids
+
+
+def test_what_was_said_in_a_frame_of_an_earlier_version_is_read() -> None:
+    frame = pack(LARGE)
+    earlier = b"\x01" + frame[1:9] + frame[13:]
+    assert unpack(earlier, Wire) == LARGE
+    assert unpack_said(earlier) == unpack_said(frame)

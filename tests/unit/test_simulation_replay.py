@@ -1,0 +1,57 @@
+"""A seed is enough to see a schedule again: the same trace to the byte, wherever and after whatever it runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ops.simulation.schedule import Simulation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SEED, SCHEDULES = 40, 6
+
+
+@pytest.fixture
+def simulation() -> Iterator[Simulation]:
+    made = Simulation()
+    yield made
+    made.close()
+
+
+def in_a_process_of_its_own(hash_seed: str, first: int, schedules: int) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ops.simulation", f"--seed={first}", f"--schedules={schedules}", "--trace"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_a_seed_gives_the_same_trace(simulation: Simulation) -> None:
+    there = in_a_process_of_its_own("1", SEED, SCHEDULES)
+    elsewhere = in_a_process_of_its_own("2", SEED, SCHEDULES)
+    here = {seed: simulation.run(seed, trace=True).trace for seed in reversed(range(SEED, SEED + SCHEDULES))}
+    assert there == elsewhere
+    assert there.splitlines() == [line for seed in sorted(here) for line in here[seed]]
+    assert len(there) > 10_000
+
+
+def test_a_trace_changes_nothing(simulation: Simulation) -> None:
+    for seed in range(SEED, SEED + SCHEDULES):
+        traced, plain = simulation.run(seed, trace=True), simulation.run(seed)
+        assert plain.trace == []
+        assert (plain.turns, plain.mishaps, plain.seconds) == (traced.turns, traced.mishaps, traced.seconds)
+
+
+def test_other_seeds_do_other_things(simulation: Simulation) -> None:
+    traces = [simulation.run(seed, trace=True).trace for seed in range(SEED, SEED + SCHEDULES)]
+    assert len({"\n".join(trace) for trace in traces}) == SCHEDULES
