@@ -74,11 +74,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         recovery = Recovery(database, writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time)
         stack.push_async_callback(recovery.stop)
         stack.push_async_callback(writer.stop)
-        client = EngineClient(
-            connect_timeout_s=settings.upstream_connect_timeout_s,
-            timeout_s=settings.upstream_timeout_s,
-            max_bytes=settings.max_upstream_bytes,
-        )
+        client = _client(settings)
         stack.push_async_callback(client.close)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
@@ -131,6 +127,14 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )
+
+
+def _client(settings: Settings) -> EngineClient:
+    return EngineClient(
+        connect_timeout_s=settings.upstream_connect_timeout_s,
+        timeout_s=settings.upstream_timeout_s,
+        max_bytes=settings.max_upstream_bytes,
+    )
 
 
 async def _prompts(settings: Settings) -> Prompts | None:

@@ -80,7 +80,8 @@ class Places:
                 types=types,
             )
             heads = bulk.heads(connection, [one for one, _ in changed])
-            found = [self._place(connection, heads[one], at, session_id is not None) for one, at in changed]
+            known = ((heads.get(one, Head(one, None, 0)), at) for one, at in changed)
+            found = [self._place(connection, head, at, session_id is not None) for head, at in known]
             return [place for place in found if place is not None], changed[-1][1] if changed else None
 
         places, last = await self._database.read(read)
@@ -97,11 +98,12 @@ class Places:
         return await self._database.read(read)
 
     async def read(self, part: Sequence[Place]) -> dict[str, Stored]:
-        """Everything that is stored of the sessions of these places."""
+        """Everything that is stored of the sessions of these places: nothing of one whose head is gone."""
         every = sorted({member for place in part for member in place.members})
-        return await self._database.read(
+        found = await self._database.read(
             lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay), one_moment=True
         )
+        return {one: found.get(one) or Stored(one, "", None, [], {}, {}, {}) for one in every}
 
     def _place(self, connection: Connection, head: Head, at: Position, asked_for: bool) -> Place | None:
         """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""

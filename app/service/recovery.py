@@ -6,11 +6,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
-from app.errors import AppError
+from app.errors import AppError, StoreUnavailable
 from app.store import incarnations
+from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead
 from app.store.ports import Database, Writer
+from app.store.writer import CONFLICT_TRIES
+
+T = TypeVar("T")
 
 log = logging.getLogger("turnlog.recovery")
 
@@ -23,7 +28,17 @@ SWEEP = 200
 
 async def register(database: Database) -> int:
     """This process as a new incarnation; whoever is certainly dead is ended on the way."""
-    return await database.write(lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
+    return await _written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
+
+
+async def _written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
+    """Write beside the writer's queue, again where another process came first. Raises StoreUnavailable, StoreFull."""
+    for _ in range(CONFLICT_TRIES):
+        try:
+            return await database.write(function, durable=durable)
+        except WriteConflict:
+            continue
+    raise StoreUnavailable("other writers kept this one from its turn")
 
 
 class Recovery:
@@ -54,13 +69,13 @@ class Recovery:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._database.write(lambda tx: incarnations.end(tx, self._incarnation), durable=False)
+        await _written(self._database, lambda tx: incarnations.end(tx, self._incarnation))
 
     async def end_if_gone(self, incarnation: int) -> bool:
         """Was it a process of this host that is gone? Then its claims are void from now on."""
         if not await self._database.read(lambda connection: incarnations.is_gone(connection, incarnation)):
             return False
-        await self._database.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
+        await _written(self._database, lambda tx: incarnations.end(tx, incarnation))
         return True
 
     async def _sweep_always(self) -> None:
@@ -69,7 +84,7 @@ class Recovery:
         while math.isfinite(self._lease_s):
             await asyncio.sleep(self._lease_s)
             try:
-                await self._database.write(incarnations.end_gone, durable=False)
+                await _written(self._database, incarnations.end_gone)
             except AppError as error:
                 log.warning("processes that are gone could not be looked for: %s", error)
             await self._sweep()
@@ -93,6 +108,6 @@ class Recovery:
         while True:
             await asyncio.sleep(self._beat_s)
             try:
-                await self._database.write(lambda tx: incarnations.heartbeat(tx, self._incarnation), durable=False)
+                await _written(self._database, lambda tx: incarnations.heartbeat(tx, self._incarnation))
             except AppError as error:
                 log.warning("a heartbeat was missed: %s", error)

@@ -21,7 +21,7 @@ from app.service.feed import Ask, Feed
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
-from app.store.schema import blobs, events
+from app.store.schema import blobs, events, sessions
 from integration.reading import Row, read
 from integration.stand import Stand, error_of
 from workers import codec
@@ -115,6 +115,15 @@ async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: St
         lines = await handed_out(store, shape)
         assert (lines["g"]["rows"], len(lines["h"]["rows"])) == ([], 1)
         assert [one["session_id"] for one in lines["g"]["excluded"]] == ["bad"]
+
+
+async def test_a_session_whose_head_is_gone_is_left_out_alone(sqlite_store: Store) -> None:
+    await add(sqlite_store, "bad")
+    await add(sqlite_store, "good", None, 1.0)
+    await damage(sqlite_store, sessions, sessions.c.session_id == "bad")
+    for shape in ("turnlog", "atropos"):
+        rows = await rows_of(sqlite_store, Wish(shape=shape, explain=True))
+        assert (excluded(rows), len(rows)) == ({"bad": "unreadable: the log is empty"}, 2)
 
 
 async def test_a_time_that_no_calendar_has_is_a_reason(sqlite_store: Store) -> None:

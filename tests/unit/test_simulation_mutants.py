@@ -16,7 +16,7 @@ from app.service import claims, turns
 from app.service.cache import Live, SessionCache
 from app.service.flights import RetryMark
 from app.service.turns import Turns
-from app.store import groups, log_turns, reads
+from app.store import groups, log_turns
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import Appended, advance_head, refused
@@ -63,11 +63,6 @@ def the_cached_version_is_trusted(patch: Patch) -> None:
         return plain(self if head is None else msgspec.structs.replace(self, expected=head[0]), tx)
 
     patch.setattr(Claim, "apply", apply)
-    the_tip_is_not_looked_at(patch)
-
-
-def the_tip_is_not_looked_at(patch: Patch) -> None:
-    """A version alone names a log: wrong where a crash took claims away."""
     claim = (
         update(sessions)
         .where(
@@ -79,20 +74,6 @@ def the_tip_is_not_looked_at(patch: Patch) -> None:
         .values(version=sessions.c.version + 1, open_turns=1)
     )
     patch.setattr(sql, "claim_head", claim)
-
-    async def refresh(self: SessionCache, session_id: str) -> Live | None:
-        live = self._entries.get(session_id)
-        if live is None:
-            return await self._load(session_id)
-        known = live.session
-        rows = await self.database.read(lambda c: reads.event_rows(c, session_id, after=known.version))
-        if live.session is known and not live.advance(reads.decode_events(rows)):
-            self.drop(session_id)
-            return await self._load(session_id)
-        self._account(session_id, live)
-        return live
-
-    patch.setattr(SessionCache, "refresh", refresh)
 
 
 def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
@@ -163,7 +144,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_fence_is_not_looked_at,
     the_claim_goes_before_the_commit,
     the_cached_version_is_trusted,
-    the_tip_is_not_looked_at,
     a_commit_does_not_wait_for_the_disk,
     a_commit_that_failed_counts,
     keys_are_forgotten,

@@ -1,0 +1,120 @@
+"""The store that all processes of a simulation share: the real statements on SQLite in memory, and what a crash loses.
+
+A transaction happens at one moment, so what two of them do to each other inside is not seen here; that they wait,
+fail, are done although the answer was lost, and vanish in a crash, is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from sqlalchemy import Connection, create_engine, insert
+from sqlalchemy.pool import StaticPool
+
+from app.store.dialect import SqliteTx, Tx
+from app.store.schema import metadata, store_meta
+
+T = TypeVar("T")
+
+JULIAN_EPOCH = 2440587.5
+DAY_S = 86400.0
+
+
+class MemoryTx(SqliteTx):
+    """Positions begin anew in each schedule."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        super().__init__(connection, 1)
+        self._next = itertools.count(1)
+
+    def restart(self) -> None:
+        self._next = itertools.count(1)
+
+    def positions(self, count: int) -> Iterator[int]:
+        return itertools.islice(self._next, count)
+
+
+class MemoryStore:
+    """One database, used again by one schedule after the other: statements stay compiled."""
+
+    def __init__(self) -> None:
+        self._now: Callable[[], float] = lambda: 0.0
+        self._raw = sqlite3.connect(":memory:", isolation_level=None)
+        # The database's clock is the simulation's.
+        self._raw.create_function("julianday", 1, lambda _: JULIAN_EPOCH + self._now() / DAY_S)
+        self._engine = create_engine("sqlite://", creator=lambda: self._raw, poolclass=StaticPool)
+        metadata.create_all(self._engine)
+        self._core = self._engine.connect()
+        self._core.execute(insert(store_meta).values(key="epoch", value="1"))
+        self._empty = self._raw.serialize()
+        self._tx = MemoryTx(self._raw)
+        self._before: list[bytes] = []
+
+    def restart(self, now: Callable[[], float]) -> None:
+        """Empty again; `now` gives seconds since the epoch."""
+        self._now = now
+        self._raw.deserialize(self._empty)
+        self._tx.restart()
+        self._before.clear()
+
+    def close(self) -> None:
+        self._core.close()
+        self._engine.dispose()
+        self._raw.close()
+
+    def read(self, function: Callable[[Connection], T]) -> T:
+        return function(self._core)
+
+    def transact(self, function: Callable[[Tx], T], *, durable: bool) -> T:
+        """What is not durable is lost in a crash, and with it nothing that came before it."""
+        if not durable:
+            self._before.append(self._raw.serialize())
+        self._raw.execute("BEGIN IMMEDIATE")
+        try:
+            result = function(self._tx)
+        except BaseException:
+            self._raw.execute("ROLLBACK")
+            raise
+        self._raw.execute("COMMIT")
+        if durable:
+            self._before.clear()
+        return result
+
+    @property
+    def unsynced(self) -> int:
+        """How many transactions a crash could lose."""
+        return len(self._before)
+
+    def crash(self, lost: int) -> None:
+        """The newest `lost` transactions never were."""
+        if lost:
+            self._raw.deserialize(self._before[-lost])
+        self._before.clear()
+
+
+class MemoryDatabase:
+    """`ports.Database` over a memory store without delay or fault, for any event loop."""
+
+    is_sqlite = False
+    lanes = 1
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+        await asyncio.sleep(0)
+        return self._store.read(function)
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
+        await asyncio.sleep(0)
+        return self._store.transact(function, durable=durable)
+
+    async def empty_log_file(self) -> None:
+        return
+
+    async def give_back(self) -> None:
+        return
