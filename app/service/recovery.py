@@ -69,7 +69,10 @@ class Recovery:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await _written(self._database, lambda tx: incarnations.end(tx, self._incarnation))
+        try:
+            await _written(self._database, lambda tx: incarnations.end(tx, self._incarnation))
+        except AppError as error:
+            log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
     async def end_if_gone(self, incarnation: int) -> bool:
         """Was it a process of this host that is gone? Then its claims are void from now on."""

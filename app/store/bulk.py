@@ -66,20 +66,25 @@ def _read_part(
         .where(events.c.session_id.in_(live), at_or_before(upto))
         .order_by(events.c.session_id, events.c.seq)
     )
+    # An index of a damaged file may lead to rows that say they are another session's.
     for row in connection.execute(log):
-        found[row[0]].events.append(EventRow(*row[1:]))
+        if row[0] in found:
+            found[row[0]].events.append(EventRow(*row[1:]))
     content = select(turns.c.session_id, turns.c.turn, turns.c.facts, turns.c.wire).where(turns.c.session_id.in_(live))
     for session_id, turn, facts, wire in connection.execute(content):
-        found[session_id].frames[turn] = (facts, wire)
+        if session_id in found:
+            found[session_id].frames[turn] = (facts, wire)
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(live))
     for session_id, number, data in connection.execute(shared):
-        found[session_id].blobs[number] = data
+        if session_id in found:
+            found[session_id].blobs[number] = data
     if replay:
         rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, chunks.c.data).where(
             chunks.c.session_id.in_(live), chunks.c.data.is_not(None)
         )
         for session_id, fence, number, data in connection.execute(rows):
-            found[session_id].chunks[fence, number] = data
+            if session_id in found:
+                found[session_id].chunks[fence, number] = data
     return found
 
 
