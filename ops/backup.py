@@ -98,8 +98,8 @@ def _holds(path: Path) -> str:
 
 def _pg_dump(url: str, copy: Path) -> str:
     """The password is left to `~/.pgpass` or the prompt."""
-    given = make_url(url).set(drivername="postgresql", password=None)
-    place = given.difference_update_query(["prepared_statement_cache_size"]).render_as_string(False)
+    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` leaves what is None as it was
+    place = given.difference_update_query(["prepared_statement_cache_size", "password"]).render_as_string(False)
     return f"pg_dump --format=custom --file={shlex.quote(str(copy))} --dbname={shlex.quote(place)} (docs/runbook.md)"
 
 

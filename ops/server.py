@@ -112,14 +112,7 @@ class ServerProcess:
             )
 
     def answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self.port)
 
     def kill(self) -> None:
         """`kill -9`."""

@@ -52,9 +52,9 @@ class Deferred:
 DEFERRED = Deferred()
 
 
-def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
-    """The outcomes in the same order; one operation is never deferred."""
-    if not tx.far or len(operations) == 1:
+def apply_all(tx: Tx, operations: Sequence[Operation[Any]], *, waiting: bool = False) -> list[Any]:
+    """The outcomes in the same order. `waiting`: for a row that is somebody else's, instead of deferring."""
+    if waiting or not tx.far or not operations[0].session_id:
         return [operation.apply(tx) for operation in operations]
     return _Batch(tx, operations).run()
 

@@ -21,8 +21,8 @@ _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(
 _here = select(incarnations.c.id, incarnations.c.pid).where(
     incarnations.c.ended_at.is_(None), incarnations.c.host == bindparam("at_host")
 )
-_who = select(incarnations.c.host, incarnations.c.pid).where(
-    incarnations.c.id == bindparam("which"), incarnations.c.ended_at.is_(None)
+_who = select(incarnations.c.host, incarnations.c.pid, incarnations.c.ended_at).where(
+    incarnations.c.id == bindparam("which")
 )
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
@@ -68,9 +68,11 @@ def _end_gone(tx: Tx, host: str, lives: Callable[[int], bool]) -> None:
 
 
 def is_gone(connection: Connection, incarnation: int) -> bool:
-    """Was it on this host, and is its process gone? Of another host's nothing can be known."""
+    """Has it been ended, or is its process, on this host, gone? Of another host's nothing more can be known."""
     row = connection.execute(_who, {"which": incarnation}).first()
-    return row is not None and row[0] == host_name() and not _is_running(row[1])
+    if row is None or row[2] is not None:
+        return True
+    return bool(row[0] == host_name()) and not _is_running(row[1])
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:

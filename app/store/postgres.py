@@ -66,7 +66,9 @@ A commit is not timed by the server: it would call one that waits for a standby 
 SYNCED = BEGIN + "; SET LOCAL synchronous_commit = on"
 NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
 
-_event_data = select(events.c.data).where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
+_event = select(events.c.data, events.c.at).where(
+    events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place")
+)
 
 
 class LastEvent(NamedTuple):
@@ -75,6 +77,7 @@ class LastEvent(NamedTuple):
     session_id: str
     seq: int
     data: bytes
+    at: float
 
 
 class CommitUnknown(Exception):
@@ -128,7 +131,7 @@ class PostgresTx:
         else:
             self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
         if statement is sql.insert_event:
-            self.last_event = LastEvent(rows[-1]["session_id"], rows[-1]["seq"], rows[-1]["data"])
+            self.last_event = LastEvent(*(rows[-1][name] for name in LastEvent._fields))
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
         if parameters["sid"] not in self._locked:
@@ -156,6 +159,7 @@ class PostgresTx:
 async def _commit(raw: Any) -> None:
     """COMMIT; one that takes too long loses its connection instead of being cancelled."""
     committing = asyncio.ensure_future(raw.execute("COMMIT"))
+    committing.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait({committing}, timeout=COMMIT_S)
     finally:
@@ -196,15 +200,14 @@ class Patience:
 
 
 async def answered(connection: AsyncConnection, work: Callable[[Connection], T]) -> T:
-    """The result of `work`. A connection that does not answer is dropped, and with it all that wait in the pool.
+    """The result of `work`. Raises TimeoutError where the server does not answer.
 
-    They lead the same way. Asked to roll back, each would keep somebody waiting anew. Raises TimeoutError then.
+    The connection is dropped then: asked to roll back, it would keep its user waiting anew.
     """
     try:
         return await connection.run_sync(work)
     except TimeoutError:
         await connection.run_sync(_drop)
-        await connection.engine.dispose(close=False)
         raise
 
 
@@ -253,23 +256,27 @@ class PostgresWriter:
             tx.commit()
         except BaseException as error:
             _drop(connection)
-            if is_lost(error) or not isinstance(error, asyncpg.PostgresError):
+            if is_lost(error):
                 raise CommitUnknown(tx.last_event, result) from error
             raise
         return result
 
     def _holds(self, last: LastEvent, connection: Connection) -> bool:
-        """Is the event in the log? The lock waits for the transaction that may still be writing it."""
+        """Is the event in the log, for good?
+
+        The lock waits for the transaction that may still be writing it, and is a write itself: its own commit waits for
+        a synchronous standby to have all that came before, which the commit in question may not have waited for.
+        """
         tx = self._tx(connection)
         try:
-            tx.begin(durable=False)
+            tx.begin(durable=True)
             tx.lock(sql.lock_head, {"sid": last.session_id})
-            row = tx.one(_event_data, {"sid": last.session_id, "place": last.seq})
-            tx.rollback()
+            row = tx.one(_event, {"sid": last.session_id, "place": last.seq})
+            tx.commit()
         except BaseException as error:
             _give_up(connection, tx, error)
             raise
-        return row is not None and row[0] == last.data
+        return row is not None and tuple(row) == (last.data, last.at)
 
     def _tx(self, connection: Connection) -> PostgresTx:
         adapted = connection.connection.dbapi_connection

@@ -141,10 +141,10 @@ class Writer:
         self._bytes -= size
         return batch
 
-    async def _write(self, batch: list[_Entry]) -> None:
+    async def _write(self, batch: list[_Entry], *, waiting: bool = False) -> None:
         operations = [entry.operation for entry in batch]
         try:
-            outcomes = await self._commit(operations)
+            outcomes = await self._commit(operations, waiting)
         except AppError as error:
             for entry in batch:
                 _fail(entry, error)
@@ -170,11 +170,11 @@ class Writer:
 
     async def _write_deferred(self, entry: _Entry) -> None:
         async with self._slow_lane:
-            await self._write([entry])
+            await self._write([entry], waiting=True)
 
-    async def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
+    async def _commit(self, operations: list[Operation[Any]], waiting: bool) -> list[Any]:
         def run(tx: Tx) -> list[Any]:
-            return apply_all(tx, operations)
+            return apply_all(tx, operations, waiting=waiting)
 
         durable = any(operation.durable for operation in operations)
         size = sum(operation.size for operation in operations)

@@ -5,6 +5,7 @@ httpx scans every pooled connection on each request, which costs milliseconds at
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,9 @@ KEEPALIVE_S = 4.0
 
 MAPPED = 4 << 20
 """Bytes of a reply that is worth memory of its own."""
+
+UNASKED_TRIES = 256
+"""Idle connections that may have gone bad at once, before an engine counts as one that cannot be talked to."""
 
 PIECE = 256 << 10
 """A larger body is sent in pieces of so many bytes, so that other requests run between them."""
@@ -106,12 +110,11 @@ class EngineClient:
     async def _request(
         self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
     ) -> EngineReply:
-        """On the next connection where an idle one cannot be used."""
-        while True:
-            try:
+        """On the next connection where an idle one, which aiohttp then closes, cannot be used."""
+        for _ in range(UNASKED_TRIES):
+            with contextlib.suppress(_Unasked):
                 return await self._request_once(method, url, headers, data(), grow)
-            except _Unasked:
-                continue  # aiohttp has closed that connection
+        raise NotSent("every connection brings bytes before it is asked")
 
     async def _request_once(self, method: str, url: str, headers: Headers, data: Any, grow: Grow) -> EngineReply:
         try:

@@ -147,11 +147,4 @@ class _Gateway:
             await asyncio.sleep(0.2)
 
     def _answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self._port)

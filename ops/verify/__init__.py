@@ -17,7 +17,7 @@ from ops.keeping import require_store, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.report import STORE, Acknowledged, Problem, Report
 from ops.verify.session import PAGE, TABLES, SessionCheck
-from ops.verify.whole import check_groups, check_order
+from ops.verify.whole import check_file, check_groups, check_order
 
 __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "verify", "verify_url"]
 
@@ -43,6 +43,8 @@ async def verify(
     for session_id, turns in held.items():
         await acknowledged_turns.check(database, session_id, turns, report)
         tell(f"acknowledged turns, at {session_id}")
+    tell("the file")
+    await check_file(database, report)
     await check_order(database, report, tell)
     await check_groups(database, report, tell)
     return report

@@ -30,6 +30,23 @@ MEASURED = 16
 Place = tuple[int, int]
 
 
+SHOWN = 20
+"""Of what SQLite finds wrong with its file."""
+
+
+async def check_file(database: Database, report: Report) -> None:
+    """SQLite's pages and indexes are sound; PostgreSQL has `pg_amcheck` for that."""
+    if not database.is_sqlite:
+        return
+
+    def check(connection: Connection) -> list[str]:
+        return list(connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars())
+
+    for said in await database.read(check):
+        if said != "ok":
+            report.found(STORE, f"the file: {said}")
+
+
 async def check_order(database: Database, report: Report, tell: Callable[[str], None]) -> None:
     """No two events have the same place, and none has one of a transaction that is still to come."""
     newest, ahead = await database.read(restored.newest_tx)

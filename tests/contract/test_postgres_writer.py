@@ -152,6 +152,24 @@ async def test_a_row_that_somebody_holds_keeps_only_its_own_session_waiting(post
     assert isinstance(await waiting[3], Appended)
 
 
+async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_store: Store) -> None:
+    """More of them than a process has lanes."""
+    store = postgres_store
+    held = [f"h{number}" for number in range(store.database.lanes + 1)]
+    for name in (*held, "free"):
+        await store.create(name)
+    async with contextlib.AsyncExitStack() as stack:
+        waiting = []
+        for name in held:
+            await stack.enter_async_context(locking(store.database, name))
+            waiting.append(asyncio.ensure_future(store.submit(reward(name, 1.0))))
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(4):
+            assert isinstance(await store.claim("free", 1), Appended)
+        assert not any(task.done() for task in waiting)
+    assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*waiting))
+
+
 async def test_a_row_that_is_held_too_long_is_unavailable(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

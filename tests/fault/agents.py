@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import httpx
 from integration.stand import error_of, user
 
+from fault.verified import acknowledgement
 from ops.verify import Acknowledged
 
 PATIENCE_S = 90.0
@@ -70,9 +70,9 @@ class Agent:
         body = {"model": "simulator", "messages": messages, **fields}
         path = f"/sessions/{self.session_id}/v1/chat/completions"
         reply = self.insist("POST", path, json=body, headers=key)
-        turn = int(reply.headers["x-turnlog-turn"])
-        self.acknowledged.append(Acknowledged(self.session_id, turn, hashlib.sha256(reply.content).hexdigest()))
-        self.committed[self.session_id].add(turn)
+        told = acknowledgement(self.session_id, reply)
+        self.acknowledged.append(told)
+        self.committed[self.session_id].add(told.turn)
         self.messages = [*messages, reply.json()["choices"][0]["message"]]
         return reply
 

@@ -6,7 +6,6 @@ for every crash point could not wait a second and a half for each.
 
 from __future__ import annotations
 
-import http.client
 import importlib
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from ops.server import ROOT, ServerDidNotStart, free_port
+from ops.server import ROOT, ServerDidNotStart, free_port, is_healthy
 
 START_S = 60.0
 STOP_S = 30.0
@@ -83,14 +82,7 @@ class ForkedServer:
         return self
 
     def answers(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self.port)
 
     def ended(self) -> int:
         """Wait for the process to end by itself; its exit code, negative for a signal's number."""

@@ -6,7 +6,6 @@ The database's clock, by which leases are counted, cannot be moved by a test.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from integration.stand import Stand, Talk, error_of, until, user
 from fault import shifted_clock
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -85,8 +84,7 @@ class Acks:
 
     def add(self, talk: Talk, reply: httpx.Response) -> httpx.Response:
         assert reply.status_code == 200, reply.text
-        turn = int(reply.headers["x-turnlog-turn"])
-        self.seen.append(Acknowledged(talk.id, turn, hashlib.sha256(reply.content).hexdigest()))
+        self.seen.append(acknowledgement(talk.id, reply))
         return reply
 
 

@@ -6,7 +6,6 @@ On SQLite the process is started again, on PostgreSQL a second one, which has ru
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import signal
 import sqlite3
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from integration.stand import Stand, Talk, user
 from app.crash_points import POINTS, VARIABLE, CrashPoint
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -67,8 +66,7 @@ class Site:
 
     def acknowledge(self, talk: Talk, reply: httpx.Response) -> None:
         """The client has seen this 200."""
-        turn, digest = int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest()
-        self.acknowledged.append(Acknowledged(talk.id, turn, digest))
+        self.acknowledged.append(acknowledgement(talk.id, reply))
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -93,10 +91,6 @@ def site(
 
 def _server(folder: Path, url: str, engine: SimulatorProcess) -> ForkedServer:
     return ForkedServer(folder, url, [engine.base_url], TURNLOG_CLIENT_REPLY="verbatim")
-
-
-def committed_under(talk: Talk, turn: int) -> list[dict[str, Any]]:
-    return [event for event in talk.committed() if event["turn"] == turn]
 
 
 @dataclass(frozen=True)

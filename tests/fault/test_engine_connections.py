@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from integration.stand import Stand, Talk, serving, user
 
 from fault.raw_engine import MUST_SUCCEED, SOUND, WAYS, RawEngine, raw_engine
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -72,9 +71,7 @@ class Client:
         if response.status_code == 200:
             message = response.json()["choices"][0]["message"]
             assert message["content"] == own, way
-            turn = int(response.headers["x-turnlog-turn"])
-            digest = hashlib.sha256(response.content).hexdigest()
-            self.acknowledged.append(Acknowledged(self.talk.id, turn, digest))
+            self.acknowledged.append(acknowledgement(self.talk.id, response))
             self.talk.messages = [*messages, message]
         return response
 

@@ -7,7 +7,6 @@ the file's lock is held as long as the process exists, and its turn lands when i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from integration.stand import Stand, Talk, error_of, until, user
 from app.crash_points import VARIABLE, CrashPoint
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
@@ -76,10 +75,7 @@ def pair(tmp_path: Path, postgres_url: str, engine: SimulatorProcess) -> Pair:
 
 
 def acknowledged(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
-    return [
-        Acknowledged(talk.id, int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest())
-        for reply in replies
-    ]
+    return [acknowledgement(talk.id, reply) for reply in replies]
 
 
 def begin(mine: Stand, first: str = "First") -> tuple[Talk, httpx.Response]:

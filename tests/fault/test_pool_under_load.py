@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import resource
@@ -19,7 +18,7 @@ from integration.routing import BOTH
 from integration.stand import Stand, Talk, serving, until, user
 
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -71,8 +70,7 @@ class Client:
                 break
             assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_crash"), response.text
             assert time.monotonic() < deadline, "never judged"
-        number = int(response.headers["x-turnlog-turn"])
-        self.acknowledged.append(Acknowledged(talk.id, number, hashlib.sha256(response.content).hexdigest()))
+        self.acknowledged.append(acknowledgement(talk.id, response))
         talk.messages = [*sent, response.json()["choices"][0]["message"]]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ import pytest
 from integration.stand import until, user
 
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
@@ -100,8 +99,7 @@ def test_two_workers_serve_any_session_and_one_takes_over(
 
     def taken(session_id: str, response: httpx.Response) -> None:
         assert response.status_code == 200, response.text
-        number = int(response.headers["x-turnlog-turn"])
-        acknowledged.append(Acknowledged(session_id, number, hashlib.sha256(response.content).hexdigest()))
+        acknowledged.append(acknowledgement(session_id, response))
 
     one = session(server)
     holders: set[int | None] = set()

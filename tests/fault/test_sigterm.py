@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import signal
 from pathlib import Path
 from time import monotonic
@@ -18,7 +17,7 @@ from app.store.engine import Database
 from app.store.schema import incarnations, open_turns
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -58,10 +57,7 @@ class Hammer:
 
 
 def kept(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
-    return [
-        Acknowledged(talk.id, int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest())
-        for reply in replies
-    ]
+    return [acknowledgement(talk.id, reply) for reply in replies]
 
 
 async def left_behind(url: str) -> tuple[int, int]:

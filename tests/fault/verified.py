@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Collection
 
+import httpx
 from integration.stand import Stand
 
 from app.store import heads
@@ -15,6 +17,11 @@ from ops.verify import Acknowledged, Report, verify
 
 ATTEMPTS = 5
 """Beside a running server on PostgreSQL a session that is being written may look wrong; what is wrong stays so."""
+
+
+def acknowledgement(session_id: str, reply: httpx.Response) -> Acknowledged:
+    """What a client knows by a 200 that is no stream."""
+    return Acknowledged(session_id, int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest())
 
 
 def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), tally: Tally | None = None) -> Report:

@@ -225,6 +225,14 @@ def sql(url: str, *statements: str) -> list[Any]:
     return asyncio.run(work())
 
 
+@pytest.mark.parametrize("url", ["postgresql+asyncpg://u:s3cret@h/d", "postgresql+asyncpg://u@h/d?password=s3cret"])
+def test_the_command_for_postgresql_is_told_without_the_password(tmp_path: Path, url: str) -> None:
+    done = run_module("ops.backup", "--database-url", url, str(tmp_path / "copy.dump"), environment=os.environ)
+    assert done.returncode == 2
+    assert f"pg_dump --format=custom --file={tmp_path / 'copy.dump'} --dbname=postgresql://u@h/d " in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+
+
 def test_a_dump_of_postgresql_is_finished_by_the_command(
     sglang: SimulatorProcess, postgres: Postgres, postgres_url: str, tmp_path: Path, binaries: Path
 ) -> None:

@@ -7,7 +7,6 @@ another revision is tested instead: it refuses to start, and says what to do.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from alembic import command
 from alembic.script import ScriptDirectory
 from fault.table import Tally
-from fault.verified import verified
+from fault.verified import acknowledgement, verified
 from helpers.databases import alembic_config, migrate
 from helpers.looking import change
 from integration.routing import BOTH
@@ -50,8 +49,7 @@ class Keeper:
         assert response.status_code == 200, response.text
         self.talk.messages = [*sent, response.json()["choices"][0]["message"]]
         self.told.append((sent, response.content))
-        digest = hashlib.sha256(response.content).hexdigest()
-        self.acknowledged.append(Acknowledged(self.talk.id, int(response.headers["x-turnlog-turn"]), digest))
+        self.acknowledged.append(acknowledgement(self.talk.id, response))
 
 
 def fill(stand: Stand) -> list[Keeper]:
