@@ -87,7 +87,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             clock=time.time,
             incarnation=incarnation,
             lease_s=lease_s,
-            end_if_gone=recovery.end_if_gone,
+            lease_left=recovery.lease_left,
         )
         stack.push_async_callback(claims.close)
         token_in = TokenIn(cache, await _prompts(settings))

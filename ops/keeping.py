@@ -1,6 +1,6 @@
 """What the commands that keep a store have in common: which store, progress, exit codes.
 
-Exit code 0: done; 1: done, but not all is well, a line each says what; 2: it could not be done, nothing was changed;
+Exit code 0: done; 1: done, but not all is well, a line each says what; 2: it could not be done, or not to its end;
 130: interrupted.
 """
 

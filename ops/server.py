@@ -46,6 +46,18 @@ def reserve_port(owner: object) -> int:
     return port
 
 
+def is_healthy(port: int) -> bool:
+    """Does somebody answer `/health` there?"""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 class ServerProcess:
     """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
 

@@ -40,8 +40,9 @@ KEPT_BYTES = 256 << 10
 CLAIM_TRIES = 8
 """How often a claim is tried again because another process moved the session; more is a storm."""
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 0.25
-"""How often a retry looks whether the turn that it repeats, in flight in another process, has ended."""
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
+"""How often a retry looks whether the turn that it repeats, in flight in another process, has ended; and when the
+other's lease ends."""
 
 RELEASE_AGAIN_S = 1.0
 """Between tries to let go of claims that the store could not take back."""
@@ -69,7 +70,7 @@ def rid_of(session_id: str, fence: int) -> str:
 class Claims:
     """The claims of this process, which is `incarnation` to the store; `lease_s` of silence would end them.
 
-    `end_if_gone` says of another incarnation whether its process is known to be gone, and voids its claims then.
+    `lease_left` says of another incarnation how long it keeps its claims in silence; None where they are void.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class Claims:
         clock: Clock,
         incarnation: int,
         lease_s: float,
-        end_if_gone: Callable[[int], Awaitable[bool]],
+        lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
         self.incarnation = incarnation
-        self._end_if_gone = end_if_gone
+        self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
         self._releasing: asyncio.Task[None] | None = None
         self._cache = cache
@@ -121,9 +122,11 @@ class Claims:
                 if isinstance(outcome, Refused):
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)
-                if isinstance(outcome, Busy) and await self._is_repeated(session_id, outcome, request, mark):
-                    await asyncio.sleep(look_s)
-                    tries, look_s = 0, min(2 * look_s, LONGEST_LOOK_S)
+                if isinstance(outcome, Busy):
+                    left = await self._in_the_way(session_id, outcome, request, mark)
+                    if left is not None:
+                        await asyncio.sleep(min(look_s, max(left, FIRST_LOOK_S)))
+                        tries, look_s = 0, min(2 * look_s, LONGEST_LOOK_S)
             fresh = await self._cache.refresh(session_id)
             decide.require_open(fresh.session if fresh else None, session_id)
             assert fresh is not None
@@ -149,20 +152,19 @@ class Claims:
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise
 
-    async def _is_repeated(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> bool:
-        """Is the open turn in the way, which lives in another process, the one that the request repeats?
+    async def _in_the_way(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> float | None:
+        """For how long another process may keep its open turn, which the request repeats, without a sign of life.
 
-        False where it is in the way no longer: this process had failed to let it go, or its own is gone. Raises
+        None where it is in the way no longer: this process had failed to let it go, or its own is gone. Raises
         SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
         if held.incarnation == self.incarnation:
             event = TurnAbandoned(held.turn, held.fence, "not_released")
             await self._end(Release(session_id, held.fence, self.incarnation, self._clock(), event))
-            return False
-        if await self._end_if_gone(held.incarnation):
-            return False
-        if mark.repeats(held.retry_key, held.body_hash, request.body_hash):
-            return True
+            return None
+        left = await self._lease_left(held.incarnation)
+        if left is None or mark.repeats(held.retry_key, held.body_hash, request.body_hash):
+            return left
         raise SessionBusy(f"session {session_id} has a turn in flight")
 
     async def reject(

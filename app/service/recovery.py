@@ -60,6 +60,8 @@ class Recovery:
         self._beat_s = beat_s
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
+        self._ending = asyncio.Lock()
+        self._ended: set[int] = set()
 
     def start(self) -> None:
         """Both run beside the traffic: a claim finds a dead holder by itself and does not wait for the sweep."""
@@ -74,12 +76,19 @@ class Recovery:
         except AppError as error:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
-    async def end_if_gone(self, incarnation: int) -> bool:
-        """Was it a process of this host that is gone? Then its claims are void from now on."""
-        if not await self._database.read(lambda connection: incarnations.is_gone(connection, incarnation)):
-            return False
-        await _written(self._database, lambda tx: incarnations.end(tx, incarnation))
-        return True
+    async def lease_left(self, incarnation: int) -> float | None:
+        """For how many seconds a process keeps its claims if it stays silent; None where they are void.
+
+        Those of a process of this host that is gone are void from now on.
+        """
+        found = await self._database.read(lambda c: incarnations.standing(c, incarnation, self._lease_s))
+        if not found.gone:
+            return found.left
+        async with self._ending:
+            if not found.ended and incarnation not in self._ended:
+                await _written(self._database, lambda tx: incarnations.end(tx, incarnation))
+                self._ended.add(incarnation)
+        return None
 
     async def _sweep_always(self) -> None:
         """At the start and, where there are other processes, once a lease: a session nobody asks for is freed too."""

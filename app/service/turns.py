@@ -101,7 +101,7 @@ class Turns:
         flight = self._flights.get(session_id)
         if flight is not None:
             flight.cut_off("session_closed")
-        else:
+        if flight is None or not flight.asked:
             for fence in ended:
                 self._abort(session_id, rid_of(session_id, fence))
 

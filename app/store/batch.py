@@ -6,7 +6,7 @@ winners' rows are inserted, all of a table at once. Everything else, and a secon
 plain way behind them.
 
 All heads are locked first. One that somebody else has locked is not waited for: its operation is `DEFERRED`, to be
-tried by itself, so that no session waits for another's row, and no two batches can wait for each other.
+tried again in a later batch, so that no session waits for another's row, and no two batches can wait for each other.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Deferred:
 DEFERRED = Deferred()
 
 
-def apply_all(tx: Tx, operations: Sequence[Operation[Any]], *, waiting: bool = False) -> list[Any]:
-    """The outcomes in the same order. `waiting`: for a row that is somebody else's, instead of deferring."""
-    if waiting or not tx.far or not operations[0].session_id:
+def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
+    """The outcomes in the same order. What is of no session in particular comes alone."""
+    if not tx.far or not operations[0].session_id:
         return [operation.apply(tx) for operation in operations]
     return _Batch(tx, operations).run()
 
@@ -72,10 +72,12 @@ class _Batch:
         ids = sorted({operation.session_id for operation in self._operations})
         locked = {row[0] for row in tx.all(_lock_heads, {"sids": ids})}
         tx.has_locked(locked)
-        self._each(Create, lambda one: one.session_id not in locked, self._create)
+        missing = [session_id for session_id in ids if session_id not in locked]
+        held = {row[0] for row in tx.all(_known, {"sids": missing})} if missing else set()
         for place, operation in enumerate(self._operations):
-            if place not in self._outcomes and operation.session_id not in locked:
+            if operation.session_id in held:
                 self._outcomes[place] = DEFERRED
+        self._each(Create, lambda one: one.session_id not in locked, self._create)
         self._each(Claim, lambda _: True, self._claim)
         self._each(Commit, lambda one: not one.staged, self._commit)
         for place, operation in enumerate(self._operations):
@@ -179,12 +181,8 @@ def _given(**types: tuple[str, Any]) -> TableValuedAlias:
     return func.unnest(*lists).table_valued(*(column(name) for name in types), name="given").render_derived()
 
 
-_lock_heads = (
-    select(sessions.c.session_id)
-    .where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
-    .order_by(sessions.c.session_id)
-    .with_for_update(skip_locked=True)
-)
+_known = select(sessions.c.session_id).where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
+_lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked=True)
 
 _claims = _given(sid=("sids", Text), expected=("expected", BigInteger), tip=("tips", Double))
 _claim_heads = (

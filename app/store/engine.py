@@ -46,7 +46,7 @@ LANES = 3
 """Transactions that one process has open on PostgreSQL at a time: while one waits for the disk, the next is filled."""
 
 SPARE_WRITERS = 2
-"""Connections for writes beside the lanes': the slow lane's and the heartbeat's."""
+"""Connections for writes beside the lanes': the heartbeat's, and that of what is done as seldom."""
 
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""

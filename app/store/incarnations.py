@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy import Connection, bindparam, insert, null, select, update
 
@@ -21,9 +22,12 @@ _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(
 _here = select(incarnations.c.id, incarnations.c.pid).where(
     incarnations.c.ended_at.is_(None), incarnations.c.host == bindparam("at_host")
 )
-_who = select(incarnations.c.host, incarnations.c.pid, incarnations.c.ended_at).where(
-    incarnations.c.id == bindparam("which")
-)
+_who = select(
+    incarnations.c.host,
+    incarnations.c.pid,
+    incarnations.c.ended_at,
+    (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
+).where(incarnations.c.id == bindparam("which"))
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
 
@@ -67,12 +71,20 @@ def _end_gone(tx: Tx, host: str, lives: Callable[[int], bool]) -> None:
             tx.run(_end, {"which": number})
 
 
-def is_gone(connection: Connection, incarnation: int) -> bool:
-    """Has it been ended, or is its process, on this host, gone? Of another host's nothing more can be known."""
-    row = connection.execute(_who, {"which": incarnation}).first()
+class Standing(NamedTuple):
+    """`ended`: by itself or others. `gone`: its process was on this host, and is not. `left`: seconds of its lease."""
+
+    ended: bool
+    gone: bool
+    left: float
+
+
+def standing(connection: Connection, incarnation: int, lease_s: float) -> Standing:
+    """How a process stands. Of another host's only its heartbeats are known."""
+    row = connection.execute(_who, {"which": incarnation, "lease_s": lease_s}).first()
     if row is None or row[2] is not None:
-        return True
-    return bool(row[0] == host_name()) and not _is_running(row[1])
+        return Standing(ended=True, gone=True, left=0.0)
+    return Standing(ended=False, gone=row[0] == host_name() and not _is_running(row[1]), left=row[3])
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:

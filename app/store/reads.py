@@ -123,9 +123,16 @@ def load_events(connection: Connection, session_id: str, *, after: int = 0, limi
 
 
 def session_rows(connection: Connection, session_id: str) -> tuple[Session | None, list[EventRow]]:
-    """What a session's state is folded from: its snapshot, if any, and the events after it."""
+    """What a session's state is folded from: its snapshot, if any, and the events after it.
+
+    A snapshot whose last event is not in the log, because a crash of the database took it back, counts as none.
+    """
     snapshot = load_snapshot(connection, session_id)
-    return snapshot, event_rows(connection, session_id, after=snapshot.version if snapshot else 0)
+    if snapshot is not None:
+        rows = event_rows(connection, session_id, after=snapshot.version - 1)
+        if rows and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.tip):
+            return snapshot, rows[1:]
+    return None, event_rows(connection, session_id)
 
 
 def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:

@@ -2,7 +2,7 @@
 
     submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
                                                        │
-                                                       └─▶ deferred: by itself, on a lane of its own
+                                                       └─▶ deferred: again in a later batch, for HELD_S
 
 An outcome is handed back only after the transaction has ended. A batch that breaks on one operation's
 fault is run again one by one, so that the fault stays with its owner. PostgreSQL takes some batches side by side
@@ -38,6 +38,9 @@ MAX_BATCH_BYTES = 4 << 20
 CONFLICT_TRIES = 5
 """How often a batch is tried that another process's transaction stood in the way of."""
 
+HELD_S, HELD_PAUSE_S = 5.0, 0.05
+"""How long an operation waits for its session's row while somebody else holds it, and how often it looks."""
+
 BRIEF = 8
 """Brief operations that together take less than a millisecond, where no fsync is needed."""
 
@@ -58,6 +61,7 @@ class Counters(msgspec.Struct):
 class _Entry(msgspec.Struct, eq=False):
     operation: Operation[Any]
     outcome: asyncio.Future[Any]
+    held_until: float | None = None
 
 
 class Writer:
@@ -72,8 +76,7 @@ class Writer:
         self._room = asyncio.Condition()
         self._stopping = False
         self._lanes: list[asyncio.Task[None]] = []
-        self._deferred: set[asyncio.Task[None]] = set()
-        self._slow_lane = asyncio.Lock()
+        self._deferred = 0
 
     def start(self) -> None:
         names = (f"turnlog-writer-{number}" for number in range(1, self._database.lanes + 1))
@@ -84,7 +87,6 @@ class Writer:
         self._stopping = True
         self._ready.set()
         await asyncio.gather(*self._lanes)
-        await asyncio.gather(*self._deferred)
 
     async def submit(self, operation: Operation[Result]) -> Result:
         """Queue `operation` and wait for its outcome.
@@ -118,7 +120,8 @@ class Writer:
     async def _run(self) -> None:
         while True:
             if not self._queue:
-                if self._stopping:
+                if self._stopping and not self._deferred:
+                    self._ready.set()
                     return
                 self._ready.clear()
                 await self._ready.wait()
@@ -141,10 +144,10 @@ class Writer:
         self._bytes -= size
         return batch
 
-    async def _write(self, batch: list[_Entry], *, waiting: bool = False) -> None:
+    async def _write(self, batch: list[_Entry]) -> None:
         operations = [entry.operation for entry in batch]
         try:
-            outcomes = await self._commit(operations, waiting)
+            outcomes = await self._commit(operations)
         except AppError as error:
             for entry in batch:
                 _fail(entry, error)
@@ -163,18 +166,25 @@ class Writer:
                     entry.outcome.set_result(outcome)
 
     def _defer(self, entry: _Entry) -> None:
-        """Do it by itself, where it may wait for its session's row without keeping others waiting."""
-        task = asyncio.create_task(self._write_deferred(entry))
-        self._deferred.add(task)
-        task.add_done_callback(self._deferred.discard)
+        """Queue it again a little later: no transaction, and no lane, waits for the row that somebody holds."""
+        loop = asyncio.get_running_loop()
+        entry.held_until = entry.held_until or loop.time() + HELD_S
+        if loop.time() >= entry.held_until:
+            held = f"session {entry.operation.session_id}: somebody else holds its row in the database"
+            _fail(entry, StoreUnavailable(held))
+            return
+        self._deferred += 1
+        loop.call_later(HELD_PAUSE_S, self._again, entry)
 
-    async def _write_deferred(self, entry: _Entry) -> None:
-        async with self._slow_lane:
-            await self._write([entry], waiting=True)
+    def _again(self, entry: _Entry) -> None:
+        self._deferred -= 1
+        self._queue.append(entry)
+        self._bytes += entry.operation.size
+        self._ready.set()
 
-    async def _commit(self, operations: list[Operation[Any]], waiting: bool) -> list[Any]:
+    async def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
         def run(tx: Tx) -> list[Any]:
-            return apply_all(tx, operations, waiting=waiting)
+            return apply_all(tx, operations)
 
         durable = any(operation.durable for operation in operations)
         size = sum(operation.size for operation in operations)

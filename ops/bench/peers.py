@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any, Literal
 from ops.bench.client import Connection
 from ops.bench.stand import Cores, folder_for_bench, pinned
 from ops.bench.targets import Running, Target
-from ops.server import ROOT, free_port
+from ops.server import ROOT, free_port, is_healthy
 
 ENVIRONMENTS = ROOT / "var" / "peers"
 PACKAGE = "rllm-model-gateway"
@@ -117,7 +116,7 @@ class _Gateway:
             self._process = subprocess.Popen(self._command, env=environment, stdout=log, stderr=log)
         self.pid = self._process.pid
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
+        while not is_healthy(self._port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise PeerFailed(self._log.read_text(errors="replace"))
@@ -145,6 +144,3 @@ class _Gateway:
             if count >= expected or time.monotonic() > deadline:
                 return count
             await asyncio.sleep(0.2)
-
-    def _answers(self) -> bool:
-        return is_healthy(self._port)

@@ -88,18 +88,22 @@ class Process:
             settings,
             self.clock,
             self.incarnation,
-            self._end_if_gone,
+            self._lease_left,
         )
         self._service.start()
         self.serving = True
         self._note(f"{self.name} serves as incarnation {self.incarnation} from {loop.time():.3f}")
 
-    async def _end_if_gone(self, incarnation: int) -> bool:
-        """As `Recovery.end_if_gone`, of the simulated processes."""
+    async def _lease_left(self, incarnation: int) -> float | None:
+        """As `Recovery.lease_left`, of the simulated processes."""
+        lease_s = self._settings.lease_s
+        found = await self.database.read(lambda c: incarnations.standing(c, incarnation, lease_s))
+        if found.ended:
+            return None
         if not self._is_gone(incarnation):
-            return False
+            return found.left
         await self.database.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
-        return True
+        return None
 
     def clock(self) -> float:
         """Seconds since the epoch, by this process's clock, which may be wrong."""

@@ -40,7 +40,7 @@ class Service:
         settings: Settings,
         clock: Callable[[], float],
         incarnation: int,
-        end_if_gone: Callable[[int], Awaitable[bool]],
+        lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
         self.incarnation = incarnation
         self.writer = Writer(database)
@@ -57,7 +57,7 @@ class Service:
             clock=clock,
             incarnation=incarnation,
             lease_s=lease_s,
-            end_if_gone=end_if_gone,
+            lease_left=lease_left,
         )
         self._token_in = TokenIn(self.cache, None)
         self.turns = Turns(

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from ops.server import ROOT, ServerDidNotStart, free_port, is_healthy
+from ops.server import ROOT, ServerDidNotStart, is_healthy, reserve_port
 
 START_S = 60.0
 STOP_S = 30.0
@@ -44,7 +44,7 @@ class ForkedServer:
         application: str = "app.main:app",
         **settings: str,
     ) -> None:
-        self.port = free_port()
+        self.port = reserve_port(self)
         self._application = application
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.environment = {

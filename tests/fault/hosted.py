@@ -16,7 +16,7 @@ from app.settings import Settings
 
 
 class Hosted:
-    """A running server: `services` is what `app.main` put together."""
+    """A running server."""
 
     def __init__(self, base_url: str, server: uvicorn.Server, app: Any) -> None:
         self.base_url = base_url

@@ -101,7 +101,7 @@ def test_turns_retries_and_claims_go_on(
         assert stand.http.delete(closed.path).status_code == 204
         acks.say(talk, "First")
         sent = [*talk.messages, user("In flight")]
-        call = stand.meanwhile(talk.chat, sent, headers=KEY, sim={"latency_s": 1.0})
+        call = stand.meanwhile(talk.chat, sent, headers=KEY, sim={"latency_s": 2.0})
         stand.until_generating(talk, 2)
 
         made.jump(jump)
@@ -114,7 +114,7 @@ def test_turns_retries_and_claims_go_on(
             foreign.close()
         landed = acks.add(talk, call.result())
         tally.recovered(monotonic() - jumped)
-        again = talk.chat(sent, headers=KEY, sim={"latency_s": 1.0})
+        again = talk.chat(sent, headers=KEY, sim={"latency_s": 2.0})
         assert (again.content, again.headers["x-turnlog-replayed"]) == (landed.content, "true")
         talk.messages = [*sent, landed.json()["choices"][0]["message"]]
         acks.say(talk, "Third")
@@ -139,7 +139,7 @@ def _killed_in_flight(made: Site, acks: Acks, tally: Tally) -> None:
     acks.say(talk, "First")
     made.jump(HOUR)
     tally.tried += 1
-    sent, wish = [*talk.messages, user("Dies")], {"latency_s": 1.0}
+    sent, wish = [*talk.messages, user("Dies")], {"latency_s": 2.0}
     call = made.stand.meanwhile(talk.chat, sent, headers=KEY, sim=wish)
     made.stand.until_generating(talk, 2)
     with made.after_a_kill() as stand:

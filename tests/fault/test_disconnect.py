@@ -58,8 +58,8 @@ def test_a_turn_outlives_its_client(stand: Stand) -> None:
 def test_with_abort_after_the_turn_is_abandoned_and_the_engine_told(impatient: Stand, stream: bool) -> None:
     talk = impatient.talk()
     leave(impatient, talk, 15.0, stream=stream)
-    until(lambda: talk.types()[-1] == "TurnAbandoned", 3)
-    until(lambda: impatient.stats()["in_flight"] == 0, 3)
+    until(lambda: talk.types()[-1] == "TurnAbandoned")
+    until(lambda: impatient.stats()["in_flight"] == 0)
     assert talk.events()[-1]["reason"] == "disconnect"
     assert talk.chat([user("Slow")], headers={"x-stainless-retry-count": "1"}).status_code == 200
     assert len(talk.committed()) == 1
@@ -76,7 +76,7 @@ def test_with_abort_after_a_client_that_stays_is_served(impatient: Stand, stream
 def test_a_turn_that_ends_within_the_grace_commits(impatient: Stand) -> None:
     talk = impatient.talk()
     leave(impatient, talk, 0.35, stream=False)
-    until(lambda: talk.types()[-1] != "TurnOpened", 3)
+    until(lambda: talk.types()[-1] != "TurnOpened")
     assert talk.types()[-1] == "TurnCommitted"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from helpers.databases import migrate
-from ops.server import free_port
+from ops.server import reserve_port
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Cluster:
 
     def __init__(self, folder: Path, settings: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = reserve_port(self)
         self.log_path = folder / "server.log"
         self._settings = {**SETTINGS, **(settings or {})}
 

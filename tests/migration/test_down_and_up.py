@@ -22,6 +22,7 @@ from integration.stand import Stand, Talk, serving, user
 
 from app.errors import StartupError
 from app.store.engine import Database, revision_head
+from ops.bench.startup import fill as fill_ahead
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -116,6 +117,7 @@ def refusal(url: str) -> str:
 
 @pytest.mark.fault(10, "a process meets a schema of another revision")
 def test_another_revision_is_refused_and_left_alone(database_url: str, tally: Tally) -> None:
+    asyncio.run(fill_ahead(database_url, 1, 2))
     for revision in revisions_below_head():
         command.downgrade(alembic_config(database_url), revision)
         assert f"is at revision {revision}" in refusal(database_url)
@@ -124,3 +126,5 @@ def test_another_revision_is_refused_and_left_alone(database_url: str, tally: Ta
     assert change(database_url, "UPDATE alembic_version SET version_num = '9999'") == 1
     assert "is at revision 9999" in refusal(database_url)
     tally.tried += 1
+    assert change(database_url, f"UPDATE alembic_version SET version_num = '{revision_head()}'") == 1
+    verified(database_url, [Acknowledged("filled-0", turn) for turn in (1, 2)], tally)
