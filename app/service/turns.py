@@ -47,6 +47,7 @@ from app.service.sessions import Clock, refusal
 from app.service.token_in import Template, TokenIn, added_text
 from app.settings import Settings
 from app.store.log import Refused, StoredChunk
+from app.store.log_sessions import Settled
 from app.store.log_turns import Commit, Stage
 from app.store.ports import Writer
 from app.upstream import headers as http_headers
@@ -349,6 +350,8 @@ class Turns:
         """A committed turn's reply, to the byte, unless the session was closed meanwhile."""
         live = await self._cache.current(session_id)
         session = decide.require_open(live.session if live else None, session_id)
+        if not self._cache.database.is_sqlite:
+            await self._writer.submit(Settled(session_id))
         status, headers, body = await transcript.stored_reply(self._cache.database, session, number, kinds)
         return TurnReply(status, headers, [body], turn=number, replayed=True)
 

@@ -192,6 +192,19 @@ class Erase(BaseOperation, frozen=True):
         return erased
 
 
+class Settled(BaseOperation, frozen=True):
+    """What is seen of the session is on disk when this has ended, and where there is a synchronous standby on that too.
+
+    A commit of another process can be seen before it is: its own acknowledgement waits for that, a replay must as well.
+    The row's lock is a write, whose commit waits for all that was written before.
+    """
+
+    session_id: str
+
+    def apply(self, tx: Tx) -> None:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+
+
 class SaveSnapshot(BaseOperation, frozen=True):
     """Replace the session's snapshot; one that is older than the stored one does no harm."""
 

@@ -35,9 +35,10 @@ def upgrade() -> None:
     for table in SHORT_LIVED:
         op.execute(f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000)")
     for table, column in CONTENT:
-        op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STATISTICS 0")
-        # Of the same type: nothing is rewritten, and what had been sampled goes.
+        # Of the same type: nothing is rewritten, and what had been sampled goes. It also undoes the column's storage.
         op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} TYPE bytea")
+        op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STORAGE EXTERNAL")
+        op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STATISTICS 0")
 
 
 def downgrade() -> None:
