@@ -86,7 +86,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             followers=followers,
             clock=time.time,
             incarnation=incarnation,
-            lease_s=lease_s,
+            lease_s=recovery.lease_to_judge_by,
             lease_left=recovery.lease_left,
         )
         stack.push_async_callback(claims.close)

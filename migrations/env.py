@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 
 from alembic import context
 from filelock import Timeout
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from app.errors import StartupError
 from app.settings import load_settings
 from app.store.engine import create_engine, sqlite_lock
+from app.store.postgres import DRIVER_ERRORS
 from app.store.schema import metadata
 
 
@@ -23,7 +26,11 @@ def _migrate(connection: Connection) -> None:
 
 async def _online(url: str) -> None:
     engine = create_engine(url)
-    async with engine.begin() as connection:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            connection = await stack.enter_async_context(engine.begin())
+        except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+            sys.exit(f"turnlog: the database cannot be opened: {error}".splitlines()[0])
         await connection.run_sync(_migrate)
     await engine.dispose()
 

@@ -62,13 +62,19 @@ class Opening(msgspec.Struct, frozen=True):
         return rid_of(self.session.session_id, self.fence)
 
 
+RID_MARK = "turnlog-"
+
+RID_CHARACTERS = 32
+"""Behind the mark; all rids have one length, so that none is another's prefix, by which engines abort."""
+
+
 def rid_of(session_id: str, fence: int) -> str:
-    """A generation's id at the engine: of one length, so that none is another's prefix."""
-    return hashlib.sha256(f"{session_id}\0{fence}".encode()).hexdigest()[:32]
+    """A generation's id at the engine."""
+    return RID_MARK + hashlib.sha256(f"{session_id}\0{fence}".encode()).hexdigest()[:RID_CHARACTERS]
 
 
 class Claims:
-    """The claims of this process, which is `incarnation` to the store; `lease_s` of silence would end them.
+    """The claims of this process, which is `incarnation` to the store; `lease_s()` of silence ends those of another.
 
     `lease_left` says of another incarnation how long it keeps its claims in silence; None where they are void.
     """
@@ -81,7 +87,7 @@ class Claims:
         followers: Followers,
         clock: Clock,
         incarnation: int,
-        lease_s: float,
+        lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
         self.incarnation = incarnation
@@ -111,11 +117,13 @@ class Claims:
                     retry_key=mark.key,
                     protocol="chat" if isinstance(request, ChatRequest) else "completions",
                 )
-                claim = Claim(session_id, session.version, session.tip, self._clock(), event, self._lease_s)
+                claim = Claim(session_id, session.version, session.tip, self._clock(), event, self._lease_s())
                 reach("before_claim")
                 outcome = await self._writer.submit(claim)
                 if isinstance(outcome, Appended):
                     reach("after_claim")
+                    # A crash of PostgreSQL gives the fence of a claim that it took back to the next.
+                    self._unreleased.pop((session_id, claim.fence), None)
                     self.appended(session_id, outcome)
                     claimed = apply(session, outcome.events[0], session_id)
                     return Opening(live, claimed, plan, event, session.version + 1)

@@ -42,7 +42,11 @@ async def _written(database: Database, function: Callable[[Tx], T], *, durable: 
 
 
 class Recovery:
-    """`lease_s` of silence end a process's claims; this one says every `beat_s` seconds that it is alive."""
+    """`lease_s` of silence end a process's claims; this one says every `beat_s` seconds that it is alive.
+
+    Who was silent himself, because the database was away or he was frozen, does not judge others for a lease: they may
+    not have been heard for the same reason.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,8 @@ class Recovery:
         self._beat_s = beat_s
         self._clock = clock
         self._tasks: list[asyncio.Task[None]] = []
+        self._beat_at = asyncio.get_running_loop().time()
+        self._judges_from = -math.inf
         self._ending = asyncio.Lock()
         self._ended: set[int] = set()
 
@@ -75,6 +81,15 @@ class Recovery:
             await _written(self._database, lambda tx: incarnations.end(tx, self._incarnation))
         except AppError as error:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
+
+    def lease_to_judge_by(self) -> float:
+        """After how much silence others' claims are void, as far as this process can tell; infinite where it cannot."""
+        now = asyncio.get_running_loop().time()
+        return math.inf if self._was_silent(now) or now < self._judges_from else self._lease_s
+
+    def _was_silent(self, now: float) -> bool:
+        """For so long that others, who beat as often, may seem dead."""
+        return now > self._beat_at + self._lease_s * (1 - 1 / BEATS_PER_LEASE)
 
     async def lease_left(self, incarnation: int) -> float | None:
         """For how many seconds a process keeps its claims if it stays silent; None where they are void.
@@ -106,7 +121,7 @@ class Recovery:
         after: str | None = ""
         found = 0
         while after is not None:
-            operation = AbandonDead(after, SWEEP, self._clock(), self._lease_s)
+            operation = AbandonDead(after, SWEEP, self._clock(), self.lease_to_judge_by())
             try:
                 after, count = await self._writer.submit(operation)
             except AppError as error:
@@ -121,5 +136,9 @@ class Recovery:
             await asyncio.sleep(self._beat_s)
             try:
                 await _written(self._database, lambda tx: incarnations.heartbeat(tx, self._incarnation))
+                now = asyncio.get_running_loop().time()
+                if self._was_silent(now):
+                    self._judges_from = now + self._lease_s
+                self._beat_at = now
             except AppError as error:
                 log.warning("a heartbeat was missed: %s", error)

@@ -14,6 +14,7 @@ is the claim; what keeps a late one out is its fence.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -36,11 +37,12 @@ from app.errors import (
     SessionClosed,
     TokenPrefixMismatch,
     Unsupported,
+    UpstreamInvalid,
 )
 from app.service import transcript
 from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
 from app.service.cache import SessionCache
-from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn, rid_of
+from app.service.claims import RID_CHARACTERS, RID_MARK, Arrival, Claims, Opening, Request, repeated_turn, rid_of
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
 from app.service.judge import Judge, Judged
 from app.service.sessions import Clock, refusal
@@ -201,6 +203,7 @@ class Turns:
                 await self._claims.reject(opening, "engine_error", reply.status)
                 return TurnReply(reply.status, reply.headers, reply.body.pieces)
             refused = reply.body
+            _require_own(reply.body, opening.rid)
             judged = await self._judge.judge(opening, incoming, new, engine, reply, requested_at, ask, prompt)
             reach("after_judged")
             await self._require_no_drift(opening, judged, prompt)
@@ -384,6 +387,18 @@ def _arrival(request: Request, session: Session) -> Arrival:
     if isinstance(request, ChatRequest):
         return Incoming(request.messages, session.config.matcher)
     return IncomingPrompt(request)
+
+
+_REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
+_REPLY_ID_WITHIN = 512
+"""SGLang begins a reply with its id, which is the request's `rid`."""
+
+
+def _require_own(body: Body, rid: str) -> None:
+    """Raises UpstreamInvalid for a reply to another of our requests, which an engine sent on this one's connection."""
+    found = _REPLY_ID.search(body.beginning(_REPLY_ID_WITHIN))
+    if found is not None and found[1] != rid.encode():
+        raise UpstreamInvalid("the reply is that of another request")
 
 
 T = TypeVar("T")

@@ -108,6 +108,7 @@ class _Batch:
         tx.insert(_insert_note, [{"group_id": group_id} for group_id in sorted(noted)])
         tx.insert(sql.insert_blob, [row for _, create in creates for row in create.blob_rows()])
         self._append([(place, create.session_id, 1, create.at, [create.event]) for place, create in creates])
+        reach("in_create")
 
     def _claim(self, claims: list[tuple[int, Claim]]) -> None:
         tx = self._tx

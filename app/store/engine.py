@@ -45,8 +45,8 @@ READERS = 8
 LANES = 3
 """Transactions that one process has open on PostgreSQL at a time: while one waits for the disk, the next is filled."""
 
-SPARE_WRITERS = 2
-"""Connections for writes beside the lanes': the heartbeat's, and that of what is done as seldom."""
+SPARE_WRITERS = 3
+"""Connections for writes beside the lanes': for what is of no session in particular, the heartbeat, ends of others."""
 
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
@@ -157,7 +157,10 @@ class Database:
                 ) from None
         await self._check_revision()
         if self._sqlite is not None:
-            await self._sqlite.open()
+            try:
+                await self._sqlite.open()
+            except (sqlite3.Error, OSError) as error:
+                raise StartupError(f"the database cannot be opened: {error}") from error
         else:
             async with self.engine.connect() as connection:
                 await warn_of_weak_promises(connection)

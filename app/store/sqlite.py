@@ -169,8 +169,11 @@ class SqliteWriter:
         for pragma in PRAGMAS:
             connection.execute(pragma)
         last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
-        # What a predecessor erased, and died before it was out of the log file.
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        try:
+            # What a predecessor erased, and died before it was out of the log file.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        except sqlite3.OperationalError as error:
+            log.warning("the log file could not be emptied, and with it what has been erased: %s", error)
         self._reserve_log()
         self.connection = connection
         self._tx = SqliteTx(connection, (last[0] if last else 0) + 1)

@@ -38,7 +38,7 @@ MAX_BATCH_BYTES = 4 << 20
 CONFLICT_TRIES = 5
 """How often a batch is tried that another process's transaction stood in the way of."""
 
-HELD_S, HELD_PAUSE_S = 5.0, 0.05
+HELD_S, HELD_PAUSE_S = 5.0, 0.01
 """How long an operation waits for its session's row while somebody else holds it, and how often it looks."""
 
 BRIEF = 8
@@ -71,6 +71,7 @@ class Writer:
         self.counters = Counters()
         self._database = database
         self._queue: deque[_Entry] = deque()
+        self._wide: deque[_Entry] = deque()
         self._bytes = 0
         self._ready = asyncio.Event()
         self._room = asyncio.Condition()
@@ -79,8 +80,11 @@ class Writer:
         self._deferred = 0
 
     def start(self) -> None:
-        names = (f"turnlog-writer-{number}" for number in range(1, self._database.lanes + 1))
-        self._lanes = [asyncio.create_task(self._run(), name=name) for name in names]
+        lanes = self._database.lanes
+        # What is of no session in particular may wait for rows: where there are several lanes it has one to itself.
+        several = [self._wide], *([self._queue] for _ in range(lanes))
+        runs = [self._run(*queues) for queues in (several if lanes > 1 else ([self._wide, self._queue],))]
+        self._lanes = [asyncio.create_task(run, name=f"turnlog-writer-{number}") for number, run in enumerate(runs)]
 
     async def stop(self) -> None:
         """Commit what is queued and end; what comes later is refused."""
@@ -101,7 +105,7 @@ class Writer:
             if self._stopping:
                 raise StoreUnavailable("the server is stopping")
         entry = _Entry(operation, asyncio.get_running_loop().create_future())
-        self._queue.append(entry)
+        (self._queue if operation.session_id else self._wide).append(entry)
         self._bytes += operation.size
         self._ready.set()
         outcome: Result = await entry.outcome
@@ -117,28 +121,28 @@ class Writer:
         except TimeoutError:
             raise Overloaded(f"{len(self._queue)} writes are waiting") from None
 
-    async def _run(self) -> None:
+    async def _run(self, *queues: deque[_Entry]) -> None:
         while True:
-            if not self._queue:
+            queue = next((queue for queue in queues if queue), None)
+            if queue is None:
                 if self._stopping and not self._deferred:
                     self._ready.set()
                     return
                 self._ready.clear()
                 await self._ready.wait()
                 continue
-            batch = self._take()
+            batch = self._take(queue)
             await self._write(batch)
             if not self._is_full():
                 async with self._room:
                     self._room.notify_all()
 
-    def _take(self) -> list[_Entry]:
+    def _take(self, queue: deque[_Entry]) -> list[_Entry]:
         batch: list[_Entry] = []
         size = 0
-        while self._queue and len(batch) < MAX_BATCH and size < MAX_BATCH_BYTES:
-            if batch and not (self._queue[0].operation.session_id and batch[0].operation.session_id):
-                break  # What is of no session in particular locks rows in an order of its own.
-            entry = self._queue.popleft()
+        most = MAX_BATCH if queue is self._queue else 1
+        while queue and len(batch) < most and size < MAX_BATCH_BYTES:
+            entry = queue.popleft()
             size += entry.operation.size
             batch.append(entry)
         self._bytes -= size

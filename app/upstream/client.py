@@ -5,8 +5,10 @@ httpx scans every pooled connection on each request, which costs milliseconds at
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import mmap
+import select
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -69,11 +71,22 @@ class _Unasked(aiohttp.ClientError):
     """An idle connection has brought bytes that answer no request; nothing was sent on it."""
 
 
+def _has_come(transport: asyncio.BaseTransport | None) -> bool:
+    """Has the connection bytes that nobody has read yet, or its end?"""
+    sock = None if transport is None else transport.get_extra_info("socket")
+    if sock is None:
+        return False
+    waiting = select.poll()
+    waiting.register(sock.fileno(), select.POLLIN)
+    return bool(waiting.poll(0))
+
+
 class _Request(aiohttp.ClientRequest):
     """Is not sent where an answer waits already: aiohttp would take that for this request's, whosever it is."""
 
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
-        if conn.protocol is not None and conn.protocol.should_close:
+        if conn.protocol is not None and (conn.protocol.should_close or _has_come(conn.protocol.transport)):
+            conn.close()
             raise _Unasked
         return await super().send(conn)
 

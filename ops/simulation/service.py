@@ -56,7 +56,7 @@ class Service:
             followers=followers,
             clock=clock,
             incarnation=incarnation,
-            lease_s=lease_s,
+            lease_s=self._recovery.lease_to_judge_by,
             lease_left=lease_left,
         )
         self._token_in = TokenIn(self.cache, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -186,10 +187,10 @@ async def test_a_crowd_that_waits_for_room_does_not_overfill_the_queue(
     longest = 0
     take = sqlite_store.writer._take
 
-    def watched() -> list[writer_module._Entry]:
+    def watched(queue: deque[writer_module._Entry]) -> list[writer_module._Entry]:
         nonlocal longest
-        longest = max(longest, len(sqlite_store.writer._queue))
-        return take()
+        longest = max(longest, len(queue))
+        return take(queue)
 
     monkeypatch.setattr(sqlite_store.writer, "_take", watched)
     with held(sqlite_store) as holding:

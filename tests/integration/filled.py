@@ -24,7 +24,7 @@ async def fill(database: Database) -> None:
         await store.take_turn("talked")
         await store.submit(reward("talked", 0.25, 1))
         await store.submit(reward("talked", 0.5))
-        await store.submit(claim("talked", 7, store.me, turn=3, parent=1))
+        await store.claim("talked", 7, turn=3, parent=1)
         await store.commit("talked", 8, turn=3, parent=1, before=[rolled_back(1, 2)])
         await store.submit(claim("rejected", 1, store.me))
         await store.release("rejected", 2)
