@@ -54,7 +54,10 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 class Flight:
-    """A turn in flight in this process; a marked retry joins it. `asked`: an engine may have heard of it."""
+    """A turn in flight in this process; a marked retry joins it. `asked`: an engine may have heard of it.
+
+    `fence` is its claim's; None while it waits for one.
+    """
 
     def __init__(self, mark: RetryMark, body_hash: str) -> None:
         self.mark = mark
@@ -62,6 +65,7 @@ class Flight:
         self.cut: CutReason | None = None
         self.readers = 0
         self.asked = False
+        self.fence: int | None = None
         self._at_work: asyncio.Task[object] | None = None
         self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 

@@ -104,8 +104,8 @@ class Turns:
         flight = self._flights.get(session_id)
         if flight is not None:
             flight.cut_off("session_closed")
-        if flight is None or not flight.asked:
-            for fence in ended:
+        for fence in ended:
+            if flight is None or flight.fence != fence:
                 self._abort(session_id, rid_of(session_id, fence))
 
     async def take(
@@ -155,6 +155,7 @@ class Turns:
             try:
                 opening = await self._claims.open(live, request, incoming, mark)
                 if opening is not None:
+                    flight.fence = opening.fence
                     reply = await self._settled(_Taken(flight, opening, request, template, incoming, client, reader))
                     return reply
             finally:

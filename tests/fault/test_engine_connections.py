@@ -36,6 +36,9 @@ def behind(raw: RawEngine, engine: SimulatorProcess, tmp_path_factory: pytest.Te
         yield made
 
 
+LATER = "sends_another_later"
+
+
 class Client:
     """A session of three turns, of which the second is replied to in a certain way."""
 
@@ -57,7 +60,7 @@ class Client:
             assert response.status_code in (502, 504), found
             assert response.json()["error"]["code"].startswith("upstream_"), found
         assert self.talk.types()[-1] == ("TurnCommitted" if response.status_code == 200 else "TurnRejected"), found
-        if self.way == "sends_another_later":
+        if self.way == LATER:
             time.sleep(0.2)
         last = self.ask("plain")
         assert last.status_code == 200, (self.way, last.text)
@@ -77,8 +80,11 @@ class Client:
 
 
 def every_way(stand: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
-    """One client for each, all at once."""
-    ways = sorted(WAYS)
+    """One client for each, all at once.
+
+    But for the one whose second reply comes a little later: it may meet a request that has been sent, which is 502.
+    """
+    ways = sorted(set(WAYS) - {LATER})
     random.Random(seed).shuffle(ways)
     clients = [Client(stand, way) for way in ways]
     calls = [stand.meanwhile(client.run) for client in clients]
@@ -91,7 +97,7 @@ def every_way(stand: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
     verified(stand, [one for client in clients for one in client.acknowledged], tally)
 
 
-@pytest.mark.parametrize("way", ["sends_two_replies", "sends_another_later"])
+@pytest.mark.parametrize("way", ["sends_two_replies", LATER])
 def test_a_reply_that_nobody_asked_for_is_nobodys(behind: Stand, way: str) -> None:
     """The connection is idle when it comes, and would be the next turn's."""
     for _ in range(3):

@@ -13,10 +13,7 @@ from ops.simulator.process import SimulatorProcess
 
 ON_BOTH = frozenset(
     {
-        "test_completions",
         "test_export",
-        "test_feed",
-        "test_janitor",
         "test_replay",
         "test_retries",
         "test_rollback_cases",

@@ -39,7 +39,7 @@ def retained(stand: Stand, **settings: str) -> str:
 
 
 def test_what_is_due_is_closed_freed_and_erased(own: Stand) -> None:
-    idle, closed, dead = (own.talk(session_id=name) for name in ("idle", "closed", "dead"))
+    idle, closed, dead = own.talk(), own.talk(), own.talk()
     for talk in (idle, closed, dead):
         talk.say("Hello")
     own.http.delete(closed.path)
