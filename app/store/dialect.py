@@ -59,6 +59,23 @@ def _xmin(element: oldest_tx, compiler: Any, **options: Any) -> str:
     return "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)"
 
 
+class next_tx(FunctionElement[int]):
+    """The first transaction that has not begun; `oldest_tx` reaches it when all that run now have ended."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(next_tx)
+def _after_the_writer(element: next_tx, compiler: Any, **options: Any) -> str:
+    return "1"
+
+
+@compiles(next_tx, "postgresql")
+def _xmax(element: next_tx, compiler: Any, **options: Any) -> str:
+    return "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
+
+
 class now(FunctionElement[float]):
     """Seconds since the epoch by the database's clock."""
 

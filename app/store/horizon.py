@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 
-from sqlalchemy import BigInteger, Connection, Text, cast, func, select
+from sqlalchemy import Connection, select
 
+from app.store.dialect import next_tx, oldest_tx
 from app.store.engine import Database
 
 SETTLE_S = 1.0
 """How long is waited for transactions that run; one that takes longer hides what was committed beside it."""
 
 PAUSE_S = 0.01
-
-_snapshot = func.pg_current_snapshot()
-_oldest = cast(cast(func.pg_snapshot_xmin(_snapshot), Text), BigInteger)
-_next = cast(cast(func.pg_snapshot_xmax(_snapshot), Text), BigInteger)
 
 
 async def settle(database: Database) -> None:
@@ -28,7 +25,7 @@ async def settle(database: Database) -> None:
         return
 
     def look(connection: Connection) -> tuple[int, int]:
-        oldest, following = connection.execute(select(_oldest, _next)).one()
+        oldest, following = connection.execute(select(oldest_tx(), next_tx())).one()
         return oldest, following
 
     clock = asyncio.get_running_loop().time

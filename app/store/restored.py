@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import secrets
 
-from sqlalchemy import BigInteger, Connection, Text, cast, delete, func, insert, select, text, update
+from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from app.store import reads
-from app.store.dialect import now
+from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
 
@@ -65,8 +65,7 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
     newest = func.coalesce(func.max(events.c.tx), 0)
     if connection.dialect.name == "sqlite":
         return connection.execute(select(newest)).scalar_one(), False
-    upto = cast(cast(func.pg_snapshot_xmax(func.pg_current_snapshot()), Text), BigInteger)
-    row = connection.execute(select(newest, upto)).one()
+    row = connection.execute(select(newest, next_tx())).one()
     return row[0], row[0] >= row[1]
 
 
