@@ -88,6 +88,10 @@ class RawEngine(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         self._http = httpx.Client(base_url=simulator, timeout=60)
 
+    def server_close(self) -> None:
+        super().server_close()
+        self._http.close()
+
     def generate(self, path: str, body: bytes, session_id: str) -> bytes:
         with self._lock:
             self.generated[session_id] += 1
