@@ -32,7 +32,9 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.export import Exporter
 from app.service.feed import Feed
+from app.service.fleet import FleetState
 from app.service.follow import Followers
+from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
@@ -78,7 +80,13 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.push_async_callback(client.close)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
-        engines = Engines(settings.upstreams, client)
+        fleet = FleetState(database, writer)
+        stack.push_async_callback(fleet.stop)
+        engines = Engines(client, settings.placement)
+        fleet.listen(lambda _, now: engines.serve(now.members(settings.upstreams)))
+        await _read(fleet)
+        engines.serve(fleet.fleet.members(settings.upstreams))
+        gates = Gates(fleet)
         followers = Followers()
         claims = Claims(
             cache=cache,
@@ -99,6 +107,8 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             claims=claims,
             writer=writer,
             engines=engines,
+            fleet=fleet,
+            gates=gates,
             judge=Judge(pool, settings),
             token_in=token_in,
             settings=settings,
@@ -118,6 +128,8 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             database=database,
             writer=writer,
             engines=engines,
+            fleet=fleet,
+            gates=gates,
             sessions=made_sessions,
             turns=made_turns,
             exporter=exporter,
@@ -127,6 +139,14 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )
+
+
+async def _read(fleet: FleetState) -> None:
+    """Raises StartupError."""
+    try:
+        await fleet.start()
+    except AppError as error:
+        raise StartupError(f"the fleet's log cannot be read: {error}") from error
 
 
 def _client(settings: Settings) -> EngineClient:
@@ -184,7 +204,7 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
-            _on_stop_signal(self.state.services.followers.stop)
+            _on_stop_signal(self.state.services.let_go)
             _calm_collector()
             await send({"type": "lifespan.startup.complete"})
             await receive()

@@ -15,6 +15,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
+from app.domain.events import OnAbort
 from app.errors import StartupError
 
 log = logging.getLogger("turnlog.settings")
@@ -27,8 +28,6 @@ LATER = frozenset(
     PREFIX + name
     for name in (
         "ADMIN_TOKEN",
-        "ENGINE_SESSIONS",
-        "ON_ABORT",
         "TRUSTED_NETWORKS",
     )
 )
@@ -51,7 +50,9 @@ def _unset(value: object) -> object:
 Limit = Annotated[float | None, BeforeValidator(_off)]
 
 
-OFF = frozenset(PREFIX + name for name in ("IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES"))
+OFF = frozenset(
+    PREFIX + name for name in ("AFFINITY_TTL_S", "IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES")
+)
 
 
 class Settings(BaseSettings):
@@ -65,6 +66,10 @@ class Settings(BaseSettings):
     upstream_api_key: str | None = None
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
+    placement: Literal["least_loaded", "hash"] = "least_loaded"
+    affinity_ttl_s: Limit = Field(default=3600, gt=0)
+    engine_sessions: Annotated[tuple[str, ...], NoDecode] = ()
+    on_abort: Annotated[OnAbort | None, BeforeValidator(_unset)] = None
     tokenizer: Annotated[str | None, BeforeValidator(_unset)] = None
     tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)
@@ -90,7 +95,7 @@ class Settings(BaseSettings):
     retain_until_ack: bool = False
     max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
 
-    @field_validator("upstreams", mode="before")
+    @field_validator("upstreams", "engine_sessions", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
@@ -149,6 +154,11 @@ class Settings(BaseSettings):
         if not re.fullmatch(r"finish|abort_after:\d+(\.\d+)?", value):
             raise ValueError("finish, or abort_after:<seconds>")
         return value
+
+    @property
+    def abort_policy(self) -> OnAbort:
+        """What becomes of an aborted generation where a session does not say."""
+        return self.on_abort or ("return" if self.tokenizer is None else "continue")
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:

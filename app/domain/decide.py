@@ -11,8 +11,10 @@ import msgspec
 
 from app.domain import retention
 from app.domain.events import (
+    AffinityBound,
     BlobRef,
     Event,
+    Part,
     PayloadRef,
     Protocol,
     Recorded,
@@ -44,6 +46,7 @@ def open_turn(
     body_hash: str,
     retry_key: str | None,
     protocol: Protocol = "chat",
+    adapter: str | None = None,
 ) -> TurnOpened:
     return TurnOpened(
         turn=len(session.turns) + 1,
@@ -52,6 +55,7 @@ def open_turn(
         body_hash=body_hash,
         retry_key=retry_key,
         protocol=protocol,
+        adapter=adapter,
     )
 
 
@@ -77,6 +81,8 @@ class Reply(msgspec.Struct, frozen=True):
     trimmed: int = 0
     cached_tokens: int | None = None
     sent_ids: bool = False
+    dispatched: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class TurnBlobs(msgspec.Struct, frozen=True):
@@ -126,8 +132,9 @@ def commit_turn(
     reply: Reply,
     *,
     blobs: TurnBlobs,
+    binding: AffinityBound | None = None,
 ) -> list[Event]:
-    """The events that make the turn part of the session.
+    """The events that make the turn part of the session; `binding` is the engine's that it stays with, if it is new.
 
     A rollback stands before it where it replaces turns, a tombstone behind it where payloads leave the window.
     `session` is the state in which the turn was claimed.
@@ -165,8 +172,12 @@ def commit_turn(
         trimmed=reply.trimmed if reply.base else 0,
         cached_tokens=reply.cached_tokens,
         sent_ids=reply.sent_ids,
+        adapter=opened.adapter,
+        dispatched=reply.dispatched,
+        parts=reply.parts,
     )
-    events: list[Event] = [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    events: list[Event] = [] if binding is None else [binding]
+    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.payloads or blobs.payloads:
         after = fold(session.session_id, _placed(session, events), session)
         gone = None if after is None else retention.tombstones(after)

@@ -14,6 +14,9 @@ import msgspec
 
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 
+OnAbort = Literal["return", "continue", "fail"]
+"""What becomes of a generation that an engine ended before its time."""
+
 Protocol = Literal["chat", "completions"]
 """Which of the OpenAI API's routes a turn was taken over."""
 
@@ -23,7 +26,11 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What the creator of a session chose. `on_drift` came with version 2 of SessionCreated."""
+    """What the creator of a session chose. `on_drift` came with version 2 of SessionCreated.
+
+    With version 3 came `on_abort` (None: what the server is set to) and `parent`, the session whose sub-agent this
+    one is.
+    """
 
     rollback_window: int
     matcher: Matcher = "tolerant"
@@ -34,6 +41,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     group_id: str | None = None
     attempt: int | None = None
     adapter: str | None = None
+    on_abort: OnAbort | None = None
+    parent: str | None = None
 
 
 class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -97,6 +106,14 @@ class PayloadRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     shared: int = 0
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens [start, end) of a turn came from one generation, of the engine with this base URL."""
+
+    engine: str
+    start: int
+    end: int
+
+
 class SessionCreated(Event, frozen=True):
     """`body_hash` tells a repeated create from a conflicting one."""
 
@@ -106,7 +123,10 @@ class SessionCreated(Event, frozen=True):
 
 
 class TurnOpened(Event, frozen=True):
-    """A claim was taken. Its `seq` is the fence: it only grows, and the turn's commit must name it."""
+    """A claim was taken. Its `seq` is the fence: it only grows, and the turn's commit must name it.
+
+    `adapter` (since version 3) is the adapter that the turn is for, if Turnlog knows of one.
+    """
 
     turn: int
     parent: int
@@ -114,6 +134,7 @@ class TurnOpened(Event, frozen=True):
     body_hash: str
     retry_key: str | None = None
     protocol: Protocol = "chat"
+    adapter: str | None = None
 
 
 class TurnCommitted(Event, frozen=True):
@@ -133,6 +154,9 @@ class TurnCommitted(Event, frozen=True):
     Since version 3: `trimmed` of the parent's last tokens are not part of the prompt, so that `base_tokens` is that
     much shorter; `cached_tokens` of the prompt were in the engine's prefix cache, if it says; `sent_ids` says that the
     engine was sent token ids rather than messages or text.
+
+    Since version 4: `adapter` as in `TurnOpened`; `dispatched` is the weight version that its adapter or engine was
+    known to have when the (first) generation began; `parts`, where the reply was joined from several generations.
     """
 
     turn: int
@@ -166,6 +190,9 @@ class TurnCommitted(Event, frozen=True):
     trimmed: int = 0
     cached_tokens: int | None = None
     sent_ids: bool = False
+    adapter: str | None = None
+    dispatched: str | None = None
+    parts: tuple[Part, ...] = ()
 
 
 class TurnRejected(Event, frozen=True):
@@ -223,6 +250,24 @@ class RewardAssigned(Event, frozen=True):
     turn: int | None = None
 
 
+class AffinityBound(Event, frozen=True):
+    """From now on the session's turns go to the engine with this base URL, which has its prefix in its cache.
+
+    `cause`: its `first` turn; its engine is no longer `listed`, is `draining`, is `dead`; the binding had `expired`; a
+    client's wish (`control`, which is then the name of that affinity: `nvext.session_control`).
+    """
+
+    engine: str
+    cause: Literal["first", "listed", "draining", "dead", "expired", "control"] = "first"
+    control: str | None = None
+
+
+class AffinityReleased(Event, frozen=True):
+    """The session has no engine of its own any more: a client said so (`closed`), or its time was up (`expired`)."""
+
+    reason: Literal["closed", "expired"] = "closed"
+
+
 class SessionClosed(Event, frozen=True):
     """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2)."""
 
@@ -244,6 +289,8 @@ TYPES: dict[str, type[Event]] = {
         RolledBack,
         BlobsTombstoned,
         RewardAssigned,
+        AffinityBound,
+        AffinityReleased,
         SessionClosed,
         SessionErased,
     )
@@ -251,9 +298,9 @@ TYPES: dict[str, type[Event]] = {
 
 VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
-    "SessionCreated": 2,
-    "TurnOpened": 2,
-    "TurnCommitted": 3,
+    "SessionCreated": 3,
+    "TurnOpened": 3,
+    "TurnCommitted": 4,
     "TurnRejected": 2,
     "SessionClosed": 2,
 }

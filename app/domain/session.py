@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
     BlobRef,
     BlobsTombstoned,
     ChunkRef,
@@ -85,6 +87,14 @@ class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
     incarnation: int
     body_hash: str
     retry_key: str | None
+    adapter: str | None = None
+
+
+class Affinity(msgspec.Struct, frozen=True, array_like=True):
+    """The engine that has the session's prefix; `control` names the affinity where a client asked for it."""
+
+    engine: str
+    control: str | None = None
 
 
 class Reward(msgspec.Struct, frozen=True, array_like=True):
@@ -118,6 +128,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     turn_rewards: dict[int, Reward] = {}
     closed_at: float | None = None
     payloads: dict[int, tuple[Payload, ...]] = {}
+    affinity: Affinity | None = None
 
     @property
     def leaf(self) -> Turn | None:
@@ -201,6 +212,10 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             if event.turn is None:
                 return {"reward": reward}
             return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
+        case AffinityBound():
+            return {"affinity": Affinity(event.engine, event.control)}
+        case AffinityReleased():
+            return {"affinity": None}
         case SessionClosed():
             return {"status": "closed", "open_turn": None, "closed_at": recorded.at}
         case SessionErased():
@@ -210,7 +225,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
 
 
 def _opened(event: TurnOpened, seq: int) -> OpenTurn:
-    return OpenTurn(event.turn, event.parent, seq, event.incarnation, event.body_hash, event.retry_key)
+    return OpenTurn(event.turn, event.parent, seq, event.incarnation, event.body_hash, event.retry_key, event.adapter)
 
 
 def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, Any]:

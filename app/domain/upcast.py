@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from app.domain.events import TYPES, VERSIONS, Event, UnknownEvent
+from app.domain import fleet
+from app.domain.events import TYPES as OF_SESSIONS
+from app.domain.events import VERSIONS as OF_SESSIONS_VERSIONS
+from app.domain.events import Event, UnknownEvent
+
+TYPES: Mapping[str, type[Event]] = {**OF_SESSIONS, **fleet.TYPES}
+VERSIONS: Mapping[str, int] = {**OF_SESSIONS_VERSIONS, **dict.fromkeys(fleet.TYPES, 1)}
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -23,9 +29,12 @@ def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
 
 STEPS: Mapping[tuple[str, int], Step] = {
     ("SessionCreated", 1): _only_added,
+    ("SessionCreated", 2): _only_added,
     ("TurnOpened", 1): _only_added,
+    ("TurnOpened", 2): _only_added,
     ("TurnCommitted", 1): _only_added,
     ("TurnCommitted", 2): _only_added,
+    ("TurnCommitted", 3): _only_added,
     ("TurnRejected", 1): _only_added,
     ("SessionClosed", 1): _only_added,
 }

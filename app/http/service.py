@@ -41,7 +41,7 @@ async def ready(request: Request) -> JSONResponse:
     checks = {
         "database": True,
         "pool": app.pool.counters().alive > 0,
-        "engine": bool(app.engines.base_urls) and await app.engines.any_healthy(),
+        "engine": bool(app.engines.members) and await app.engines.any_healthy(),
     }
     try:
         await app.database.read(reads.epoch)

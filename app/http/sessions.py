@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from app.domain.events import SessionConfig
+from app.domain.events import OnAbort, SessionConfig
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
 from app.http.state import Services, begun, services, whole_body
 from app.service import replay, transcript
@@ -65,7 +65,8 @@ class CreateSession(BaseModel):
     on_drift: Literal["segment", "reject"] = "segment"
     matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
     adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
-    on_abort: Literal["return", "continue", "fail"] = "return"
+    on_abort: OnAbort | None = None
+    parent_session_id: str | None = Field(default=None, pattern=SESSION_ID)
 
 
 class Reward(BaseModel):
@@ -107,8 +108,6 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
     """Raises Unsupported for choices that are documented but not built, InvalidRequest."""
     if body.history == "tree":
         raise Unsupported("history: tree is not built; use linear")
-    if body.on_abort != "return":
-        raise Unsupported(f"on_abort: {body.on_abort} is not built; use return")
     if body.metadata and len(msgspec.json.encode(body.metadata)) > MAX_METADATA:
         raise InvalidRequest(f"metadata has more than {MAX_METADATA} bytes")
     return NewSession(
@@ -122,6 +121,8 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
             group_id=body.group_id,
             attempt=body.attempt,
             adapter=body.adapter,
+            on_abort=body.on_abort,
+            parent=body.parent_session_id,
         ),
         metadata=body.metadata,
     )

@@ -11,7 +11,9 @@ from starlette.types import Scope
 from app.http.limits import Inflight, read_body
 from app.service.export import Exporter
 from app.service.feed import Feed
+from app.service.fleet import FleetState
 from app.service.follow import Followers
+from app.service.gates import Gates
 from app.service.samples import Samples
 from app.service.sessions import Sessions
 from app.service.turns import Turns
@@ -27,6 +29,8 @@ class Services(msgspec.Struct, frozen=True):
     database: Database
     writer: Writer
     engines: Engines
+    fleet: FleetState
+    gates: Gates
     sessions: Sessions
     turns: Turns
     exporter: Exporter
@@ -35,6 +39,11 @@ class Services(msgspec.Struct, frozen=True):
     pool: Pool
     inflight: Inflight
     followers: Followers
+
+    def let_go(self) -> None:
+        """End what would otherwise keep requests open for long: the server stops."""
+        self.followers.stop()
+        self.gates.stop()
 
 
 def services(request: Request) -> Services:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import BlobRef, Protocol
+from app.domain.fleet import Fleet
 from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.session import Session
 from app.errors import InvalidRequest
@@ -108,6 +109,19 @@ def first_ask(opening: Opening, request: Request, prompt: Prompt | None, setting
     if not settings.replay_incremental or before is None or anew:
         return Ask(rid, b"", 0, clients)
     return Ask(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
+
+
+def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
+    """The adapter that a turn is for: the session's, else the request's `lora_path`, else a `model` that names one."""
+    if session.config.adapter is not None:
+        return session.config.adapter
+    path = value_of(request.params.get("lora_path"), "lora_path")
+    if isinstance(path, str) and path:
+        return path
+    if not fleet.adapters:
+        return None
+    model = value_of(request.params.get("model"), "model")
+    return model if isinstance(model, str) and model in fleet.adapters else None
 
 
 def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:

@@ -49,13 +49,17 @@ RELEASE_AGAIN_S = 1.0
 
 
 class Opening(msgspec.Struct, frozen=True):
-    """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change."""
+    """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change.
+
+    `idle_since` is when the session's event before the claim was written.
+    """
 
     live: Live
     session: Session
     plan: Plan
     event: TurnOpened
     fence: int
+    idle_since: float
 
     @property
     def rid(self) -> str:
@@ -100,7 +104,9 @@ class Claims:
         self._clock = clock
         self._lease_s = lease_s
 
-    async def open(self, live: Live, request: Request, incoming: Arrival, mark: RetryMark) -> Opening | None:
+    async def open(
+        self, live: Live, request: Request, incoming: Arrival, mark: RetryMark, adapter: str | None
+    ) -> Opening | None:
         """Claim the session at a version at which the request fits; None if the turn is found committed."""
         session_id = live.session.session_id
         tries, look_s = 0, FIRST_LOOK_S
@@ -116,6 +122,7 @@ class Claims:
                     body_hash=request.body_hash,
                     retry_key=mark.key,
                     protocol="chat" if isinstance(request, ChatRequest) else "completions",
+                    adapter=adapter,
                 )
                 claim = Claim(session_id, session.version, session.tip, self._clock(), event, self._lease_s())
                 reach("before_claim")
@@ -126,7 +133,7 @@ class Claims:
                     self._unreleased.pop((session_id, claim.fence), None)
                     self.appended(session_id, outcome)
                     claimed = apply(session, outcome.events[0], session_id)
-                    return Opening(live, claimed, plan, event, session.version + 1)
+                    return Opening(live, claimed, plan, event, session.version + 1, session.tip)
                 if isinstance(outcome, Refused):
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)

@@ -21,8 +21,8 @@ from app.service.claims import Arrival, Opening
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.upstream.body import Body
-from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
+from app.upstream.engines import Answer
 from workers import job
 from workers.job import Done, Job, Place
 from workers.parse import REPLAY, Known, PromptDiffers, Rejected
@@ -64,13 +64,13 @@ class Judge:
         opening: Opening,
         incoming: Arrival,
         new: Sequence[bytes],
-        engine: str,
-        reply: EngineReply,
+        answer: Answer,
         requested_at: float,
         ask: Ask,
         prompt: Prompt | None,
     ) -> Judged:
         """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
+        engine, reply = answer.engine, answer.reply
         work = Job(
             dialect=self._settings.upstream_dialect,
             known=_known(opening) if prompt is None else prompt.known,
@@ -98,7 +98,7 @@ class Judge:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
         payloads, chunks = _numbered(opening.fence, done)
         return Judged(
-            _reply(done, engine, incoming.reply_hash(done.message), requested_at, prompt),
+            _reply(done, answer, incoming.reply_hash(done.message), requested_at, prompt),
             done.message,
             done.facts,
             done.wire,
@@ -173,20 +173,25 @@ def _numbered(fence: int, done: Done) -> tuple[tuple[PayloadRef, ...], list[Stor
     return tuple(refs), rows
 
 
-def _reply(done: Done, engine: str, message_hash: str, requested_at: float, prompt: Prompt | None) -> decide.Reply:
+def _reply(done: Done, answer: Answer, message_hash: str, requested_at: float, prompt: Prompt | None) -> decide.Reply:
+    """An engine that does not say its weight version has the one that it was known to have."""
+    spans = tuple(VersionSpan(span.version, span.start, span.end) for span in done.weight_versions)
+    if not spans and answer.dispatched is not None and done.output_tokens:
+        spans = (VersionSpan(answer.dispatched, 0, done.output_tokens),)
     return decide.Reply(
         dialect=done.dialect,
-        engine=engine,
+        engine=answer.engine,
         base=done.base,
         suffix_tokens=done.suffix_tokens,
         output_tokens=done.output_tokens,
         tokens_hash=done.sequence.hash,
         tokens_text_bytes=done.sequence.text_bytes,
         finish_reason=done.finish_reason,
-        weight_versions=tuple(VersionSpan(span.version, span.start, span.end) for span in done.weight_versions),
+        weight_versions=spans,
         message_hash=message_hash,
         requested_at=requested_at,
         trimmed=0 if prompt is None else prompt.trimmed,
         cached_tokens=done.cached_tokens,
         sent_ids=prompt is not None,
+        dispatched=answer.dispatched,
     )

@@ -14,7 +14,6 @@ is the claim; what keeps a late one out is its fence.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -25,7 +24,7 @@ from app.domain import decide
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Protocol, TurnAbandoned
 from app.domain.history import Incoming
-from app.domain.request import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from app.domain.request import ChatRequest, parse_chat, parse_completion
 from app.domain.session import Session
 from app.errors import (
     AppError,
@@ -35,31 +34,30 @@ from app.errors import (
     InvalidRequest,
     SessionBusy,
     SessionClosed,
-    TokenPrefixMismatch,
     Unsupported,
-    UpstreamInvalid,
 )
 from app.service import transcript
-from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing, shown_kinds
+from app.service.asking import adapter_of, shown_kinds
 from app.service.cache import SessionCache
-from app.service.claims import RID_CHARACTERS, RID_MARK, Arrival, Claims, Opening, Request, repeated_turn, rid_of
+from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn, rid_of
+from app.service.fleet import FleetState
 from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
-from app.service.judge import Judge, Judged
+from app.service.gates import Gates
+from app.service.generation import EngineRefusal, Generated, Generator, Taken
+from app.service.judge import Judge
+from app.service.placement import Placement
 from app.service.sessions import Clock, refusal
-from app.service.token_in import Template, TokenIn, added_text
+from app.service.token_in import TokenIn, added_text
 from app.settings import Settings
 from app.store.log import Refused, StoredChunk
 from app.store.log_sessions import Settled
 from app.store.log_turns import Commit, Stage
 from app.store.ports import Writer
-from app.upstream import headers as http_headers
 from app.upstream.body import Body
-from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for, takes_rid
 from app.upstream.engines import Engines
 from app.upstream.headers import Headers
 from workers import codec
-from workers.codec import Facts
 from workers.job import Place
 
 PARSE_INLINE = 512 << 10
@@ -79,13 +77,27 @@ class Turns:
         claims: Claims,
         writer: Writer,
         engines: Engines,
+        fleet: FleetState,
+        gates: Gates,
         judge: Judge,
         token_in: TokenIn,
         settings: Settings,
         clock: Clock,
     ) -> None:
-        self._judge = judge
         self._token_in = token_in
+        self._fleet = fleet
+        self._gates = gates
+        self._placement = Placement(engines, cache, settings, clock)
+        self._generator = Generator(
+            cache=cache,
+            engines=engines,
+            placement=self._placement,
+            gates=gates,
+            judge=judge,
+            token_in=token_in,
+            settings=settings,
+            clock=clock,
+        )
         self._cache = cache
         self._claims = claims
         self._writer = writer
@@ -148,15 +160,21 @@ class Turns:
                 again = await self._replay(session_id, repeated, self._shown(asked_for(request.params)))
                 reader.grow(sum(map(len, again.parts)))
                 return again
-            self._engines.order(session_id)
+            self._engines.require_some()
             flight = self._flights[session_id] = Flight(mark, request.body_hash)
             reader.wait_for(flight)
             reply: TurnReply | None = None
             try:
-                opening = await self._claims.open(live, request, incoming, mark)
+                ticket = self._gates.ticket()
+                adapter = adapter_of(session, request, self._fleet.fleet)
+                if self._gates.is_shut(adapter):
+                    await self._held_back(flight, adapter, ticket, session_id)
+                opening = await self._claims.open(live, request, incoming, mark, adapter)
                 if opening is not None:
                     flight.fence = opening.fence
-                    reply = await self._settled(_Taken(flight, opening, request, template, incoming, client, reader))
+                    reply = await self._settled(
+                        Taken(flight, opening, request, template, incoming, client, reader, ticket)
+                    )
                     return reply
             finally:
                 del self._flights[session_id]
@@ -167,7 +185,15 @@ class Turns:
         if self._settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
             raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
 
-    async def _settled(self, taken: _Taken) -> TurnReply:
+    async def _held_back(self, flight: Flight, adapter: str | None, ticket: int, session_id: str) -> None:
+        """Before the claim, so that none stands while a gate is shut. Raises SessionClosed, ClientGone, Overloaded."""
+        try:
+            with flight.may_be_cut():
+                await self._gates.wait(adapter, ticket)
+        except Cut:
+            raise _why_cut(flight, session_id) from None
+
+    async def _settled(self, taken: Taken) -> TurnReply:
         """As `_generate`; a fault of ours, or being cancelled, leaves no claim behind either."""
         opening = taken.opening
         settled = False
@@ -183,119 +209,49 @@ class Turns:
                 event = TurnAbandoned(opening.event.turn, opening.fence, "not_released")
                 await self._claims.release(opening.session.session_id, opening.fence, event)
 
-    async def _generate(self, taken: _Taken) -> TurnReply:
-        opening, incoming, request = taken.opening, taken.incoming, taken.request
-        requested_at = self._clock()
-        refused: Body | None = None
+    async def _generate(self, taken: Taken) -> TurnReply:
+        opening = taken.opening
         try:
-            sending = outgoing(opening.session, request, self._settings)
-            stored = await self._stored_messages(opening)
-            new = incoming.new(opening.plan)
-            with taken.flight.may_be_cut():
-                prompt = await self._prompt(taken, sending)
-                text = request.text if isinstance(request, CompletionRequest) else None
-
-                def body(ask: Ask) -> bytes:
-                    return sending.body(ask, [*stored, *new], text, prompt)
-
-                ask, engine, reply = await self._ask(taken, prompt, body)
-            reply = msgspec.structs.replace(reply, headers=http_headers.to_client(reply.headers))
-            if reply.status != 200:
-                await self._claims.reject(opening, "engine_error", reply.status)
-                return TurnReply(reply.status, reply.headers, reply.body.pieces)
-            refused = reply.body
-            _require_own(reply.body, opening.rid)
-            judged = await self._judge.judge(opening, incoming, new, engine, reply, requested_at, ask, prompt)
-            reach("after_judged")
-            await self._require_no_drift(opening, judged, prompt)
+            made = await self._generator.generate(taken)
         except Cut:
             raise await self._cut(taken.flight, opening) from None
         except AppError as error:
-            await self._claims.reject(opening, error.code, None, str(error), refused)
+            await self._claims.reject(opening, error.code, None, str(error), taken.received)
             raise
-        await self._commit(taken, judged, sending, new, prompt)
-        shown = self._shown(ask.clients)
-        parts = _without(reply.body, [place for place in judged.places if place.kind not in shown])
-        return TurnReply(200, reply.headers, parts, turn=opening.event.turn)
+        if isinstance(made, EngineRefusal):
+            await self._claims.reject(opening, "engine_error", made.status)
+            return TurnReply(made.status, made.headers, made.body.pieces)
+        await self._commit(taken, made)
+        shown = self._shown(made.ask.clients)
+        parts = _without(made.body, [place for place in made.judged.places if place.kind not in shown])
+        return TurnReply(200, made.headers, parts, turn=opening.event.turn)
 
     def _shown(self, clients: Collection[str]) -> Collection[str]:
         return shown_kinds(clients, self._settings)
-
-    async def _stored_messages(self, opening: Opening) -> list[bytes]:
-        if opening.plan.base_messages == 0 or opening.event.protocol != "chat":
-            return []
-        return [await self._cache.messages(opening.live, opening.plan.parent)]
-
-    async def _prompt(self, taken: _Taken, sending: Outgoing) -> Prompt | None:
-        """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
-        if taken.request.ids is not None:
-            return await self._token_in.given(taken.opening, taken.request.ids)
-        if taken.template is None or not isinstance(taken.incoming, Incoming):
-            return None
-        return await self._token_in.built(taken.opening, taken.template, taken.incoming, sending)
-
-    async def _ask(
-        self, taken: _Taken, prompt: Prompt | None, body: Callable[[Ask], bytes]
-    ) -> tuple[Ask, str, EngineReply]:
-        """What was asked in the end, which engine answered, and how. Raises as `Engines.generate`."""
-        opening, grow = taken.opening, taken.reader.grow
-        session_id, protocol = opening.session.session_id, opening.event.protocol
-        headers = http_headers.to_engine(taken.client, session_id, self._settings.upstream_api_key)
-        ask = first_ask(opening, taken.request, prompt, self._settings)
-        taken.flight.asked = True
-        reach("before_engine")
-        engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
-        reach("after_engine")
-        if reply.status == 400 and ask.own:
-            # A prompt that drifted may be shorter than the row asked for, which engines refuse.
-            ask = msgspec.structs.replace(ask, own=b"", first_row=0)
-            engine, reply = await self._engines.generate(session_id, protocol, body(ask), headers, grow)
-        return ask, engine, reply
-
-    async def _require_no_drift(self, opening: Opening, judged: Judged, prompt: Prompt | None) -> None:
-        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.
-
-        It should where it was built on them, and where the session rejects drift.
-        """
-        parent = decide.token_parent(opening.session, opening.plan)
-        if parent is None or judged.reply.base:
-            return
-        if opening.session.config.on_drift != "reject" and not (prompt is not None and prompt.extends):
-            return
-        at = await self._token_in.first_difference(
-            opening, parent, lambda: memoryview(codec.unpack(judged.facts, Facts).suffix_ids).cast("i")
-        )
-        raise TokenPrefixMismatch(
-            f"the prompt's {judged.reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
-            f"they differ at position {at}"
-        )
 
     async def _cut(self, flight: Flight, opening: Opening) -> AppError:
         """The turn was ended from outside: tell the engine, let go of the claim, and say why."""
         session_id = opening.session.session_id
         if flight.asked:
             self._abort(session_id, opening.rid)
-        if flight.cut == "session_closed":
-            return SessionClosed(f"session {session_id} was closed during the turn")
-        await self._claims.release(
-            session_id, opening.fence, TurnAbandoned(opening.event.turn, opening.fence, "disconnect")
-        )
-        return ClientGone("the client went away and TURNLOG_ON_DISCONNECT ended its turn")
+        if flight.cut != "session_closed":
+            await self._claims.release(
+                session_id, opening.fence, TurnAbandoned(opening.event.turn, opening.fence, "disconnect")
+            )
+        return _why_cut(flight, session_id)
 
     def _abort(self, session_id: str, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        if takes_rid(self._settings.upstream_dialect) and self._engines.base_urls:
-            task = asyncio.create_task(self._engines.abort(session_id, rid))
+        if takes_rid(self._settings.upstream_dialect) and self._engines.members:
+            task = asyncio.create_task(self._engines.abort(rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
-    async def _commit(
-        self, taken: _Taken, judged: Judged, sending: Outgoing, new: Sequence[bytes], prompt: Prompt | None
-    ) -> None:
+    async def _commit(self, taken: Taken, made: Generated) -> None:
         """On disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable, StoreFull."""
-        opening = taken.opening
+        opening, judged, prompt = taken.opening, made.judged, made.prompt
         session_id = opening.session.session_id
-        blobs = sending.blobs
+        blobs = made.sending.blobs
         events = decide.commit_turn(
             opening.session,
             opening.event,
@@ -306,6 +262,7 @@ class Turns:
             blobs=decide.TurnBlobs(
                 codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs, judged.payloads
             ),
+            binding=self._placement.binding(opening.session, made.place, judged.reply.engine),
         )
         try:
             operation = Commit(
@@ -336,7 +293,7 @@ class Turns:
             raise refusal(session_id, outcome.status)
         self._claims.appended(session_id, outcome)
         tokens = None if prompt is None else added_text(prompt, judged.reply.base, judged.output_ids)
-        self._cache.remember(session_id, opening.event.turn, b",".join((*new, judged.message)), tokens)
+        self._cache.remember(session_id, opening.event.turn, b",".join((*made.new, judged.message)), tokens)
         self._cache.snapshot_if_due(opening.fence - 1, session_id)
 
     async def _staged(self, opening: Opening, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
@@ -368,16 +325,10 @@ class Turns:
             task.cancel()
 
 
-class _Taken(msgspec.Struct, frozen=True):
-    """A turn that holds its claim, and for whom it works."""
-
-    flight: Flight
-    opening: Opening
-    request: Request
-    template: Template | None
-    incoming: Arrival
-    client: Headers
-    reader: Reader
+def _why_cut(flight: Flight, session_id: str) -> AppError:
+    if flight.cut == "session_closed":
+        return SessionClosed(f"session {session_id} was closed during the turn")
+    return ClientGone("the client went away, which ended its turn")
 
 
 def _parsed(protocol: Protocol, body: bytes) -> Request:
@@ -388,18 +339,6 @@ def _arrival(request: Request, session: Session) -> Arrival:
     if isinstance(request, ChatRequest):
         return Incoming(request.messages, session.config.matcher)
     return IncomingPrompt(request)
-
-
-_REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
-_REPLY_ID_WITHIN = 512
-"""SGLang begins a reply with its id, which is the request's `rid`."""
-
-
-def _require_own(body: Body, rid: str) -> None:
-    """Raises UpstreamInvalid for a reply to another of our requests, which an engine sent on this one's connection."""
-    found = _REPLY_ID.search(body.beginning(_REPLY_ID_WITHIN))
-    if found is not None and found[1] != rid.encode():
-        raise UpstreamInvalid("the reply is that of another request")
 
 
 T = TypeVar("T")

@@ -69,6 +69,7 @@ OPEN_TURN: Mapping[str, Callable[[Log, OpenTurn], Any]] = {
     "incarnation": lambda log, held: held.incarnation,
     "body_hash": lambda log, held: held.body_hash,
     "retry_key": lambda log, held: held.retry_key,
+    "adapter": lambda log, held: held.adapter,
     "opened_at": lambda log, held: log.events[held.fence - 1].at,
 }
 """Every column of `open_turns` but the key, and how it follows from the log."""

@@ -83,6 +83,7 @@ class Claim(BaseOperation, frozen=True):
             "incarnation": self.event.incarnation,
             "body_hash": self.event.body_hash,
             "retry_key": self.event.retry_key,
+            "adapter": self.event.adapter,
             "opened_at": self.at,
         }
 

@@ -17,7 +17,7 @@ from app.store.schema import blobs, chunks, events, groups, refused_replies, ses
 from workers import codec
 from workers.codec import CorruptContent, Facts, Said, Wire
 
-SNAPSHOT_FORMAT = "session-4"
+SNAPSHOT_FORMAT = "session-5"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
 
 

@@ -1,10 +1,10 @@
 """The tables, alike on SQLite and PostgreSQL.
 
-Every table's key begins with the session, so that PostgreSQL can partition or distribute by it. `events`
+The key of what is of a session begins with it, so that PostgreSQL can partition or distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `snapshots` is a cache that may be emptied
 at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
-their own.
+their own. `fleet_events` and `affinities` are of no session.
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -150,6 +150,7 @@ open_turns = Table(
     Column("body_hash", String(32), nullable=False),
     Column("retry_key", String(32)),
     Column("opened_at", Double, nullable=False),
+    Column("adapter", Text),
     PrimaryKeyConstraint("session_id", "fence"),
     sqlite_with_rowid=False,
 )
@@ -170,6 +171,43 @@ events = Table(
     Index("ix_events_tx_position", "tx", "position"),
 )
 """The log. `data` is the event's JSON; `at` is seconds since the epoch by the service's clock."""
+
+fleet_events = Table(
+    "fleet_events",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("key", Text, nullable=False),
+    Column("type", String(32), nullable=False),
+    Column("version", SmallInteger, nullable=False),
+    Column("at", Double, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Index("ix_fleet_events_key_seq", "key", "seq"),
+)
+"""The log of what is of no session: engines, and the gates of adapters and of the whole fleet (`domain.fleet`).
+
+One stream for all processes, `seq` without a gap; two who append at once conflict on it. The last event of a `key`
+says all there is to know of that engine or gate. `at` is the database's clock.
+"""
+
+affinities = Table(
+    "affinities",
+    metadata,
+    Column("control_id", SESSION_ID, primary_key=True),
+    Column("engine", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("worker_session", Boolean, nullable=False),
+    Column("timeout_s", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("session_id", SESSION_ID, nullable=False),
+    Index("ix_affinities_expires_at", "expires_at"),
+)
+"""What clients asked for by `nvext.session_control`: a truth of its own, that of no log.
+
+`state`: `opening` (the engine is being asked), `bound`, `closing` (no turn goes there any more, and the engine is to be
+told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its end.
+Times are the database's clock. `session_id` is the session whose turn asked for it last.
+"""
 
 turns = Table(
     "turns",

@@ -225,7 +225,7 @@ class _Steps:
         session = live.session
         plan = incoming.join(session)
         opened = decide.open_turn(session, plan, incarnation=1, body_hash=request.body_hash, retry_key=None)
-        opening = Opening(live, session, plan, opened, session.version + 1)
+        opening = Opening(live, session, plan, opened, session.version + 1, session.tip)
         sending = outgoing(session, request, self._settings)
         stored = await self._cache.messages(live, plan.parent)
         template = self._token_in.check(request)

@@ -9,7 +9,9 @@ from sqlalchemy import insert
 
 from app.service.cache import SessionCache
 from app.service.claims import Claims
+from app.service.fleet import FleetState
 from app.service.follow import Followers
+from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge, Workers
 from app.service.recovery import BEATS_PER_LEASE, Recovery
@@ -60,11 +62,16 @@ class Service:
             lease_left=lease_left,
         )
         self._token_in = TokenIn(self.cache, None)
+        fleet = FleetState(database, self.writer)
+        engines = Engines(client)
+        engines.serve(fleet.fleet.members(settings.upstreams))
         self.turns = Turns(
             cache=self.cache,
             claims=self._claims,
             writer=self.writer,
-            engines=Engines(settings.upstreams, client),
+            engines=engines,
+            fleet=fleet,
+            gates=Gates(fleet),
             judge=Judge(pool, settings),
             token_in=self._token_in,
             settings=settings,

@@ -6,7 +6,7 @@ import pytest
 
 from app.errors import UpstreamInvalid
 from app.service.claims import rid_of
-from app.service.turns import _require_own
+from app.service.generation import _require_own
 from app.upstream.body import Body
 
 OWN, OTHER = rid_of("s", 2), rid_of("s", 3)
