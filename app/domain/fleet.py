@@ -1,0 +1,185 @@
+"""The fleet as a fold of its log: which engines there are, and which gates are shut.
+
+What is of no session has one log of its own. Each event has a `key`, and says all there is to know of it, so the last
+event of each key is the whole state. A gate holds turns back: the fleet's all of them, an adapter's its own. Its
+`closings` only grow; who remembers them knows later whether it was shut meanwhile, also where it is open again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import Event
+
+PauseMode = Literal["abort", "in_place", "retract"]
+"""What engines do with the generations that they have: SGLang's `/pause_generation`."""
+
+
+class FleetEvent(Event, frozen=True):
+    """The base of the events in the fleet's log."""
+
+    @property
+    def key(self) -> str:
+        raise NotImplementedError
+
+
+class EngineListed(FleetEvent, frozen=True):
+    """An operator's word on an engine, which stands above the settings.
+
+    `draining`: turns in flight end there, the next go elsewhere. `removed`: as if it were not set.
+    """
+
+    url: str
+    state: Literal["serving", "draining", "removed"] = "serving"
+
+    @property
+    def key(self) -> str:
+        return f"engine:{self.url}"
+
+
+class AdapterPaused(FleetEvent, frozen=True):
+    """The gate of an adapter is shut, until `until` at the latest (seconds since the epoch, the database's clock)."""
+
+    name: str
+    closings: int
+    until: float
+    version: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"adapter:{self.name}"
+
+
+class AdapterResumed(FleetEvent, frozen=True):
+    """The gate of an adapter is open, which is how one begins (`known`). `version` is that of its weights, if told."""
+
+    name: str
+    closings: int
+    reason: Literal["resumed", "lease_expired", "known"] = "resumed"
+    version: str | None = None
+
+    @property
+    def key(self) -> str:
+        return f"adapter:{self.name}"
+
+
+class FleetPaused(FleetEvent, frozen=True):
+    """The gate of the whole fleet is shut; as `AdapterPaused`."""
+
+    closings: int
+    until: float
+    mode: PauseMode = "abort"
+
+    @property
+    def key(self) -> str:
+        return "fleet"
+
+
+class FleetResumed(FleetEvent, frozen=True):
+    closings: int
+    reason: Literal["resumed", "lease_expired"] = "resumed"
+
+    @property
+    def key(self) -> str:
+        return "fleet"
+
+
+class VersionRegressed(FleetEvent, frozen=True):
+    """An engine's weight version went from `before` back to `after`: an old checkpoint, or an update that failed."""
+
+    engine: str
+    before: str
+    after: str
+
+    @property
+    def key(self) -> str:
+        return f"regressed:{self.engine}"
+
+
+TYPES: dict[str, type[FleetEvent]] = {
+    cls.__name__: cls
+    for cls in (
+        EngineListed,
+        AdapterPaused,
+        AdapterResumed,
+        FleetPaused,
+        FleetResumed,
+        VersionRegressed,
+    )
+}
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """An event in its place: `seq` counts from 1 without a gap, `at` is seconds since the epoch, the database's."""
+
+    seq: int
+    at: float
+    event: FleetEvent
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """`until` None: open. `closings` counts how often it was shut. `since` is when it last changed."""
+
+    closings: int = 0
+    until: float | None = None
+    since: float | None = None
+    mode: PauseMode | None = None
+    version: str | None = None
+
+    @property
+    def is_shut(self) -> bool:
+        return self.until is not None
+
+
+OPEN = Gate()
+
+
+class Fleet(msgspec.Struct, frozen=True):
+    """The state after event `version`. `engines` are those that an operator spoke of; `gate` is the whole fleet's."""
+
+    version: int = 0
+    engines: dict[str, EngineListed] = {}
+    adapters: dict[str, Gate] = {}
+    gate: Gate = OPEN
+    regressed: dict[str, VersionRegressed] = {}
+
+    def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
+        """Those that a turn of this adapter must pass: the fleet's, and its own."""
+        return self.gate, OPEN if adapter is None else self.adapters.get(adapter, OPEN)
+
+    def is_shut(self, adapter: str | None) -> bool:
+        return any(gate.is_shut for gate in self.gates(adapter))
+
+    def closings(self, adapter: str | None) -> tuple[int, int]:
+        """What tells later whether one of these gates was shut meanwhile."""
+        fleet, own = self.gates(adapter)
+        return fleet.closings, own.closings
+
+    def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
+        """The engines there are: those that are set, and those that an operator added, less those removed."""
+        found = {url: EngineListed(url) for url in base_urls} | self.engines
+        return [engine for engine in found.values() if engine.state != "removed"]
+
+
+def apply(fleet: Fleet, placed: Placed) -> Fleet:
+    """The state one event later; events of other keys may have been left out between."""
+    event = placed.event
+    changes: dict[str, Any] = {}
+    match event:
+        case EngineListed():
+            changes = {"engines": {**fleet.engines, event.url: event}}
+        case AdapterPaused():
+            gate = Gate(event.closings, event.until, placed.at, version=event.version)
+            changes = {"adapters": {**fleet.adapters, event.name: gate}}
+        case AdapterResumed():
+            gate = Gate(event.closings, None, placed.at, version=event.version)
+            changes = {"adapters": {**fleet.adapters, event.name: gate}}
+        case FleetPaused():
+            changes = {"gate": Gate(event.closings, event.until, placed.at, event.mode)}
+        case FleetResumed():
+            changes = {"gate": Gate(event.closings, None, placed.at)}
+        case VersionRegressed():
+            changes = {"regressed": {**fleet.regressed, event.engine: event}}
+    return msgspec.structs.replace(fleet, version=placed.seq, **changes)
