@@ -1,0 +1,1 @@
+"""Several API processes on one database, before several simulated engines."""
