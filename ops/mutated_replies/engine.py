@@ -52,7 +52,10 @@ class Engine:
         self.base_url = ""
         dialects: tuple[Dialect, ...] = ("sglang", "vllm")
         self._simulators = {
-            dialect: Simulator(Config(dialect=dialect, seed=seed, reasoning=0.0, experts=(1, 2, 64), indexer=(1, 2)))
+            dialect: Simulator(
+                # Without a prefix cache a reply depends on its own session alone.
+                Config(dialect=dialect, seed=seed, reasoning=0.0, experts=(1, 2, 64), indexer=(1, 2), cache_tokens=0)
+            )
             for dialect in dialects
         }
         self._server: asyncio.Server | None = None
@@ -84,6 +87,10 @@ class Engine:
         headers = {name.lower(): value.strip() for name, _, value in (text.partition(":") for text in lines if text)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         session_id = headers.get("x-smg-routing-key", "")
+        if line.startswith("GET "):
+            status = b"200 OK" if line.startswith("GET /health ") else b"404 Not Found"
+            writer.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)
+            return True
         if session_id not in self.orders or not line.startswith("POST /v1/chat/completions "):
             self.faults.append(f"the engine was asked for {line!r} by session {session_id!r}")
             writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
@@ -101,11 +108,11 @@ class Engine:
         vllm = order.dialect == "vllm"
         start = request.routed_experts_prompt_start if vllm else request.routed_experts_start_len
         simulator = self._simulators["vllm" if vllm else "sglang"]
-        reply = await simulator.chat(body, session_id, _never)
+        reply = await simulator.chat(body, _never)
         if reply is None or reply.status != 200:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             fields["messages"] = msgspec.Raw(b"[" + bytes(request.messages[-1]) + b"]")
-            reply = await simulator.chat(msgspec.json.encode(fields), session_id, _never)
+            reply = await simulator.chat(msgspec.json.encode(fields), _never)
         assert reply is not None
         if reply.status != 200:
             self.faults.append(f"the simulator refused a request of {session_id}: {reply.body[:200]!r}")

@@ -55,6 +55,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weight-versions", action="store_true", help="always report their spans")
     parser.add_argument("--model", default="simulator")
     parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations that think first")
+    parser.add_argument("--cache-tokens", type=int, default=2**22, help="what the prefix cache holds")
+    parser.add_argument("--prefill-us-per-token", type=float, default=0.0, help="of those not in the prefix cache")
+    parser.add_argument("--keep-requests", type=int, default=256, help="how many /sim/requests can tell of")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args()
 
@@ -69,6 +72,9 @@ async def _serve(arguments: argparse.Namespace) -> None:
         model=arguments.model,
         reasoning=arguments.reasoning,
         experts=arguments.experts,
+        keep_requests=arguments.keep_requests,
+        cache_tokens=arguments.cache_tokens,
+        prefill_s=arguments.prefill_us_per_token / 1e6,
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(

@@ -6,6 +6,7 @@ No framework: the simulator shares its cores with the server under benchmark.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import parse_qs
@@ -15,7 +16,7 @@ import msgspec
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
-from ops.simulator.records import RequestLog, Seen
+from ops.simulator.records import PROBES, RequestLog, Seen
 from ops.simulator.wire import Delivery, FaultOrder, Reply
 
 Scope = dict[str, Any]
@@ -47,26 +48,23 @@ class Simulator:
         if body is None:
             return
         path = scope["path"]
+        seen = Seen(path, scope["headers"], body)
+        if path in PROBES:
+            self.requests.probes[path] += 1
+        elif not path.startswith("/sim/"):
+            self.requests.add(seen)
         if path in self._generating and scope["method"] == "POST":
-            reply = await self._generated(scope, body, receive)
+            reply = await self._generating[path](body, lambda: _hung_up(receive))
         else:
             reply = await self._controlled(scope, path, body)
         if reply is not None:
             await _deliver(reply, receive, send)
-
-    async def _generated(self, scope: Scope, body: bytes, receive: Receive) -> Reply | None:
-        headers = scope["headers"]
-        self.requests.add(Seen(scope["path"], headers, body))
-        key = next((value for name, value in headers if name == b"x-smg-routing-key"), b"")
-        answer = self._generating[scope["path"]]
-        return await answer(body, key.decode("latin-1"), lambda: _hung_up(receive))
+            seen.answered = time.monotonic()
 
     async def _controlled(self, scope: Scope, path: str, body: bytes) -> Reply:
         handler = self.control.find(scope["method"], path)
         if handler is None:
             return self.engine.error("Not Found", 404)
-        if not path.startswith("/sim/"):
-            self.requests.add(Seen(path, scope["headers"], body))
         values = parse_qs(scope["query_string"].decode("latin-1"))
         query = {name: found[-1] for name, found in values.items()}
         try:

@@ -16,7 +16,8 @@ class Config:
     ``reasoning`` is the share of generations that think first. ``experts`` is
     the default ``(layers, top_k, experts)`` of a routing payload.
     ``max_turn_tool_results`` bounds the seeded number (from 1) of tool results
-    after which the policy stops calling tools.
+    after which the policy stops calling tools. ``cache_tokens`` bounds the
+    prefix cache, ``prefill_s`` is the time that a token takes which is not in it.
     """
 
     dialect: Dialect = "sglang"
@@ -29,5 +30,7 @@ class Config:
     experts: tuple[int, int, int] = (4, 2, 64)
     indexer: tuple[int, int] = (2, 8)
     max_turn_tool_results: int = 3
+    cache_tokens: int = 2**22
+    prefill_s: float = 0.0
     keep_requests: int = 256
     keep_request_bytes: int = 64 * 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -60,6 +61,34 @@ class Latency(Struct, forbid_unknown_fields=True):
     latency_ms: float | None = None
 
 
+Outcome = Literal["ok", "missing", "refused", "error"]
+
+_FAILURES: dict[Outcome, tuple[str, int]] = {
+    "missing": ("Not Found", 404),
+    "refused": ("The request was refused, as ordered.", 400),
+    "error": ("The engine failed, as ordered.", 500),
+}
+HEALTH_PATIENCE_S = 20.0
+"""How long SGLang's ``/health`` waits for the token that it generates."""
+
+
+class Behaviour(Struct, forbid_unknown_fields=True):
+    """Body of ``/sim/behaviour``: how routes answer from now on; what is left out stays as it is.
+
+    ``sessions`` is of both session routes, which take ``sessions_delay_s`` seconds in any case.
+    ``health_hangs_when_paused`` is SGLang's way, whose ``/health`` generates a token; vLLM's never hangs.
+    What is ordered to fail has no effect.
+    """
+
+    health: Outcome = "ok"
+    health_hangs_when_paused: bool = True
+    sessions: Outcome = "ok"
+    sessions_delay_s: float = 0.0
+    abort: Outcome = "ok"
+    pause: Outcome = "ok"
+    resume: Outcome = "ok"
+
+
 class Control:
     """Everything but generations. Unknown routes are not found, as on an engine."""
 
@@ -68,6 +97,7 @@ class Control:
         self._requests = requests
         self._sessions: dict[str, OpenSession] = {}
         self._closed: list[str] = []
+        self._behaviour = Behaviour()
         own: dict[tuple[str, str], Handler] = {
             ("POST", "/open_session"): self._open_session,
             ("POST", "/close_session"): self._close_session,
@@ -88,6 +118,7 @@ class Control:
         self._routes: dict[tuple[str, str], Handler] = {
             **own,
             ("GET", "/health"): self._health,
+            ("POST", "/sim/behaviour"): self._sim_behaviour,
             ("GET", "/v1/models"): self._models,
             ("POST", "/sim/faults"): self._sim_faults,
             ("POST", "/sim/latency"): self._sim_latency,
@@ -100,7 +131,18 @@ class Control:
         """The handler of a route, or ``None``."""
         return self._routes.get((method, path))
 
+    def _failed(self, outcome: Outcome) -> Reply | None:
+        failure = _FAILURES.get(outcome)
+        return None if failure is None else self._engine.error(*failure)
+
     async def _health(self, body: bytes, query: Query) -> Reply:
+        if failed := self._failed(self._behaviour.health):
+            return failed
+        if self._behaviour.health_hangs_when_paused and self._engine.config.dialect == "sglang":
+            try:
+                await asyncio.wait_for(self._engine.runs.resumed(), HEALTH_PATIENCE_S)
+            except TimeoutError:
+                return Reply(status=503)
         return Reply((b"",))
 
     async def _models(self, body: bytes, query: Query) -> Reply:
@@ -127,8 +169,15 @@ class Control:
             }
         )
 
+    async def _session_failed(self) -> Reply | None:
+        if self._behaviour.sessions_delay_s > 0:
+            await asyncio.sleep(self._behaviour.sessions_delay_s)
+        return self._failed(self._behaviour.sessions)
+
     async def _open_session(self, body: bytes, query: Query) -> Reply:
         wish = msgspec.json.decode(body, type=OpenSession)
+        if failed := await self._session_failed():
+            return failed
         name = wish.session_id or uuid.uuid4().hex
         if name in self._sessions:
             return self._engine.error("The session could not be opened; is one with this id still open?")
@@ -137,23 +186,31 @@ class Control:
 
     async def _close_session(self, body: bytes, query: Query) -> Reply:
         wish = msgspec.json.decode(body, type=CloseSession)
+        if failed := await self._session_failed():
+            return failed
         self._closed.append(wish.session_id)
         self._sessions.pop(wish.session_id, None)
         return Reply((b"",))
 
     async def _abort_request(self, body: bytes, query: Query) -> Reply:
         wish = msgspec.json.decode(body, type=AbortRequest)
+        if failed := self._failed(self._behaviour.abort):
+            return failed
         self._engine.runs.abort(wish.rid or "", wish.abort_all)
         return Reply((b"",))
 
     async def _pause_generation(self, body: bytes, query: Query) -> Reply:
         wish = msgspec.json.decode(body or b"{}", type=PauseGeneration)
+        if failed := self._failed(self._behaviour.pause):
+            return failed
         self._engine.runs.pause()
         if wish.mode == "abort":
             self._engine.runs.abort("", everything=True)
         return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue_generation(self, body: bytes, query: Query) -> Reply:
+        if failed := self._failed(self._behaviour.resume):
+            return failed
         self._engine.runs.resume()
         return json_reply({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -171,6 +228,8 @@ class Control:
         mode = query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
             return self._engine.error(f"unknown mode {mode[:40]!r}")
+        if failed := self._failed(self._behaviour.pause):
+            return failed
         if mode == "wait":
             await self._engine.runs.drained()
         self._engine.runs.pause()
@@ -179,6 +238,8 @@ class Control:
         return json_reply({"status": "paused"})
 
     async def _vllm_resume(self, body: bytes, query: Query) -> Reply:
+        if failed := self._failed(self._behaviour.resume):
+            return failed
         self._engine.runs.resume()
         return json_reply({"status": "resumed"})
 
@@ -198,6 +259,12 @@ class Control:
         self._engine.latency_s = seconds
         return json_reply({"latency_s": seconds})
 
+    async def _sim_behaviour(self, body: bytes, query: Query) -> Reply:
+        wished = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        known = msgspec.json.decode(msgspec.json.encode(self._behaviour), type=dict[str, msgspec.Raw])
+        self._behaviour = msgspec.json.decode(msgspec.json.encode(known | wished), type=Behaviour)
+        return json_reply(self._behaviour)
+
     async def _sim_stats(self, body: bytes, query: Query) -> Reply:
         engine = self._engine
         return json_reply(
@@ -207,6 +274,8 @@ class Control:
                 "paused": engine.runs.paused,
                 "weight_version": engine.weight_version,
                 "latency_s": engine.latency_s,
+                "prefix_cache_tokens": engine.prefixes.tokens,
+                "probes": self._requests.probes,
                 "queued_faults": engine.faults.names(),
                 "open_sessions": list(self._sessions),
                 "closed_sessions": self._closed,
@@ -222,6 +291,7 @@ class Control:
         self._requests.clear()
         self._sessions.clear()
         self._closed.clear()
+        self._behaviour = Behaviour()
         return json_reply({"ok": True})
 
 
@@ -233,6 +303,8 @@ class _Stats(Struct):
     faulted: int
     refused: int
     in_flight: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
 
 
 def _stats(engine: Engine) -> _Stats:
@@ -246,4 +318,6 @@ def _stats(engine: Engine) -> _Stats:
         counters.faulted,
         counters.refused,
         len(runs.rids),
+        counters.prompt_tokens,
+        counters.prefix_hit_tokens,
     )

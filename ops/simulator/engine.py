@@ -15,7 +15,8 @@ from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault
 from ops.simulator.generate import Draft, Policy
 from ops.simulator.generation import Generation, R, Span, Writer
 from ops.simulator.payloads import Payloads
-from ops.simulator.records import Counters, PrefixCache
+from ops.simulator.prefixes import PrefixCache
+from ops.simulator.records import Counters
 from ops.simulator.running import Run, Runs
 from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
 from ops.simulator.tokenizer import Encoded, Tokenizer
@@ -51,7 +52,7 @@ class Engine:
         self.runs = Runs()
         self.faults = FaultQueue()
         self.counters = Counters()
-        self.prefixes = PrefixCache()
+        self.prefixes = PrefixCache(config.cache_tokens)
         self.weight_version = config.weight_version
         self.latency_s = config.latency_s
         self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
@@ -76,8 +77,8 @@ class Engine:
         self.weight_version = self.config.weight_version
         self.latency_s = self.config.latency_s
 
-    async def chat(self, body: bytes, key: str, hung_up: HungUp) -> Reply | None:
-        """Answer a chat body under a routing ``key``; ``None`` once the client left."""
+    async def chat(self, body: bytes, hung_up: HungUp) -> Reply | None:
+        """Answer a chat body; ``None`` once the client left."""
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
@@ -85,7 +86,7 @@ class Engine:
             prompt = self._prompt(request, conversation)
         except _REFUSALS as error:
             return self._refused(error)
-        generation = await self._generate(request, prompt, conversation, order, key, hung_up)
+        generation = await self._generate(request, prompt, conversation, order, hung_up)
         if not isinstance(generation, Generation):
             return generation
         if not request.stream:
@@ -93,8 +94,8 @@ class Engine:
         reply = self._dialect.stream(generation, self.writer)
         return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
 
-    async def complete(self, body: bytes, key: str, hung_up: HungUp) -> Reply | None:
-        """Answer a completion's body under a routing ``key``; ``None`` once the client left."""
+    async def complete(self, body: bytes, hung_up: HungUp) -> Reply | None:
+        """Answer a completion's body; ``None`` once the client left."""
         try:
             request = self._decode_completion(body)
             self._check(request)
@@ -105,7 +106,7 @@ class Engine:
         except _REFUSALS as error:
             return self._refused(error)
         conversation = completion.conversation(prompt)
-        generation = await self._generate(request, prompt, conversation, order, key, hung_up)
+        generation = await self._generate(request, prompt, conversation, order, hung_up)
         if not isinstance(generation, Generation):
             return generation
         render = completion.vllm if self.config.dialect == "vllm" else completion.sglang
@@ -117,31 +118,35 @@ class Engine:
         prompt: Encoded,
         conversation: Conversation,
         order: FaultOrder | None,
-        key: str,
         hung_up: HungUp,
     ) -> Generation[R] | Reply | None:
         """Take the time and the tokens of a generation; a reply where a fault stands for it."""
         fault = FAULTS[order.fault] if order else None
         self._number += 1
         sim = request.sim or Sim()
+        cached = self.prefixes.cached(prompt.packed)
         run = Run(
             request.rid or f"{self.config.seed & 0xFFFF:04x}{self._number:028x}",
             self.latency_s if sim.latency_s is None else sim.latency_s,
             [(0.0, sim.weight_version or self.weight_version)],
+            (prompt.count - cached) * self.config.prefill_s,
         )
         if fault and order and not fault.generates:
             self.counters.faulted += 1
             await self.runs.hold(run, hung_up)
             return fault.spoil(Reply(), order)
         self.counters.started += 1
-        draft = self._draft(conversation, request, prompt, fault.finish if fault else None)
+        self.counters.prompt_tokens += prompt.count
+        self.counters.prefix_hit_tokens += cached
+        whole, draft = self._draft(conversation, request, prompt, order)
         share = await self.runs.hold(run, hung_up)
         if run.gone:
             return None
         self.counters.finished += 1
-        draft = self._cut(draft, run, share)
-        cached = self.prefixes.cached(key, prompt.packed)
-        self.prefixes.served(key, prompt.packed, array("i", draft.ids).tobytes())
+        draft = self._cut(draft, run, share, sim.abort_at or [])
+        if draft.finish == "abort":
+            self.policy.leave(prompt.packed, whole, len(draft.ids))
+        self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())
         spans = _spans(run, request.sim, len(draft.ids))
         return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
 
@@ -186,21 +191,33 @@ class Engine:
         self._check_start(request, prompt)
         return prompt
 
-    def _draft(self, conversation: Conversation, request: R, prompt: Encoded, finish: str | None) -> Draft:
+    def _draft(
+        self, conversation: Conversation, request: R, prompt: Encoded, order: FaultOrder | None
+    ) -> tuple[Draft, Draft]:
+        """All that there is to say, and what the request and the fault leave of it."""
         wish: ChatRequest | CompletionRequest = request
+        finish = FAULTS[order.fault].finish if order else None
         if finish is not None:
             sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
             wish = msgspec.structs.replace(request, sim=sim)
-        continuing = not prompt.packed.endswith(self._opening)
-        draft = self.policy.draft(conversation, wish, continuing)
-        if isinstance(request, CompletionRequest) and request.stop:
+        whole = self.policy.unfinished(prompt.packed)
+        if whole is None:
+            continuing = not prompt.packed.endswith(self._opening)
+            whole = self.policy.whole(conversation, wish, continuing)
+        tokens = order.tokens if order is not None else None
+        draft = self.policy.within(whole, request if tokens is not None else wish)
+        if request.stop:
             stops = [request.stop] if isinstance(request.stop, str) else request.stop
             draft = self.policy.stopped(draft, stops)
-        return draft
+        if finish is not None and tokens is not None and tokens < len(draft.ids):
+            draft = self.policy.cut(draft, tokens, finish, exact=True)
+        return whole, draft
 
-    def _cut(self, draft: Draft, run: Run, share: float) -> Draft:
+    def _cut(self, draft: Draft, run: Run, share: float, abort_at: list[int]) -> Draft:
         if not run.aborted:
             return draft
+        if draft.cuts < len(abort_at):
+            return self.policy.cut(draft, abort_at[draft.cuts], "abort", exact=True)
         return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -38,8 +39,9 @@ class Draft:
 
     ``ids`` ends with the end token where ``finish`` is ``stop`` or
     ``tool_calls`` and then ``text`` (which lacks it) is what the ids decode to.
-    ``stop_text`` is the stop string that ended a completion; ``ids`` then ends with
-    the token that completed it, and ``text`` before it began.
+    ``stop_text`` is the stop string that ended it; ``ids`` then ends with
+    the token that completed it, and ``text`` before it began. ``cuts`` is how often
+    an abort cut the answer of which this is what is left.
     """
 
     text: str
@@ -51,6 +53,7 @@ class Draft:
     logprob_offset: int
     digest: str
     stop_text: str | None = None
+    cuts: int = 0
 
 
 class Policy:
@@ -62,6 +65,7 @@ class Policy:
         self._prose = Prose(tokenizer, config.seed)
         self._seed = config.seed.to_bytes(16, "little", signed=True)
         self._asked: Lru[bytes, int] = Lru(200_000)
+        self._unfinished: Lru[bytes, Draft] = Lru(10_000)
         self._end = tokenizer.special_ids[IM_END]
         self._glue = {
             True: self._glue_ids("<tool_call>"),
@@ -77,9 +81,14 @@ class Policy:
     def forget(self) -> None:
         """Start counting earlier generations anew."""
         self._asked.clear()
+        self._unfinished.clear()
 
     def draft(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
-        """Sample an answer to ``conversation``, within ``request``'s limits.
+        """Sample an answer to ``conversation``, within ``request``'s limits; as `whole`."""
+        return self.within(self.whole(conversation, request, continuing), request)
+
+    def whole(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
+        """Sample an answer to ``conversation``, no longer than shows that it passes ``request``'s limit.
 
         ``continuing``: the prompt ends inside an assistant turn.
         """
@@ -88,14 +97,14 @@ class Policy:
         key = hashlib.blake2b(self._seed + conversation.digest + asked.to_bytes(8, "little"), digest_size=16).digest()
         rng = random.Random(key)
         sim = request.sim or Sim()
-        limit = request.max_tokens
         calls: tuple[Call, ...] = ()
-        if isinstance(request, ChatRequest):
-            if request.max_completion_tokens is not None:
-                limit = request.max_completion_tokens
-            if not continuing:
-                calls = self._calls(conversation, request, sim, rng)
-        draft = self._compose(sim, calls, rng, limit, continuing, key.hex())
+        if isinstance(request, ChatRequest) and not continuing:
+            calls = self._calls(conversation, request, sim, rng)
+        return self._compose(sim, calls, rng, _limit(request), continuing, key.hex())
+
+    def within(self, draft: Draft, request: Request) -> Draft:
+        """``draft`` as far as ``request`` lets it go."""
+        sim, limit = request.sim or Sim(), _limit(request)
         if limit is not None and len(draft.ids) > limit:
             draft = self.cut(draft, limit, "length", exact=True)
         if sim.finish_reason == "abort":
@@ -203,8 +212,32 @@ class Policy:
             stop_text=None,
         )
 
+    def leave(self, prompt: bytes, whole: Draft, kept: int) -> None:
+        """An abort cut ``whole`` after ``kept`` tokens; who sends them behind ``prompt`` gets the rest."""
+        ids = whole.ids[kept:]
+        text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._end] else ids)
+        calls = whole.calls[len(whole.calls) - text.count("<tool_call>") :]
+        reasoning, content, calls = parse(text, calls)
+        finish = whole.finish if whole.finish not in ("stop", "tool_calls") else "tool_calls" if calls else "stop"
+        rest = replace(
+            whole,
+            text=text,
+            content=content,
+            reasoning=reasoning,
+            calls=calls,
+            ids=ids,
+            finish=finish,
+            logprob_offset=whole.logprob_offset + kept,
+            cuts=whole.cuts + 1,
+        )
+        self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
+
+    def unfinished(self, prompt: bytes) -> Draft | None:
+        """What is left to say behind ``prompt``, of an answer that an abort cut there."""
+        return self._unfinished.get(_digest(prompt))
+
     def stopped(self, draft: Draft, stops: list[str]) -> Draft:
-        """``draft`` up to the first of these strings in its text, as engines cut a completion."""
+        """``draft`` up to the first of these strings in its text, as engines cut one."""
         ids = draft.ids[:-1] if draft.ids[-1:] == [self._end] else draft.ids
         pieces = [self._tokenizer.token_bytes[token] for token in ids]
         whole = b"".join(pieces)
@@ -215,7 +248,26 @@ class Policy:
         ends = list(accumulate(map(len, pieces)))
         count = bisect_left(ends, at + len(stop.encode())) + 1
         text = whole[:at].decode("utf-8", "replace")
-        return replace(draft, text=text, content=text, ids=ids[:count], finish="stop", stop_text=stop)
+        reasoning, content, calls = parse(text, draft.calls)
+        return replace(
+            draft,
+            text=text,
+            content=content,
+            reasoning=reasoning,
+            calls=calls,
+            ids=ids[:count],
+            finish="stop",
+            stop_text=stop,
+        )
+
+
+def _limit(request: Request) -> int | None:
+    wished = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    return request.max_tokens if wished is None else wished
+
+
+def _digest(ids: bytes) -> bytes:
+    return hashlib.blake2b(ids, digest_size=16).digest()
 
 
 def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[Call, ...]]:
@@ -225,8 +277,8 @@ def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[
     engines do when their tool parser fails.
     """
     reasoning: str | None = None
-    if text.startswith("<think>\n"):
-        reasoning, _, text = text.removeprefix("<think>\n").partition("\n</think>")
+    if text.startswith("<think>"):
+        reasoning, _, text = text.removeprefix("<think>").removeprefix("\n").partition("\n</think>")
         text = text.removeprefix("\n\n").removeprefix("\n")
     found = _CALL.findall(text)
     if not found or len(found) != text.count("<tool_call>"):

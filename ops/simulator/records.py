@@ -1,31 +1,47 @@
-"""What the simulator has seen: bodies, counters, and served prefixes."""
+"""What the simulator has seen: bodies and counters."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import pybase64
 
-from ops.simulator.lru import Lru
+PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused"})
+"""Routes that are asked all the time: they are counted, and push no other request out of the log."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
-    """One request as it arrived."""
+    """One request as it arrived.
+
+    ``number`` counts from 1 in the order of arrival, since the process began. ``arrived`` and ``answered`` are of the
+    host's monotonic clock, in seconds: they compare between engines. ``answered`` is when the last byte of the reply
+    was handed to the socket; 0.0 until then, and where the client left before.
+    """
 
     path: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
+    number: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    answered: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Path, headers and the body's hash."""
+        """Path, headers, order and the body's hash."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
-        return {"path": self.path, "headers": headers, "sha256": hashlib.sha256(self.body).hexdigest()}
+        return {
+            "path": self.path,
+            "headers": headers,
+            "sha256": hashlib.sha256(self.body).hexdigest(),
+            "number": self.number,
+            "arrived": self.arrived,
+            "answered": self.answered or None,
+        }
 
     def whole(self) -> dict[str, Any]:
         """The summary and the body, parsed where it is JSON and to the byte."""
@@ -37,16 +53,20 @@ class Seen:
 
 
 class RequestLog:
-    """The last bodies, bounded in number and bytes."""
+    """The last bodies, bounded in number and bytes. ``probes`` counts the requests of each such route."""
 
     def __init__(self, count: int, size: int) -> None:
         self._count = count
         self._size = size
         self._total = 0
+        self._number = 0
         self._seen: deque[Seen] = deque()
+        self.probes: Counter[str] = Counter()
 
     def add(self, seen: Seen) -> None:
-        """Keep ``seen``, drop the oldest past the bounds."""
+        """Keep and number ``seen``, drop the oldest past the bounds."""
+        self._number += 1
+        seen.number = self._number
         self._seen.append(seen)
         self._total += len(seen.body)
         while len(self._seen) > self._count or (self._total > self._size and len(self._seen) > 1):
@@ -59,44 +79,17 @@ class RequestLog:
     def clear(self) -> None:
         """Forget all of them."""
         self._seen.clear()
+        self.probes.clear()
         self._total = 0
 
 
 @dataclass(slots=True)
 class Counters:
-    """Generations since the last reset."""
+    """Generations since the last reset. ``prefix_hit_tokens`` of all ``prompt_tokens`` were in the prefix cache."""
 
     started: int = 0
     finished: int = 0
     faulted: int = 0
     refused: int = 0
-
-
-def _shared_ids(one: bytes, other: bytes) -> int:
-    """Length of the common prefix of two packed sequences, in ids."""
-    count = min(len(one), len(other)) // 4
-    differ = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
-    return int(differ.argmax()) if differ.any() else count
-
-
-@dataclass(slots=True)
-class PrefixCache:
-    """The newest sequence served under each routing key, as packed ids."""
-
-    _served: Lru[str, bytes] = field(default_factory=lambda: Lru[str, bytes](256 * 2**20))
-
-    def cached(self, key: str, prompt: bytes) -> int:
-        """How many leading ids of ``prompt`` were served before; never all."""
-        old = self._served.get(key)
-        if not old or not prompt:
-            return 0
-        shared = len(old) // 4 if prompt.startswith(old) else _shared_ids(old, prompt)
-        return min(shared, len(prompt) // 4 - 1)
-
-    def served(self, key: str, prompt: bytes, sampled: bytes) -> None:
-        """Remember a sequence."""
-        self._served.put(key, prompt + sampled, len(prompt) + len(sampled) + 200)
-
-    def clear(self) -> None:
-        """Flush."""
-        self._served.clear()
+    prompt_tokens: int = 0
+    prefix_hit_tokens: int = 0

@@ -13,13 +13,15 @@ class Run:
     """One generation in flight.
 
     ``versions`` lists ``(share done, version)`` for each weight version it has
-    seen. ``gone`` is set when the client hung up, ``aborted`` when it was told
-    to stop; ``wake`` ends its wait.
+    seen. ``prefill`` is the time before its first token, ``duration`` that of
+    its tokens. ``gone`` is set when the client hung up, ``aborted`` when it was
+    told to stop; ``wake`` ends its wait.
     """
 
     rid: str
     duration: float
     versions: list[tuple[float, str]]
+    prefill: float = 0.0
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = 0.0
     aborted: bool = False
@@ -29,7 +31,10 @@ class Run:
         """The share of the generation that is done, in [0, 1]."""
         if not self.began:
             return 0.0
-        return min(1.0, max(0.0, (now - self.began) / self.duration)) if self.duration > 0 else 1.0
+        spent = now - self.began - self.prefill
+        if self.duration <= 0:
+            return 1.0 if spent >= 0 else 0.0
+        return min(1.0, max(0.0, spent / self.duration))
 
 
 class Runs:
@@ -76,6 +81,10 @@ class Runs:
         """Let them go on."""
         self._resumed.set()
 
+    async def resumed(self) -> None:
+        """Return when generations are not held."""
+        await self._resumed.wait()
+
     async def drained(self) -> None:
         """Return when nothing is in flight."""
         await self._idle.wait()
@@ -85,7 +94,7 @@ class Runs:
 
         Returns at once where it takes none, so a benchmark pays for no task.
         """
-        if run.duration <= 0 and not self.paused:
+        if run.prefill + run.duration <= 0 and not self.paused:
             return 1.0
         self._runs[id(run)] = run
         self._idle.clear()
@@ -113,9 +122,10 @@ class Runs:
         loop = asyncio.get_running_loop()
         await self._until_resumed(run)
         run.began = loop.time()
-        if not run.aborted and run.duration > 0:
+        takes = run.prefill + run.duration
+        if not run.aborted and takes > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.wake.wait(), run.duration)
+                await asyncio.wait_for(run.wake.wait(), takes)
         share = run.progress(loop.time()) if run.aborted else 1.0
         await self._until_resumed(run)
         return share

@@ -47,7 +47,7 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
         b',"logprobs":',
         writer.content_logprobs(draft, numbers) if request.logprobs else b"null",
         b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        str(writer.end_id).encode() if generation.ended_itself else b"null",
+        encode(draft.stop_text or (writer.end_id if generation.ended_itself else None)),
     ]
     if request.return_prompt_token_ids or request.return_token_ids:
         head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
@@ -70,6 +70,8 @@ def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, ob
         return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     if generation.ended_itself:
         return {"type": "stop", "matched": writer.end_id}
+    if generation.draft.stop_text is not None:
+        return {"type": "stop", "matched": generation.draft.stop_text}
     return {"type": finish}
 
 
@@ -128,7 +130,7 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
         "delta": {},
         "logprobs": None,
         "finish_reason": draft.finish,
-        "matched_stop": writer.end_id if generation.ended_itself else None,
+        "matched_stop": draft.stop_text or (writer.end_id if generation.ended_itself else None),
     }
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:

@@ -38,7 +38,7 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
         message_json(draft, b"null"),
         b',"logprobs":',
         _logprobs(generation, writer),
-        b',"finish_reason":"%s","stop_reason":null,"token_ids":' % draft.finish.encode(),
+        b',"finish_reason":"%s","stop_reason":%s,"token_ids":' % (draft.finish.encode(), encode(draft.stop_text)),
         encode(draft.ids) if request.return_token_ids else b"null",
     ]
     if request.return_weight_versions:

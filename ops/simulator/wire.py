@@ -69,7 +69,7 @@ class FaultOrder(Struct, forbid_unknown_fields=True):
 
     ``delay_s`` and ``pieces`` shape ``drip``, ``at_byte`` is where ``reset``
     cuts, ``retry_after`` belongs to ``status_429`` and ``location`` to
-    ``redirect``.
+    ``redirect``. ``tokens`` is after how many ``abort`` ends the generation.
     """
 
     fault: str
@@ -80,10 +80,16 @@ class FaultOrder(Struct, forbid_unknown_fields=True):
     retry_after: str = "1"
     location: str = "http://127.0.0.1:9/elsewhere"
     message: str | None = None
+    tokens: int | None = None
 
 
 class Sim(Struct, forbid_unknown_fields=True):
-    """The ``sim`` field of a request: wishes a real engine would ignore."""
+    """The ``sim`` field of a request: wishes a real engine would ignore.
+
+    ``abort_at`` is after how many tokens an abort finds the generation, instead of
+    where its time says; the second number is for the generation of what the first
+    abort left, and so on.
+    """
 
     completion_tokens: int | None = None
     latency_s: float | None = None
@@ -97,6 +103,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     weight_versions: list[str] | None = None
     body_bytes: int | None = None
     fault: str | FaultOrder | None = None
+    abort_at: list[int] | None = None
 
 
 class StreamOptions(Struct):
@@ -120,6 +127,7 @@ class Request(Struct, kw_only=True):
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     routed_experts_prompt_start: int = 0
+    stop: str | list[str] | None = None
     sim: Sim | None = None
 
 
@@ -145,7 +153,6 @@ class CompletionRequest(Request, kw_only=True):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = None
-    stop: str | list[str] | None = None
 
 
 class BadRequest(Exception):
