@@ -7,28 +7,46 @@ costs a prefill and nothing else.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 import msgspec
 
-from app.domain.events import AffinityBound
-from app.domain.session import Session
+from app.domain.events import AffinityBound, AffinityReleased
+from app.domain.session import Affinity, Session
+from app.errors import SessionUnreadable
 from app.service.cache import SessionCache
 from app.service.claims import Opening
 from app.settings import Settings
-from app.upstream.engines import Engines
+from app.upstream.engines import Engines, Order
+
+log = logging.getLogger("turnlog.placement")
 
 Clock = Callable[[], float]
 
-Cause = str
+Cause = Literal["listed", "draining", "dead", "expired"]
+
+
+class Control(Protocol):
+    """A client's own word on where its turn goes (`service.session_control`)."""
+
+    async def prepare(self, engine: str) -> None:
+        """The turn is about to be sent to this engine."""
+        ...
+
+    def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Engines in the order in which a turn tries them, and what the session is bound to until then."""
+    """Engines in the order in which a turn tries them; `away` says why the session's own is not the first of them.
 
-    order: tuple[str, ...]
-    bound: str | None
-    is_expired: bool = False
+    `control` has made the order, where a client has its say.
+    """
+
+    order: Order
+    away: Cause | None = None
+    control: Control | None = None
 
 
 class Placement:
@@ -41,29 +59,40 @@ class Placement:
         self._clock = clock
 
     async def place(self, opening: Opening) -> Place:
-        """Raises NoUpstream."""
-        session = opening.session
-        bound = None if session.affinity is None else session.affinity.engine
-        is_expired = self._is_expired(opening.idle_since)
-        near = bound if not is_expired else None
-        if bound is None and session.config.parent is not None:
-            near = await self._engine_of(session.config.parent)
-        return Place(tuple(self._engines.order(session.session_id, near)), bound, is_expired)
+        """Raises NoUpstream, StoreUnavailable."""
+        session, affinity = opening.session, opening.session.affinity
+        if affinity is None:
+            parent = session.config.parent
+            near = None if parent is None else await self._engine_of(parent)
+            return Place(self._engines.order(session.session_id, near))
+        if self._is_expired(affinity, opening.idle_since):
+            return Place(self._engines.order(session.session_id), "expired")
+        order = self._engines.order(session.session_id, affinity.engine)
+        return Place(order, self._engines.why_not(affinity.engine))
 
     async def _engine_of(self, session_id: str) -> str | None:
-        """A sub-agent's first prompt is mostly its parent's: so is its engine."""
-        live = await self._cache.get(session_id)
+        """A sub-agent's first prompt is mostly its parent's: so is its engine. Raises StoreUnavailable."""
+        try:
+            live = await self._cache.current(session_id)
+        except SessionUnreadable as error:
+            log.warning("a sub-agent is placed without regard to its parent: %s", error)
+            return None
         return None if live is None or live.session.affinity is None else live.session.affinity.engine
 
-    def _is_expired(self, idle_since: float) -> bool:
-        return self._ttl_s is not None and self._clock() - idle_since > self._ttl_s
+    def _is_expired(self, affinity: Affinity, idle_since: float) -> bool:
+        """One that a client controls has a time to live of its own."""
+        return affinity.control is None and self._ttl_s is not None and self._clock() - idle_since > self._ttl_s
 
-    def binding(self, session: Session, place: Place, engine: str) -> AffinityBound | None:
-        """What a commit says of the engine that answered; None where that is the one the session has."""
-        if engine == place.bound:
-            return None
-        if place.bound is None:
+    def binding(self, session: Session, place: Place, engine: str) -> AffinityBound | AffinityReleased | None:
+        """What a commit says of the engine that answered; None where that is the one the session has.
+
+        An engine that was to be the first and is not the one that answered refused the connection: it is `dead`.
+        """
+        if place.control is not None:
+            return place.control.binding(session, engine)
+        affinity = session.affinity
+        if affinity is None:
             return AffinityBound(engine)
-        if place.is_expired:
-            return AffinityBound(engine, "expired")
-        return AffinityBound(engine, self._engines.why_not(place.bound) or "dead")
+        if engine == affinity.engine:
+            return None
+        return AffinityBound(engine, place.away or "dead", affinity.control)

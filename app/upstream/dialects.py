@@ -45,6 +45,9 @@ _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
     "auto": ("routed_experts_start_len", "routed_experts_prompt_start"),
 }
 
+FIRST_ROW_NAMES = _FIRST_ROW["auto"]
+"""The parameters that leave out the first rows of `routed_experts`, of either engine."""
+
 
 def complete(
     params: Mapping[str, msgspec.Raw],
@@ -67,7 +70,7 @@ def complete(
         if returns(kind, dialect, protocol):
             fields[_RETURN[kind]] = b"true"
     if "routed_experts" in replay:
-        for name in _FIRST_ROW["auto"]:
+        for name in FIRST_ROW_NAMES:
             fields.pop(name, None)
     return fields
 
@@ -84,7 +87,7 @@ def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:
 
 def clients_first_row(params: Mapping[str, msgspec.Raw]) -> int:
     """From which row on the client asked for `routed_experts`; 0 for what is no row, which the engine will refuse."""
-    for name in _FIRST_ROW["auto"]:
+    for name in FIRST_ROW_NAMES:
         text = bytes(params.get(name, b""))
         if text.isdigit() and len(text) < 10:
             return int(text)

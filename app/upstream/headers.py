@@ -41,6 +41,12 @@ def to_engine(client: Iterable[tuple[str, str]], session_id: str, api_key: str |
     return headers
 
 
+def to_control(api_key: str | None) -> Headers:
+    """For what Turnlog asks an engine of its own accord, and of no session."""
+    headers = [("content-type", "application/json"), ("accept-encoding", "identity")]
+    return headers + ([("authorization", f"Bearer {api_key}")] if api_key else [])
+
+
 def to_client(engine: Iterable[tuple[str, str]]) -> Headers:
     """The engine's own headers, names in lower case, less framing, hop-by-hop ones and those named by Connection."""
     named = [(name.lower(), value) for name, value in engine]

@@ -1,0 +1,111 @@
+"""An engine as one process sees it: its load, its weights, and whether it lives.
+
+One bad sign proves nothing, and an engine that works or is paused answers slowly: only one that gives no sign of life
+several times in a row is dead, and it is back after several good signs.
+
+    any ──── 3 failures in a row ────▶ dead ──── 2 signs of life in a row ────▶ healthy, busy or paused
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from app.domain.events import is_number
+
+Alive = Literal["healthy", "busy", "paused"]
+"""How an engine lives: `busy` answers, but not where it has to generate; `paused` has been told to wait."""
+
+Health = Literal["unknown", "healthy", "busy", "paused", "dead"]
+
+FAILURES = 3
+"""So many failures in a row, and an engine is dead."""
+
+SIGNS = 2
+"""So many signs of life in a row, and a dead engine is back."""
+
+SPACING_S = 0.5
+"""Failures that are closer together are one: a hundred turns may meet the same restart."""
+
+
+class Member(msgspec.Struct):
+    """`in_flight` counts this process's generations there; `since` (seconds since the epoch) is when `health` changed.
+
+    `generation` grows each time the engine answers after it had refused connections: then it has been restarted, and
+    nothing that was learned of it holds. Such is `sessions`, whether it has the session routes, and `dialect`.
+
+    `weight_version` is the newest that is known. While it is lower than one before, that is `fell_from`.
+    """
+
+    url: str
+    is_draining: bool = False
+    in_flight: int = 0
+    health: Health = "unknown"
+    since: float | None = None
+    last_error: str | None = None
+    dialect: Literal["sglang", "vllm"] | None = None
+    sessions: bool | None = None
+    generation: int = 0
+    weight_version: str | None = None
+    fell_from: str | None = None
+    failures: int = 0
+    signs: int = 0
+    failed_at: float = 0.0
+    is_refusing: bool = False
+
+    def lives(self, alive: Alive, now: float) -> None:
+        """It gave a sign of life at `now`, in seconds since the epoch."""
+        self.answers()
+        self.failures = 0
+        self.signs += 1
+        if self.health != "dead" or self.signs >= SIGNS:
+            self.last_error = None
+            self._become(alive, now)
+
+    def failed(self, error: str, now: float) -> None:
+        """It gave none."""
+        self.last_error = error
+        self.signs = 0
+        if self.failures and 0 <= now - self.failed_at < SPACING_S:
+            return
+        self.failures += 1
+        self.failed_at = now
+        if self.failures >= FAILURES:
+            self._become("dead", now)
+
+    def answers(self) -> None:
+        """It answered a request; what it says is another question."""
+        if self.is_refusing:
+            self.is_refusing = False
+            self.generation += 1
+            self.dialect = self.sessions = None
+
+    def _become(self, health: Health, now: float) -> None:
+        if health != self.health:
+            self.health, self.since = health, now
+
+    def has_version(self, version: str, known: str | None) -> None:
+        """The engine says so; `known` is the `weight_version` that it was known to have when it was asked.
+
+        What was asked before the version last changed may be older than that, so it can raise it and nothing else.
+        """
+        if version == self.weight_version:
+            return
+        rises = self.weight_version is not None and is_lower(self.weight_version, version)
+        if known != self.weight_version and not rises:
+            return
+        if self.fell_from is None and self.weight_version is not None and is_lower(version, self.weight_version):
+            self.fell_from = self.weight_version
+        if self.fell_from is not None and not is_lower(version, self.fell_from):
+            self.fell_from = None
+        self.weight_version = version
+
+    def forget_version(self) -> None:
+        """Whatever it says next is right."""
+        self.weight_version = self.fell_from = None
+
+
+def is_lower(version: str, than: str) -> bool:
+    """Are both numbers, and is the first one lower? Names have no order."""
+    return is_number(version) and is_number(than) and int(version) < int(than)

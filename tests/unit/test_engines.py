@@ -1,0 +1,237 @@
+"""Which engine comes first, and what becomes of one that cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+
+from app.domain.fleet import EngineListed
+from app.errors import NoUpstream, UpstreamUnreachable
+from app.upstream.client import EngineClient, EngineError, Lost, NotSent
+from app.upstream.engines import Engines
+from app.upstream.member import Member
+from ops.server import reserve_port
+
+pytestmark = pytest.mark.anyio
+
+A, B, C = "http://a", "http://b", "http://c"
+REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    made = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
+    yield made
+    await made.close()
+
+
+class Listening:
+    """An engine of a few lines, which notes what it is asked. It answers when `go` is set, or hangs up at once."""
+
+    def __init__(self, *, hangs_up: bool = False) -> None:
+        self.asked: list[bytes] = []
+        self.heard = asyncio.Event()
+        self.go = asyncio.Event()
+        self.url = ""
+        self._hangs_up = hangs_up
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            size = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            self.asked.append(head.split(b" ")[1] + b" " + await reader.readexactly(size))
+            self.heard.set()
+            if not self._hangs_up:
+                await self.go.wait()
+                writer.write(REPLY)
+                await writer.drain()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(*, hangs_up: bool = False) -> AsyncIterator[Listening]:
+    engine = Listening(hangs_up=hangs_up)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield engine
+    finally:
+        engine.go.set()
+        server.close()
+
+
+def over(client: EngineClient, *urls: str, placement: str = "least_loaded") -> Engines:
+    made = Engines(client, placement)  # type: ignore[arg-type]
+    made.serve([EngineListed(url) for url in urls])
+    return made
+
+
+async def test_new_sessions_go_where_there_is_least_to_do(client: EngineClient) -> None:
+    engines = over(client, A, B, C)
+    for url, load in ((A, 3), (B, 1), (C, 2)):
+        engines.members[url].in_flight = load
+    assert list(engines.order("s")) == [B, C, A]
+
+
+async def test_equally_loaded_engines_are_shared_out_by_the_sessions_names(client: EngineClient) -> None:
+    engines, reversed_ = over(client, A, B, C), over(client, C, B, A)
+    first = Counter(engines.order(f"s{number}").first for number in range(600))
+    assert min(first[url] for url in (A, B, C)) > 150
+    assert all(list(engines.order(f"s{number}")) == list(reversed_.order(f"s{number}")) for number in range(50))
+
+
+async def test_a_hash_looks_at_no_load_and_moves_only_what_it_must(client: EngineClient) -> None:
+    engines = over(client, A, B, C, placement="hash")
+    before = {name: list(engines.order(name)) for name in map(str, range(200))}
+    engines.members[A].in_flight = 100
+    engines.members[B].health = "busy"
+    assert before == {name: list(engines.order(name)) for name in before}
+    engines.serve([EngineListed(A), EngineListed(C)])
+    assert all(list(engines.order(name)) == [url for url in order if url != B] for name, order in before.items())
+
+
+async def test_the_engine_with_the_prefix_comes_first(client: EngineClient) -> None:
+    engines = over(client, A, B, C)
+    engines.members[C].in_flight = 50
+    assert engines.order("s", C).first == C
+    assert list(engines.order("s", "http://elsewhere")) == list(engines.order("s"))
+    assert list(over(client, A).order("s", A)) == [A]
+
+
+async def test_slow_engines_get_new_sessions_last_but_keep_theirs(client: EngineClient) -> None:
+    engines = over(client, A, B, C)
+    engines.members[A].health, engines.members[B].health = "busy", "paused"
+    engines.members[C].in_flight = 9
+    assert engines.order("s").first == C
+    assert engines.order("s", B).first == B
+    assert engines.why_not(A) is engines.why_not(B) is None
+
+
+async def test_draining_and_dead_engines_come_last_but_come(client: EngineClient) -> None:
+    engines = over(client, A, B, C)
+    engines.serve([EngineListed(A), EngineListed(B, "draining"), EngineListed(C)])
+    engines.members[A].health = "dead"
+    engines.members[C].in_flight = 50
+    assert list(engines.order("s")) == list(engines.order("s", A)) == list(engines.order("s", B)) == [C, B, A]
+    assert [engines.why_not(url) for url in (A, B, C, "http://d")] == ["dead", "draining", None, "listed"]
+
+
+async def test_without_an_engine_there_is_no_order(client: EngineClient) -> None:
+    with pytest.raises(NoUpstream):
+        over(client).order("s")
+
+
+async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: EngineClient) -> None:
+    engines = over(client, A, B)
+    engines.members[A].health = "dead"
+    engines.serve([EngineListed(A), EngineListed(C)])
+    assert engines.members[A].health == "dead"
+    engines.serve([EngineListed(C)])
+    engines.serve([EngineListed(A), EngineListed(C)])
+    assert engines.members[A].health == "unknown"
+
+
+async def asked(engines: Engines, *order: str, rid: str = "", version: str | None = None) -> str:
+    answer = await engines.generate(order, "chat", b"{}", [], lambda size: None, rid=rid, version=version)
+    return answer.engine
+
+
+async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineClient) -> None:
+    troubled: list[tuple[str, type[EngineError]]] = []
+
+    def note(member: Member, error: EngineError) -> None:
+        troubled.append((member.url, type(error)))
+
+    holder = Listening()
+    gone = f"http://127.0.0.1:{reserve_port(holder)}"
+    async with listening() as engine:
+        engine.go.set()
+        engines = over(client, gone, engine.url)
+        engines.listen(on_trouble=note)
+        assert await asked(engines, gone, engine.url) == engine.url
+        assert troubled == [(gone, NotSent)]
+        with pytest.raises(UpstreamUnreachable):
+            await asked(engines, gone)
+    assert [member.in_flight for member in engines.members.values()] == [0, 0]
+
+
+async def test_a_lost_connection_goes_nowhere_else(client: EngineClient) -> None:
+    """The engine may be generating."""
+    troubled: list[type[EngineError]] = []
+    async with listening(hangs_up=True) as first, listening() as second:
+        engines = over(client, first.url, second.url)
+        engines.listen(on_trouble=lambda member, error: troubled.append(type(error)))
+        with pytest.raises(UpstreamUnreachable):
+            await asked(engines, first.url, second.url)
+    assert troubled == [Lost]
+    assert second.asked == []
+
+
+async def test_load_is_what_is_in_flight_now(client: EngineClient) -> None:
+    async with listening() as engine:
+        engines = over(client, engine.url)
+        turn = asyncio.create_task(asked(engines, engine.url))
+        await engine.heard.wait()
+        assert engines.members[engine.url].in_flight == 1
+        engine.go.set()
+        await turn
+        assert engines.members[engine.url].in_flight == 0
+
+
+async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: EngineClient) -> None:
+    async with listening() as working, listening() as other:
+        other.go.set()
+        engines = over(client, working.url, other.url)
+        turn = asyncio.create_task(asked(engines, working.url, rid="turnlog-1"))
+        await working.heard.wait()
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        working.go.set()
+        await engines.abort("turnlog-1")
+        assert working.asked[1:] == [b'/abort_request {"rid":"turnlog-1","abort_all":false}']
+        assert other.asked == []
+        await engines.abort("turnlog-1")
+        assert [len(working.asked), len(other.asked)] == [3, 1]
+
+
+async def test_an_abort_of_what_has_ended_goes_to_all(client: EngineClient) -> None:
+    async with listening() as one, listening() as other:
+        one.go.set()
+        other.go.set()
+        engines = over(client, one.url, other.url)
+        await asked(engines, one.url, rid="turnlog-1")
+        await engines.abort("turnlog-1")
+        assert [len(one.asked), len(other.asked)] == [2, 1]
+
+
+async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:
+    async with listening() as engine:
+        engine.go.set()
+        engines = over(client, engine.url)
+        engines.seen(engine.url, "7", None)
+        plain = await engines.generate([engine.url], "chat", b"{}", [], lambda size: None)
+        lora = await engines.generate([engine.url], "chat", b"{}", [], lambda size: None, version="41")
+    assert (plain.dispatched, plain.known) == ("7", "7")
+    assert (lora.dispatched, lora.known) == ("41", "7")
+
+
+async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineClient) -> None:
+    fallen: list[tuple[str | None, str | None]] = []
+    engines = over(client, A)
+    engines.listen(on_fall=lambda member: fallen.append((member.fell_from, member.weight_version)))
+    engines.seen(A, "5", None)
+    engines.seen(A, "4", "5", "sglang")
+    engines.seen(A, "4", "4")
+    engines.seen(A, "5", "4")
+    engines.seen("http://elsewhere", "1", None)
+    assert fallen == [("5", "4"), ("5", "4")]
+    assert engines.members[A].dialect == "sglang"

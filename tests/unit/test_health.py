@@ -1,0 +1,255 @@
+"""Dead, busy or paused: what a look at an engine makes of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from app.domain.fleet import EngineListed
+from app.upstream import health
+from app.upstream.client import EngineClient
+from app.upstream.engines import Engines
+from app.upstream.health import HealthWatch
+from app.upstream.member import Member
+
+pytestmark = pytest.mark.anyio
+
+HANGS = None
+INFO = b'{"model_path":"m","is_generation":true,"weight_version":"7"}'
+PAUSED = b'{"is_paused":true}'
+RUNNING = b'{"is_paused":false}'
+
+Route = tuple[int, bytes] | None
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "TIMEOUT_S", 0.3)
+
+
+class Scripted:
+    """Answers each route as told, 404 by default; HANGS answers never."""
+
+    def __init__(self, routes: Mapping[str, Route]) -> None:
+        self.routes = dict(routes)
+        self.asked: list[str] = []
+        self.url = ""
+        self._port = 0
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._connections:
+            writer.close()
+        await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+                self.asked.append(path)
+                route = self.routes.get(path, (404, b"{}"))
+                if route is HANGS:
+                    await reader.read()
+                    break
+                head = f"HTTP/1.1 {route[0]} Said\r\ncontent-length: {len(route[1])}\r\n\r\n"
+                writer.write(head.encode() + route[1])
+                await writer.drain()
+        self._connections.discard(writer)
+        writer.close()
+
+
+class Watched:
+    """One engine, and a watch that looks when it is told."""
+
+    def __init__(self, engine: Scripted, **options: Any) -> None:
+        self.engine = engine
+        self.gate_is_shut = False
+        self._client = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
+        self.engines = Engines(self._client)
+        self.engines.serve([EngineListed(engine.url)])
+        settings: dict[str, Any] = {"dialect": "auto", "api_key": None, **options}
+        self.watch = HealthWatch(self.engines, self._client, is_paused=lambda: self.gate_is_shut, **settings)
+
+    @property
+    def member(self) -> Member:
+        return self.engines.members[self.engine.url]
+
+    async def look(self, times: int = 1) -> str:
+        for _ in range(times):
+            await self.watch.look_at(self.engine.url)
+            self.member.failed_at = 0.0  # as if time had passed
+        return self.member.health
+
+    async def close(self) -> None:
+        await self.watch.stop()
+        await self._client.close()
+
+
+@contextlib.asynccontextmanager
+async def watched(routes: Mapping[str, Route], **options: Any) -> AsyncIterator[Watched]:
+    engine = Scripted(routes)
+    await engine.start()
+    made = Watched(engine, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("routes", "expected", "dialect"),
+    [
+        pytest.param({"/model_info": (200, INFO), "/health": (200, b"")}, "healthy", "sglang", id="sglang"),
+        pytest.param({"/model_info": (200, INFO), "/health": HANGS}, "busy", "sglang", id="busy"),
+        pytest.param({"/health": (200, b"")}, "healthy", None, id="vllm-or-router"),
+        pytest.param({"/health": (200, b""), "/is_paused": (200, RUNNING)}, "healthy", "vllm", id="vllm-dev"),
+        pytest.param({"/health": (200, b""), "/is_paused": (200, PAUSED)}, "paused", "vllm", id="vllm-paused"),
+        pytest.param({"/health": (401, b"")}, "healthy", None, id="answers-at-all"),
+        pytest.param({"/health": HANGS}, "busy", None, id="unknown-but-answers"),
+        pytest.param({"/model_info": (200, b"[1"), "/health": (200, b"")}, "healthy", None, id="odd-info"),
+    ],
+)
+async def test_an_engine_that_answers_is_never_dead(
+    routes: Mapping[str, Route], expected: str, dialect: str | None
+) -> None:
+    async with watched(routes) as found:
+        assert await found.look(3) == expected
+        assert found.member.dialect == dialect
+        assert found.member.weight_version == ("7" if dialect == "sglang" else None)
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        pytest.param({"/model_info": (200, INFO), "/health": (503, b"")}, id="sglang-starts"),
+        pytest.param({"/health": (503, b"")}, id="vllm-engine-died"),
+        pytest.param({"/model_info": HANGS, "/health": HANGS}, id="answers-nothing"),
+    ],
+)
+async def test_an_engine_without_a_sign_of_life_is_dead_after_three_looks(routes: Mapping[str, Route]) -> None:
+    async with watched(routes) as found:
+        assert await found.look(2) == "unknown"
+        assert await found.look() == "dead"
+        assert found.member.last_error is not None
+
+
+async def test_a_refused_connection_is_a_failure_and_an_answer_behind_it_a_restart() -> None:
+    async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
+        await found.look()
+        found.member.sessions = False
+        await found.engine.stop()
+        assert await found.look(2) == "healthy"
+        assert await found.look() == "dead"
+        await found.engine.start()
+        assert await found.look() == "dead"
+        assert await found.look() == "healthy"
+        assert (found.member.generation, found.member.sessions) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "routes",
+    [
+        pytest.param({"/model_info": (200, INFO), "/health": HANGS}, id="cheap"),
+        pytest.param({"/model_info": HANGS, "/health": HANGS}, id="nothing"),
+        pytest.param({"/model_info": (200, INFO), "/health": (503, b"")}, id="says-it-is-not-well"),
+    ],
+)
+async def test_behind_a_shut_gate_an_engine_is_paused(routes: Mapping[str, Route]) -> None:
+    async with watched(routes) as found:
+        found.gate_is_shut = True
+        assert await found.look(3) == "paused"
+        assert "/health" not in found.engine.asked
+
+
+async def test_behind_a_shut_gate_a_refused_connection_is_still_a_death() -> None:
+    async with watched({}) as found:
+        found.gate_is_shut = True
+        await found.engine.stop()
+        assert await found.look(3) == "dead"
+        await found.engine.start()
+
+
+async def test_behind_a_shut_gate_silence_brings_no_dead_engine_back() -> None:
+    async with watched({"/model_info": HANGS, "/health": HANGS}) as found:
+        assert await found.look(3) == "dead"
+        found.gate_is_shut = True
+        assert await found.look(2) == "dead"
+        found.engine.routes["/model_info"] = (200, INFO)
+        assert await found.look(2) == "paused"
+
+
+async def test_a_known_vllm_is_not_asked_for_what_it_does_not_have() -> None:
+    async with watched({"/health": (200, b"")}, dialect="vllm") as found:
+        await found.look(2)
+        assert sorted(found.engine.asked) == ["/health", "/health", "/is_paused", "/is_paused"]
+
+
+async def test_ready_asks_the_engines_of_which_nothing_is_known() -> None:
+    async with watched({"/health": (200, b"")}) as found:
+        assert await found.watch.any_lives()
+        asked = len(found.engine.asked)
+        assert await found.watch.any_lives()
+        assert len(found.engine.asked) == asked
+        found.member.health = "dead"
+        assert not await found.watch.any_lives()
+        found.engines.serve([])
+        assert not await found.watch.any_lives()
+
+
+async def test_looks_are_spread_and_never_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "EVERY_S", 0.6)
+    async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
+        started: list[tuple[float, str]] = []
+        loop = asyncio.get_running_loop()
+        look_at = found.watch.look_at
+
+        def noted(url: str) -> asyncio.Task[None]:
+            started.append((loop.time(), url))
+            return look_at(url)
+
+        monkeypatch.setattr(found.watch, "look_at", noted)
+        found.engines.serve([EngineListed(f"{found.engine.url}/{number}") for number in range(6)])
+        found.watch.start()
+        while len(started) < 6:
+            await asyncio.sleep(0.01)
+        assert len({url for _, url in started[:6]}) == 6
+        assert started[5][0] - started[0][0] > 0.4
+
+
+async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "EVERY_S", 60.0)
+    monkeypatch.setattr(health, "AGAIN_S", 0.6)
+    async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
+        found.watch.start()
+        while found.member.health == "unknown":
+            await asyncio.sleep(0.01)
+        await found.engine.stop()
+        with contextlib.suppress(Exception):
+            await found.engines.generate([found.engine.url], "chat", b"{}", [], lambda size: None)
+        assert found.member.failures == 1
+        async with asyncio.timeout(20):
+            while found.member.health != "dead":
+                await asyncio.sleep(0.01)
+        await found.engine.start()
+        async with asyncio.timeout(20):
+            while found.member.health != "healthy":
+                await asyncio.sleep(0.01)

@@ -1,0 +1,112 @@
+"""When an engine counts as dead, when it is back, and when its weights went backwards."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.upstream.member import Member, is_lower
+
+
+def failing(member: Member, *times: float) -> Member:
+    for at in times:
+        member.failed("refused", at)
+    return member
+
+
+def test_three_failures_in_a_row_are_a_death() -> None:
+    member = Member("http://a")
+    member.lives("healthy", 100.0)
+    failing(member, 101.0, 102.0)
+    assert (member.health, member.since, member.last_error) == ("healthy", 100.0, "refused")
+    failing(member, 103.0)
+    assert (member.health, member.since) == ("dead", 103.0)
+
+
+def test_a_sign_of_life_between_failures_starts_the_count_anew() -> None:
+    member = Member("http://a")
+    for at in (1.0, 2.0, 4.0, 5.0, 7.0, 8.0):
+        failing(member, at)
+        if at in (2.0, 5.0, 8.0):
+            member.lives("busy", at + 1)
+    assert (member.health, member.last_error) == ("busy", None)
+
+
+def test_failures_of_one_moment_are_one() -> None:
+    """Sixty-four turns may meet the same restart of an engine."""
+    member = failing(Member("http://a"), *(10.0 + number / 1000 for number in range(64)))
+    assert (member.health, member.failures) == ("unknown", 1)
+
+
+def test_a_clock_that_is_set_back_does_not_keep_an_engine_alive() -> None:
+    assert failing(Member("http://a"), 1000.0, 10.0, 11.0).health == "dead"
+
+
+def test_a_dead_engine_is_back_after_two_signs_of_life() -> None:
+    member = failing(Member("http://a"), 1.0, 2.0, 3.0)
+    member.lives("healthy", 4.0)
+    assert (member.health, member.last_error) == ("dead", "refused")
+    failing(member, 5.0)
+    member.lives("healthy", 6.0)
+    assert member.health == "dead"
+    member.lives("paused", 7.0)
+    assert (member.health, member.since, member.last_error) == ("paused", 7.0, None)
+
+
+@pytest.mark.parametrize("alive", ["healthy", "busy", "paused"])
+def test_ways_to_live_follow_each_other_at_once(alive: str) -> None:
+    member = Member("http://a")
+    member.lives("healthy", 1.0)
+    member.lives(alive, 2.0)  # type: ignore[arg-type]
+    assert member.health == alive
+
+
+def test_a_restart_forgets_what_was_learned() -> None:
+    member = Member("http://a", sessions=False, dialect="sglang")
+    member.answers()
+    assert (member.generation, member.sessions, member.dialect) == (0, False, "sglang")
+    member.is_refusing = True
+    member.lives("healthy", 1.0)
+    assert (member.generation, member.sessions, member.dialect) == (1, None, None)
+    member.lives("healthy", 2.0)
+    assert member.generation == 1
+
+
+def versions(*said: tuple[str, str | None]) -> Member:
+    member = Member("http://a")
+    for version, known in said:
+        member.has_version(version, known)
+    return member
+
+
+def test_a_version_that_grows_is_sound() -> None:
+    member = versions(("4", None), ("5", "4"), ("10", "5"))
+    assert (member.weight_version, member.fell_from) == ("10", None)
+
+
+def test_a_version_that_falls_is_remembered_until_it_is_reached_again() -> None:
+    member = versions(("5", None), ("3", "5"), ("4", "3"))
+    assert (member.weight_version, member.fell_from) == ("4", "5")
+    member.has_version("5", "4")
+    assert (member.weight_version, member.fell_from) == ("5", None)
+
+
+def test_a_reply_that_was_asked_for_before_an_update_is_no_regression() -> None:
+    """Long replies are read after short ones of newer weights."""
+    member = versions(("5", None), ("6", "5"))
+    member.has_version("5", "5")
+    assert (member.weight_version, member.fell_from) == ("6", None)
+    member.has_version("7", "5")
+    assert member.weight_version == "7"
+
+
+def test_names_have_no_order() -> None:
+    member = versions(("step-9", None), ("step-10", "step-9"), ("default", "step-10"), ("3", "default"))
+    assert (member.weight_version, member.fell_from) == ("3", None)
+    assert not is_lower("3", "default")
+    assert is_lower("9", "10")
+    assert not is_lower("10", "10")
+
+
+def test_a_name_ends_a_regression() -> None:
+    member = versions(("5", None), ("3", "5"), ("default", "3"))
+    assert (member.weight_version, member.fell_from) == ("default", None)

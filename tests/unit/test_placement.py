@@ -1,0 +1,171 @@
+"""Where a session's next turn goes, and what its commit says of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.domain.events import AffinityBound, SessionConfig
+from app.domain.fleet import EngineListed
+from app.domain.session import Affinity, Session
+from app.errors import SessionUnreadable
+from app.service.cache import Live
+from app.service.claims import Opening
+from app.service.placement import Place, Placement
+from app.settings import Settings
+from app.upstream.engines import Engines
+
+pytestmark = pytest.mark.anyio
+
+A, B, C = "http://a", "http://b", "http://c"
+TTL_S = 100.0
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def session(name: str = "s", affinity: Affinity | None = None, parent: str | None = None) -> Session:
+    config = SessionConfig(rollback_window=1, parent=parent)
+    return Session(name, 1, "open", config, "", 0.0, 0.0, affinity=affinity)
+
+
+class Others:
+    """The parents that a sub-agent may have; an id with a `!` is damaged."""
+
+    def __init__(self, *sessions: Session) -> None:
+        self._sessions = {one.session_id: Live(one) for one in sessions}
+
+    async def current(self, session_id: str) -> Live | None:
+        if "!" in session_id:
+            raise SessionUnreadable(f"session {session_id} is damaged")
+        return self._sessions.get(session_id)
+
+
+class Placed:
+    """A placement over three engines, at a time of the test's choosing."""
+
+    def __init__(self, *parents: Session, **settings: Any) -> None:
+        self.now = 1000.0
+        self.engines = Engines(None)  # type: ignore[arg-type]
+        self.engines.serve([EngineListed(url) for url in (A, B, C)])
+        self._placement = Placement(
+            self.engines,
+            Others(*parents),  # type: ignore[arg-type]
+            Settings(affinity_ttl_s=TTL_S, **settings),
+            lambda: self.now,
+        )
+
+    async def place(self, of: Session, idle_s: float = 0.0) -> Place:
+        opening = Opening(None, of, None, None, 1, self.now - idle_s)  # type: ignore[arg-type]
+        return await self._placement.place(opening)
+
+    async def bound(self, of: Session, answered: str | None = None, idle_s: float = 0.0) -> AffinityBound | None:
+        """What is written where `answered`, or else the first one, has answered."""
+        place = await self.place(of, idle_s)
+        return self._placement.binding(of, place, answered or place.order.first)
+
+
+async def test_the_first_turn_binds() -> None:
+    placed = Placed()
+    placed.engines.members[A].in_flight = placed.engines.members[C].in_flight = 1
+    assert (await placed.place(session())).order.first == B
+    assert await placed.bound(session()) == AffinityBound(B)
+
+
+async def test_a_bound_session_stays_and_says_nothing() -> None:
+    placed = Placed()
+    placed.engines.members[A].in_flight = 99
+    assert (await placed.place(session(affinity=Affinity(A)))).order.first == A
+    assert await placed.bound(session(affinity=Affinity(A))) is None
+
+
+async def test_the_time_to_live_counts_from_the_last_use() -> None:
+    placed = Placed()
+    placed.engines.members[A].in_flight = 99
+    of = session(affinity=Affinity(A))
+    assert (await placed.place(of, TTL_S)).order.first == A
+    moved = await placed.bound(of, idle_s=TTL_S + 1)
+    assert moved is not None
+    assert (moved.engine in (B, C), moved.cause) == (True, "expired")
+    assert await placed.bound(of, A, idle_s=TTL_S + 1) is None
+
+
+async def test_a_binding_for_ever_does_not_expire() -> None:
+    placed = Placed()
+    placed._placement = Placement(placed.engines, Others(), Settings(affinity_ttl_s=None), lambda: placed.now)  # type: ignore[arg-type]
+    assert (await placed.place(session(affinity=Affinity(A)), 1e9)).order.first == A
+
+
+async def test_an_affinity_that_a_client_controls_does_not_expire_here() -> None:
+    placed = Placed()
+    of = session(affinity=Affinity(A, "dynamo-1"))
+    assert (await placed.place(of, 1e6)).order.first == A
+    placed.engines.members[A].health = "dead"
+    moved = await placed.bound(of, idle_s=1e6)
+    assert moved is not None
+    assert (moved.cause, moved.control) == ("dead", "dynamo-1")
+
+
+@pytest.mark.parametrize("cause", ["listed", "draining", "dead"])
+async def test_why_a_session_leaves_its_engine(cause: str) -> None:
+    placed = Placed()
+    if cause == "listed":
+        placed.engines.serve([EngineListed(B), EngineListed(C)])
+    elif cause == "draining":
+        placed.engines.serve([EngineListed(A, "draining"), EngineListed(B), EngineListed(C)])
+    else:
+        placed.engines.members[A].health = "dead"
+    of = session(affinity=Affinity(A))
+    moved = await placed.bound(of)
+    assert moved is not None
+    assert (moved.engine in (B, C), moved.cause) == (True, cause)
+
+
+async def test_an_engine_that_refuses_during_the_turn_is_dead() -> None:
+    placed = Placed()
+    of = session(affinity=Affinity(A))
+    assert await placed.bound(of, B) == AffinityBound(B, "dead")
+
+
+async def test_the_cause_is_that_of_the_time_of_placing() -> None:
+    """What an operator does while the engine works was not the reason."""
+    placed = Placed()
+    of = session(affinity=Affinity(A))
+    placed.engines.members[A].health = "dead"
+    place = await placed.place(of)
+    placed.engines.serve([EngineListed(B), EngineListed(C)])
+    assert placed._placement.binding(of, place, B) == AffinityBound(B, "dead")
+
+
+async def test_the_last_engine_is_better_than_none_and_keeps_its_sessions() -> None:
+    placed = Placed()
+    placed.engines.serve([EngineListed(A, "draining")])
+    of = session(affinity=Affinity(A))
+    assert list((await placed.place(of)).order) == [A]
+    assert await placed.bound(of) is None
+
+
+@pytest.mark.parametrize("placement", ["least_loaded", "hash"])
+async def test_a_sub_agent_begins_where_its_parent_is(placement: str) -> None:
+    placed = Placed(session("parent", Affinity(C)), placement=placement)
+    placed.engines.members[C].in_flight = 99
+    of = session("child", parent="parent")
+    assert await placed.bound(of) == AffinityBound(C)
+    placed.engines.members[C].health = "dead"
+    assert list((await placed.place(of)).order)[-1] == C
+
+
+async def test_later_turns_of_a_sub_agent_stay_where_they_are() -> None:
+    placed = Placed(session("parent", Affinity(C)))
+    of = session("child", Affinity(B), parent="parent")
+    assert (await placed.place(of)).order.first == B
+
+
+@pytest.mark.parametrize("parent", ["unbound", "never-seen", "damaged!"])
+async def test_a_parent_without_an_engine_does_not_matter(parent: str) -> None:
+    placed = Placed(session("unbound"))
+    alone = await placed.place(session("child"))
+    assert list((await placed.place(session("child", parent=parent))).order) == list(alone.order)
