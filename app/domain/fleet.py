@@ -7,6 +7,7 @@ event of each key is the whole state. A gate holds turns back: the fleet's all o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ class FleetEvent(Event, frozen=True):
 
 
 class EngineListed(FleetEvent, frozen=True):
-    """An operator's word on an engine, which stands above the settings.
+    """An operator's word on an engine, which stands above the settings, and ends what is said of its weights.
 
     `draining`: turns in flight end there, the next go elsewhere. `removed`: as if it were not set.
     """
@@ -136,6 +137,14 @@ class Gate(msgspec.Struct, frozen=True):
 OPEN = Gate()
 
 
+class Regression(msgspec.Struct, frozen=True):
+    """An engine's weight version went from `before` back to `after`; noticed at `at`."""
+
+    before: str
+    after: str
+    at: float
+
+
 class Fleet(msgspec.Struct, frozen=True):
     """The state after event `version`. `engines` are those that an operator spoke of; `gate` is the whole fleet's."""
 
@@ -143,19 +152,27 @@ class Fleet(msgspec.Struct, frozen=True):
     engines: dict[str, EngineListed] = {}
     adapters: dict[str, Gate] = {}
     gate: Gate = OPEN
-    regressed: dict[str, VersionRegressed] = {}
+    regressed: dict[str, Regression] = {}
 
     def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
         """Those that a turn of this adapter must pass: the fleet's, and its own."""
         return self.gate, OPEN if adapter is None else self.adapters.get(adapter, OPEN)
 
     def is_shut(self, adapter: str | None) -> bool:
-        return any(gate.is_shut for gate in self.gates(adapter))
+        if self.gate.until is not None:
+            return True
+        own = None if adapter is None else self.adapters.get(adapter)
+        return own is not None and own.until is not None
 
     def closings(self, adapter: str | None) -> tuple[int, int]:
         """What tells later whether one of these gates was shut meanwhile."""
         fleet, own = self.gates(adapter)
         return fleet.closings, own.closings
+
+    def was_shut_after(self, moment: float) -> bool:
+        """Did any gate hold turns back later than that (seconds since the epoch), or does it still?"""
+        gates = [gate for gate in (self.gate, *self.adapters.values()) if gate.closings]
+        return any(gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates)
 
     def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
         """The engines there are: those that are set, and those that an operator added, less those removed."""
@@ -169,7 +186,8 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
     changes: dict[str, Any] = {}
     match event:
         case EngineListed():
-            changes = {"engines": {**fleet.engines, event.url: event}}
+            others = {url: found for url, found in fleet.regressed.items() if url != event.url}
+            changes = {"engines": {**fleet.engines, event.url: event}, "regressed": others}
         case AdapterPaused():
             gate = Gate(event.closings, event.until, placed.at, version=event.version)
             changes = {"adapters": {**fleet.adapters, event.name: gate}}
@@ -181,5 +199,14 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
         case FleetResumed():
             changes = {"gate": Gate(event.closings, None, placed.at)}
         case VersionRegressed():
-            changes = {"regressed": {**fleet.regressed, event.engine: event}}
+            found = Regression(event.before, event.after, placed.at)
+            changes = {"regressed": {**fleet.regressed, event.engine: found}}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)
+
+
+def fold(events: Iterable[Placed]) -> Fleet:
+    """The state after these, in order; the last of each key suffice."""
+    fleet = Fleet()
+    for placed in events:
+        fleet = apply(fleet, placed)
+    return fleet

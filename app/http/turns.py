@@ -13,10 +13,11 @@ import re
 from starlette.types import Receive, Scope, Send
 
 from app.domain.events import Protocol
-from app.errors import AppError, InvalidRequest, SessionNotFound
+from app.errors import AppError, SessionNotFound
+from app.http.header_sessions import HeaderSession, named
 from app.http.limits import Room, read_body
 from app.http.replies import error_parts, send_reply, start_reply
-from app.http.sessions import SESSION_ID, CreateSession, new_session
+from app.http.sessions import SESSION_ID
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
@@ -74,10 +75,16 @@ class TurnRoutes:
             body = await read_body(receive, headers, app.settings.max_request_bytes, room)
             if body is None:
                 return
-            session_id = await session_in_header(app, headers) if in_path is None else in_path
-            if not re.match(SESSION_ID, session_id):
+            exchange = _Exchange(app, protocol, receive, send, room)
+            if in_path is None:
+                session = named(headers, body)
+                await session.ensure(app)
+                await exchange.run(session.session_id, body, headers, session)
+                await session.end(app)
+                return
+            if not re.match(SESSION_ID, in_path):
                 raise SessionNotFound("no session has an id of this form")
-            await _Exchange(app, protocol, receive, send, room).run(session_id, body, headers)
+            await exchange.run(in_path, body, headers)
 
 
 class _Exchange:
@@ -91,23 +98,23 @@ class _Exchange:
         self._abort_after_s = app.settings.abort_after_s
         self._receive = receive
         self._send = send
+        self._watching: asyncio.Task[None] | None = None
 
-    async def run(self, session_id: str, body: bytes, headers: Headers) -> None:
-        reader = Reader(self._room.grow)
+    async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> None:
+        reader = Reader(self._room.grow, self._watch)
+        if self._abort_after_s is not None:
+            self._watch(reader)
         call = self._turns.take(session_id, self._protocol, body, headers, retry_mark(headers), reader)
-        stream = wants_stream(body)
-        if not stream and self._abort_after_s is None:
+        if session is not None:
+            call = session.explained(call)
+        try:
+            if wants_stream(body):
+                await self._stream(asyncio.ensure_future(call))
+                return
             reply = await call
-        else:
-            task = asyncio.ensure_future(call)
-            watch = asyncio.ensure_future(self._leave_on_disconnect(reader, task))
-            try:
-                if stream:
-                    await self._stream(task)
-                    return
-                reply = await asyncio.shield(task)
-            finally:
-                watch.cancel()
+        finally:
+            if self._watching is not None:
+                self._watching.cancel()
         await send_reply(self._send, reply.status, _marked(reply), *reply.parts)
 
     async def _stream(self, task: asyncio.Task[TurnReply]) -> None:
@@ -143,13 +150,17 @@ class _Exchange:
     async def _event(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def _leave_on_disconnect(self, reader: Reader, task: asyncio.Task[TurnReply]) -> None:
-        if self._abort_after_s is None:
-            return
+    def _watch(self, reader: Reader) -> None:
+        """Notice when the client goes. `receive` must not have two who wait for it."""
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._until_gone(reader))
+
+    async def _until_gone(self, reader: Reader) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
-        await asyncio.wait({task}, timeout=self._abort_after_s)
-        if not task.done():
+        reader.hang_up()
+        if self._abort_after_s is not None:
+            await asyncio.sleep(self._abort_after_s)
             reader.leave()
 
 
@@ -183,27 +194,3 @@ def retry_mark(headers: Headers) -> RetryMark:
         elif name == "x-stainless-retry-count":
             is_retry = not value.strip("0123456789") and bool(value.strip("0"))
     return RetryMark(key, is_retry)
-
-
-SESSION_HEADERS = (
-    "x-turnlog-session-id",
-    "x-dynamo-session-id",
-    "x-session-id",
-    "session-id",
-    "x-claude-code-session-id",
-    "x-multi-turn-session-id",
-)
-"""Where a harness that cannot change its path may name the session, in this order."""
-
-
-async def session_in_header(app: Services, headers: Headers) -> str:
-    """The session is created on its first use. Raises InvalidRequest where no header names one."""
-    given = {name: value.strip() for name, value in headers if name in SESSION_HEADERS}
-    name = next((name for name in SESSION_HEADERS if name in given), None)
-    if name is None:
-        raise InvalidRequest(f"no session: send one of the headers {', '.join(SESSION_HEADERS)}")
-    session_id = given[name]
-    if not re.match(SESSION_ID, session_id):
-        raise InvalidRequest(f"{name} must be 1 to 128 letters, digits, dots, underscores, colons or hyphens")
-    await app.sessions.ensure(new_session(CreateSession(session_id=session_id), app.settings.rollback_window))
-    return session_id

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from app.errors import IdempotencyMismatch
+from app.errors import ClientGone, IdempotencyMismatch
 from app.upstream.headers import Headers
 
 CutReason = Literal["session_closed", "disconnect"]
@@ -63,19 +63,42 @@ class Flight:
         self.mark = mark
         self.body_hash = body_hash
         self.cut: CutReason | None = None
-        self.readers = 0
+        self.is_held = False
         self.asked = False
         self.fence: int | None = None
+        self._readers: list[Reader] = []
         self._at_work: asyncio.Task[object] | None = None
         self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 
     def land(self, reply: TurnReply | None) -> None:
-        """The turn has ended, with `reply` if it committed."""
+        """The turn has ended, with `reply` if it committed. No cycle is left behind that would keep the reply."""
         if not self.landing.done():
             self.landing.set_result(reply)
+        for reader in self._readers:
+            reader.landed()
+        self._readers = []
 
-    async def join(self) -> TurnReply | None:
-        return await asyncio.shield(self.landing)
+    def add(self, reader: Reader) -> None:
+        self._readers.append(reader)
+        if self.is_held:
+            reader.held()
+
+    def drop(self, reader: Reader) -> None:
+        """Where nobody else waits for the turn, it is cut off."""
+        self._readers.remove(reader)
+        if not self._readers:
+            self.cut_off("disconnect")
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While no engine may be asked: a reader that goes away is let go at once, and with the last one the turn."""
+        self.is_held = True
+        for reader in tuple(self._readers):
+            reader.held()
+        try:
+            yield
+        finally:
+            self.is_held = False
 
     def cut_off(self, reason: CutReason) -> None:
         """End the work on the prompt or the engine's; a turn that is past both is judged by its fence."""
@@ -101,24 +124,67 @@ class Flight:
             self._at_work = None
 
 
-class Reader:
-    """A client that waits for a turn, its own or one that it joined; `grow` makes room for what it will be sent."""
+def _unwatched(reader: Reader) -> None:
+    """For clients whose going is told without being looked for."""
 
-    def __init__(self, grow: Callable[[int], None]) -> None:
+
+class Reader:
+    """A client that waits for a turn, its own or one that it joined.
+
+    `grow` makes room for what it will be sent. `watch` has somebody call `hang_up` once the client is gone: most turns
+    outlive their clients, and then nobody needs to look.
+    """
+
+    def __init__(self, grow: Callable[[int], None], watch: Callable[[Reader], None] = _unwatched) -> None:
         self.grow = grow
+        self._watch = watch
         self._flight: Flight | None = None
+        self._left: asyncio.Future[None] | None = None
+        self._hung_up = False
+        self._is_gone = False
 
     def wait_for(self, flight: Flight) -> None:
+        """This reader's own turn."""
         self._flight = flight
-        flight.readers += 1
+        flight.add(self)
+
+    async def join(self, flight: Flight) -> TurnReply | None:
+        """Somebody else's turn that this reader's request repeats: its reply, if it committed.
+
+        Raises ClientGone where the reader leaves: nobody is there for whom the turn could be tried again.
+        """
+        self.wait_for(flight)
+        self._left = asyncio.get_running_loop().create_future()
+        await asyncio.wait((flight.landing, self._left), return_when=asyncio.FIRST_COMPLETED)
+        if self._is_gone:
+            raise ClientGone("the client went away while it waited for a turn that it had joined")
+        return flight.landing.result()
+
+    def held(self) -> None:
+        """The flight has begun to be held, or is when this reader comes to it."""
+        if self._hung_up:
+            self.leave()
+        else:
+            self._watch(self)
+
+    def hang_up(self) -> None:
+        """The client has gone: a flight that is held lets go of it, any other one goes on until `leave`."""
+        self._hung_up = True
+        if self._flight is not None and self._flight.is_held:
+            self.leave()
+
+    def landed(self) -> None:
+        """The flight has landed: there is nothing left to be cut off."""
+        self._flight = None
 
     def leave(self) -> None:
-        """The client has gone. Where nobody else waits for the turn, it is cut off."""
+        """Nothing is to be done for this client any more."""
         flight, self._flight = self._flight, None
+        self._is_gone = True
+        if self._left is not None and not self._left.done():
+            self._left.set_result(None)
         if flight is not None:
-            flight.readers -= 1
-            if flight.readers == 0:
-                flight.cut_off("disconnect")
+            flight.drop(self)
 
 
 class Cut(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.sql import Executable
 
 from app.errors import StartupError
 from app.store.dialect import (
@@ -29,12 +30,22 @@ from app.store.dialect import (
     PRAGMAS,
     READER_CACHE,
     ConnectionLost,
+    Parameters,
+    Row,
     Tx,
     WriteConflict,
     is_conflict,
     store_error,
 )
-from app.store.postgres import DRIVER_ERRORS, Patience, PostgresWriter, answered, is_lost, warn_of_weak_promises
+from app.store.postgres import (
+    DRIVER_ERRORS,
+    Patience,
+    PostgresGlance,
+    PostgresWriter,
+    answered,
+    is_lost,
+    warn_of_weak_promises,
+)
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
@@ -139,6 +150,7 @@ class Database:
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience)
+        self._glance = None if self.is_sqlite else PostgresGlance(self.engine)
         self._opened = False
 
     @property
@@ -171,6 +183,8 @@ class Database:
             if self._sqlite is not None and self._opened:
                 await self._sqlite.close()
         finally:
+            if self._glance is not None:
+                await self._glance.close()
             await _dispose(self.engine)
             if self._writing is not None:
                 await _dispose(self._writing)
@@ -201,6 +215,16 @@ class Database:
             if is_lost(error):
                 raise ConnectionLost(type(error).__name__) from error
             raise
+
+    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        """The rows of one statement that is asked many times a second. Raises as `read`."""
+        if self._glance is None:
+            return await self.read(lambda connection: connection.execute(statement, parameters).all())
+        glance = self._glance
+        try:
+            return await self._patience.trying(lambda: glance.all(statement, parameters))
+        except _FAULTS as error:
+            raise store_error(error) or error from error
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.

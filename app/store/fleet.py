@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -14,15 +14,27 @@ from app.domain.fleet import AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
 from app.store.log import BaseOperation
-from app.store.schema import fleet_events
+from app.store.schema import fleet_events, open_turns
 
 _ROW = (fleet_events.c.seq, fleet_events.c.at, fleet_events.c.type, fleet_events.c.version, fleet_events.c.data)
-_after = select(*_ROW).where(fleet_events.c.seq > bindparam("known", type_=BigInteger)).order_by(fleet_events.c.seq)
+_this_moment = select(now().label("now")).subquery("this_moment")
+SINCE = (
+    select(_this_moment.c.now, *_ROW)
+    .select_from(_this_moment.outerjoin(fleet_events, fleet_events.c.seq >= bindparam("known", type_=BigInteger)))
+    .order_by(fleet_events.c.seq)
+)
+"""Event `known` again, and those behind it, each with the database's clock; a row without an event if there is none."""
 _newest = select(func.max(fleet_events.c.seq)).group_by(fleet_events.c.key)
 _state = select(*_ROW).where(fleet_events.c.seq.in_(_newest)).order_by(fleet_events.c.seq)
 _last = select(func.max(fleet_events.c.seq), now())
 _insert = insert(fleet_events)
 _clock = select(literal(0), now())
+_generating = (
+    select(open_turns.c.session_id, open_turns.c.fence)
+    .where(open_turns.c.adapter == bindparam("adapter"))
+    .order_by(open_turns.c.opened_at)
+)
+_counts = select(open_turns.c.adapter, func.count()).group_by(open_turns.c.adapter)
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -34,17 +46,28 @@ class Seen(msgspec.Struct, frozen=True):
 
 def state(connection: Connection) -> Seen:
     """The last event of each key: all there is to know. Raises StoreUnavailable for one that cannot be read."""
-    return Seen(_decoded(connection.execute(_state)), _now(connection))
+    return Seen(_decoded(connection.execute(_state)), clock(connection))
 
 
-def after(connection: Connection, known: int) -> Seen:
-    """Events behind `known`. Raises as `state`."""
-    return Seen(_decoded(connection.execute(_after, {"known": known})), _now(connection))
+def seen(rows: Sequence[Row]) -> Seen:
+    """What `SINCE` found. Raises as `state`."""
+    return Seen(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
 
 
-def _now(connection: Connection) -> float:
+def clock(connection: Connection) -> float:
+    """The database's clock, in seconds since the epoch."""
     row = connection.execute(_clock).one()
     return float(row[1])
+
+
+def generating(connection: Connection, adapter: str) -> list[tuple[str, int]]:
+    """Session and fence of an adapter's open turns, whichever process has them, oldest first."""
+    return [(row[0], row[1]) for row in connection.execute(_generating, {"adapter": adapter})]
+
+
+def open_counts(connection: Connection) -> dict[str | None, int]:
+    """How many open turns each adapter has; None is for those of no adapter."""
+    return {row[0]: row[1] for row in connection.execute(_counts)}
 
 
 def _decoded(rows: Iterable[Row]) -> list[Placed]:
@@ -62,7 +85,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
 class AppendFleet(BaseOperation, frozen=True):
     """Write an event behind number `expected`; None where the log has moved on meanwhile.
 
-    `lease_s`: a pause ends so many seconds after it was written.
+    `lease_s`: a pause ends so many seconds after it was written, or when the event says, whichever is later.
     """
 
     expected: int
@@ -83,7 +106,7 @@ class AppendFleet(BaseOperation, frozen=True):
             return None
         event = self.event
         if self.lease_s is not None and isinstance(event, (AdapterPaused, FleetPaused)):
-            event = msgspec.structs.replace(event, until=at + self.lease_s)
+            event = msgspec.structs.replace(event, until=max(event.until, at + self.lease_s))
         name = name_of(event)
         tx.insert(
             _insert,

@@ -6,12 +6,13 @@ behind the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.sql import Executable
 
-from app.store.dialect import Tx
+from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Database(Protocol):
         ...
 
     async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T: ...
+
+    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T: ...
 

@@ -1,0 +1,115 @@
+"""Orders to engines, against simulators of both dialects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from app.domain.fleet import PauseMode
+from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
+from ops.server import free_port
+from ops.simulator.process import SimulatorProcess
+
+pytestmark = pytest.mark.anyio
+
+Dialect = Literal["sglang", "vllm"]
+DIALECTS: tuple[Dialect, ...] = ("sglang", "vllm")
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, SimulatorProcess]]:
+    with SimulatorProcess() as sglang, SimulatorProcess("--dialect", "vllm") as vllm:
+        yield {"sglang": sglang, "vllm": vllm}
+
+
+@pytest.fixture
+def urls(engines: dict[str, SimulatorProcess]) -> dict[str, str]:
+    for engine in engines.values():
+        httpx.post(engine.base_url + "/sim/reset")
+    return {name: engine.base_url for name, engine in engines.items()}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    made = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
+    yield made
+    await made.close()
+
+
+def is_paused(url: str) -> bool:
+    found: bool = httpx.get(url + "/sim/stats").json()["paused"]
+    return found
+
+
+def asked(url: str) -> list[tuple[str, Any]]:
+    return [(one["path"], one["body"]) for one in httpx.get(url + "/sim/requests", params={"last": 100}).json()]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("knows", ["operator", "probe", "nobody"])
+async def test_an_engine_pauses_and_goes_on(
+    urls: dict[str, str], client: EngineClient, dialect: Dialect, knows: str
+) -> None:
+    url = urls[dialect]
+    control = EngineControl(client, dialect if knows == "operator" else "auto", None)
+    known = dialect if knows == "probe" else None
+    for _ in range(2):
+        assert await control.pause(url, "abort", known) is None
+        assert is_paused(url)
+    for _ in range(2):
+        assert await control.resume(url, known) is None
+        assert not is_paused(url)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("in_place", "stop"), ("retract", "stop")])
+async def test_what_runs_ends_or_goes_on_as_the_mode_says(
+    urls: dict[str, str], client: EngineClient, dialect: Dialect, mode: PauseMode, finish: str
+) -> None:
+    url, control = urls[dialect], EngineControl(client, "auto", None)
+    body = {"messages": [{"role": "user", "content": "Hello"}], "sim": {"latency_s": 1.0, "tool_calls": False}}
+    async with httpx.AsyncClient(timeout=30) as http:
+        turn = asyncio.create_task(http.post(url + "/v1/chat/completions", json=body))
+        while httpx.get(url + "/sim/stats").json()["in_flight"] == 0:
+            await asyncio.sleep(0.01)
+        assert await control.pause(url, mode) is None
+        assert is_paused(url)
+        assert await control.resume(url) is None
+        assert (await turn).json()["choices"][0]["finish_reason"] == finish
+
+
+async def test_generations_are_ended_by_their_own_ids(urls: dict[str, str], client: EngineClient) -> None:
+    control = EngineControl(client, "auto", None)
+    rids = [f"turnlog-{number:032x}" for number in range(40)]
+    assert await control.abort(urls["sglang"], rids) == dict.fromkeys(rids)
+    assert sorted(body["rid"] for path, body in asked(urls["sglang"]) if path == "/abort_request") == rids
+    found = await control.abort(urls["vllm"], rids)
+    assert set(found.values()) == {"it has no /abort_request"}
+    assert set(await EngineControl(client, "vllm", None).abort(urls["vllm"], rids)) == set(rids)
+
+
+@pytest.mark.parametrize("outcome", ["missing", "refused", "error"])
+async def test_what_an_engine_refuses_is_told(urls: dict[str, str], client: EngineClient, outcome: str) -> None:
+    behaviour = dict.fromkeys(("pause", "resume", "abort"), outcome)
+    for url in urls.values():
+        httpx.post(url + "/sim/behaviour", json=behaviour)
+    for dialect in ("auto", *DIALECTS):
+        control = EngineControl(client, dialect, None)  # type: ignore[arg-type]
+        for url in urls.values():
+            assert await control.pause(url, "abort") is not None
+            assert await control.resume(url) is not None
+            assert not is_paused(url)
+            assert (await control.abort(url, ["turnlog-1"]))["turnlog-1"] is not None
+
+
+async def test_an_engine_that_is_not_there_is_told(client: EngineClient) -> None:
+    control = EngineControl(client, "auto", None)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert "ConnectorError" in str(await control.pause(url, "abort"))
+    assert "ConnectorError" in str(await control.resume(url))
+    assert "ConnectorError" in str(await control.abort(url, ["turnlog-1"]))

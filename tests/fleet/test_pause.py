@@ -1,0 +1,334 @@
+"""Pausing adapters and the whole fleet, over two processes and two engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fault.processes import START_S
+from helpers.databases import Postgres
+from integration.stand import error_of, until, user
+
+from fleet.pausing import (
+    SLOW_S,
+    Client,
+    adapter,
+    finish,
+    new_name,
+    of_fleet,
+    order,
+    paused_fleet,
+    speaking,
+    until_generating,
+    until_held,
+)
+from fleet.stands import Fleet, fleet_of
+
+
+def test_a_fresh_turn_of_a_paused_adapter_makes_no_engine_call_until_resume(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = new_name()
+    paused = order(first, f"/adapters/{name}/pause")
+    assert (paused["paused"], paused["closings"], paused["count"], paused["aborted"]) == (True, 1, 0, [])
+    assert 500 < paused["lease_left_s"] <= 600
+    assert {url: told["ok"] for url, told in paused["engines"].items()} == {one.url: True for one in fleet.engines}
+    held, other = second.talk(adapter=name), second.talk(adapter=new_name())
+    waiting = speaking(fleet, held)
+    assert finish(speaking(fleet, other).result()) == "stop", "other adapters are untouched"
+    until_held(second, name)
+    assert not waiting.done()
+    assert held.types() == ["SessionCreated"], "no claim stands while the gate is shut"
+    assert fleet.chats(held.id) == []
+    order(first, f"/adapters/{name}/resume")
+    assert finish(waiting.result()) == "stop"
+    assert len(fleet.chats(held.id)) == 1
+    assert adapter(second, name)["held"] == 0
+
+
+def test_a_session_that_another_process_closes_meanwhile_gets_no_turn(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = new_name()
+    order(first, f"/adapters/{name}/pause")
+    talk = first.talk(adapter=name)
+    waiting = speaking(fleet, talk)
+    until_held(first, name)
+    assert second.http.delete(talk.path).status_code == 204
+    order(second, f"/adapters/{name}/resume")
+    assert error_of(waiting.result()) == (404, "session_closed")
+    assert fleet.chats(talk.id) == []
+
+
+def test_a_pause_is_seen_by_the_other_process_at_once(fleet: Fleet) -> None:
+    """After `POST pause` has returned, no turn passes anywhere: it returns later than others may take to see it."""
+    first, second = fleet.apis
+    for _ in range(5):
+        name = new_name()
+        talk = second.talk(adapter=name)
+        order(first, f"/adapters/{name}/pause")
+        waiting = speaking(fleet, talk)
+        until_held(second, name)
+        assert fleet.chats(talk.id) == []
+        order(second, f"/adapters/{name}/resume")
+        assert finish(waiting.result()) == "stop"
+
+
+def test_pausing_one_adapter_aborts_it_everywhere_and_leaves_another_alone(fleet: Fleet) -> None:
+    ours, theirs = new_name(), new_name()
+    sessions = [api.talk(adapter=ours, on_abort="return") for api in fleet.apis for _ in range(3)]
+    others = [api.talk(adapter=theirs, on_abort="return") for api in fleet.apis for _ in range(2)]
+    turns = [speaking(fleet, talk, sim={"latency_s": SLOW_S}) for talk in sessions]
+    spared = [speaking(fleet, talk, sim={"latency_s": 1.5}) for talk in others]
+    until_generating(fleet, *sessions, *others)
+    assert len({url for talk in sessions for url, _ in fleet.chats(talk.id)}) == 2, "both engines have some"
+    paused = order(fleet.apis[0], f"/adapters/{ours}/pause")
+    assert paused["count"] == len(set(paused["aborted"])) == len(sessions)
+    assert [finish(turn.result()) for turn in turns] == ["abort"] * len(turns)
+    assert [finish(turn.result()) for turn in spared] == ["stop"] * len(spared)
+    assert adapter(fleet.apis[1], ours)["in_flight"] == 0
+    asked = {rid for engine in fleet.engines for rid in _aborted_at(engine)}
+    assert asked == set(paused["aborted"])
+    order(fleet.apis[1], f"/adapters/{ours}/resume")
+
+
+def _aborted_at(engine: Any) -> list[str]:
+    return [one["body"]["rid"] for one in engine.seen("/abort_request")]
+
+
+def test_pause_and_resume_are_idempotent(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = new_name()
+    order(first, f"/adapters/{name}/pause", lease_s=1000)
+    again = order(second, f"/adapters/{name}/pause", lease_s=50)
+    assert (again["paused"], again["closings"]) == (True, 1)
+    assert again["lease_left_s"] > 900, "what the first was promised stands"
+    longer = order(first, f"/adapters/{name}/pause", lease_s=2000)
+    assert longer["lease_left_s"] > 1900
+    opened = order(second, f"/adapters/{name}/resume", version="7")
+    assert (opened["paused"], opened["closings"], opened["version"], opened["lease_left_s"]) == (False, 1, "7", None)
+    before = of_fleet(first)["version"]
+    assert order(first, f"/adapters/{name}/resume") == opened
+    assert order(first, f"/adapters/{name}/resume", version="7") == opened
+    assert of_fleet(first)["version"] == before, "nothing was to be written"
+    assert order(first, f"/adapters/{name}/resume", version="8")["version"] == "8"
+    order(first, f"/adapters/{name}/pause")
+    assert adapter(second, name)["version"] == "8"
+    assert adapter(second, name)["closings"] == 2
+    assert order(second, f"/adapters/{name}/resume")["version"] is None, "who does not tell leaves it unknown"
+
+
+def test_a_name_is_known_by_its_first_resume_and_then_as_a_model(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = "org/" + new_name()
+    assert error_of(first.http.get(f"/adapters/{name}")) == (404, "not_found")
+    order(first, f"/adapters/{name}/resume", version="1")
+    assert name in [one["name"] for one in second.http.get("/adapters").json()["adapters"]]
+    order(second, f"/adapters/{name}/pause")
+    talk = first.talk()
+    body = {"model": name, "messages": [user("Hello")]}
+    waiting = fleet.meanwhile(first.http.post, talk.chat_path, json=body)
+    until_held(first, name)
+    order(first, f"/adapters/{name}/resume")
+    assert finish(waiting.result()) == "stop"
+    assert [event["adapter"] for event in talk.committed()] == [name]
+
+
+@pytest.mark.parametrize("mode", ["abort", "in_place", "retract"])
+def test_the_fleet_pauses_engines_and_holds_every_turn(fleet: Fleet, mode: str) -> None:
+    first, second = fleet.apis
+    running = first.talk(on_abort="return")
+    turn = speaking(fleet, running, sim={"latency_s": SLOW_S if mode == "abort" else 0.5})
+    until_generating(fleet, running)
+    with paused_fleet(first, mode=mode) as paused:
+        assert (paused["paused"], paused["mode"]) == (True, mode)
+        assert all(told == {"ok": True, "error": None, "aborted": 0} for told in paused["engines"].values())
+        assert [engine.stats()["paused"] for engine in fleet.engines] == [True, True]
+        assert [one["body"] for engine in fleet.engines for one in engine.seen("/pause_generation")] == [
+            {"mode": mode}
+        ] * 2
+        talk = second.talk()
+        waiting = speaking(fleet, talk)
+        until(lambda: of_fleet(second)["held"] == 1)
+        assert fleet.chats(talk.id) == []
+        opened = order(second, "/fleet/resume")
+        assert (opened["paused"], opened["lease_left_s"]) == (False, None)
+        assert finish(waiting.result()) == "stop"
+        assert finish(turn.result()) == ("abort" if mode == "abort" else "stop")
+        assert [engine.stats()["paused"] for engine in fleet.engines] == [False, False]
+
+
+def behave(engine: Any, **outcomes: str) -> None:
+    assert engine.sim.post("/sim/behaviour", json=outcomes).status_code == 200
+
+
+def test_an_engine_that_fails_is_reported_and_the_gate_stays_shut(fleet: Fleet) -> None:
+    api, (good, bad) = fleet.apis[0], fleet.engines
+    name = new_name()
+    talk = api.talk(adapter=name, on_abort="return")
+    speaking(fleet, talk, sim={"latency_s": SLOW_S})
+    until_generating(fleet, talk)
+    behave(good, abort="error")
+    behave(bad, abort="error")
+    failed = order(api, f"/adapters/{name}/pause", 502)
+    assert failed["error"]["code"] == "engines_failed"
+    assert "shut" in failed["error"]["message"]
+    assert failed["paused"] is True
+    assert failed["count"] == 1
+    running_at = fleet.chats(talk.id)[0][0]
+    assert failed["engines"][running_at]["ok"] is False
+    assert "500" in failed["engines"][running_at]["error"]
+    assert adapter(fleet.apis[1], name)["paused"] is True
+    for engine in fleet.engines:
+        behave(engine, abort="ok")
+    assert order(api, f"/adapters/{name}/pause")["closings"] == 1
+    until(lambda: adapter(api, name)["in_flight"] == 0)
+    order(api, f"/adapters/{name}/resume")
+
+
+def test_a_fleet_that_pauses_in_part_says_which_engines(fleet: Fleet) -> None:
+    api, (good, bad) = fleet.apis[0], fleet.engines
+    behave(bad, pause="error", resume="missing")
+    try:
+        failed = order(api, "/fleet/pause", 502)
+        assert failed["error"]["code"] == "engines_failed"
+        assert failed["paused"] is True
+        assert {url: told["ok"] for url, told in failed["engines"].items()} == {good.url: True, bad.url: False}
+        opened = order(api, "/fleet/resume", 502)
+        assert opened["paused"] is False, "one engine that fails does not idle the others"
+        assert {url: told["ok"] for url, told in opened["engines"].items()} == {good.url: True, bad.url: False}
+        assert good.stats()["paused"] is False
+        behave(bad, resume="ok")
+        order(api, "/fleet/resume")
+    finally:
+        api.http.post("/fleet/resume")
+
+
+BAD_LEASES: list[Any] = ["60", True, None, 0, -1, 86_401, [], {}]
+
+
+@pytest.mark.parametrize("path", ["/adapters/bad-lease/pause", "/fleet/pause"])
+def test_what_is_no_lease_is_400_and_shuts_nothing(fleet: Fleet, path: str) -> None:
+    api = fleet.apis[0]
+    before = of_fleet(api)["version"]
+    for lease in BAD_LEASES:
+        assert error_of(api.http.post(path, json={"lease_s": lease})) == (400, "invalid_request"), lease
+    for raw in (b'{"lease_s": NaN}', b'{"lease_s": Infinity}', b'{"lease_s": 1e999}', b"[]", b"{", b'{"lease": 5}'):
+        assert error_of(api.http.post(path, content=raw)) == (400, "invalid_request"), raw
+    assert of_fleet(api)["version"] == before
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/adapters/a%00b/pause", {}),
+        (f"/adapters/{'x' * 513}/pause", {}),
+        ("/adapters//pause", {}),
+        ("/adapters/a/resume", {"version": 7}),
+        ("/adapters/a/resume", {"version": "a\x00"}),
+        ("/adapters/a/resume", {"versions": "7"}),
+        ("/fleet/pause", {"mode": "kill"}),
+        ("/fleet/resume", {"mode": "abort"}),
+    ],
+)
+def test_other_bad_orders_are_400(fleet: Fleet, path: str, body: dict[str, Any]) -> None:
+    assert error_of(fleet.apis[0].http.post(path, json=body)) == (400, "invalid_request")
+
+
+def test_orders_that_meet_leave_processes_and_engines_agreed(fleet: Fleet) -> None:
+    """Whichever was written last, both processes know it and the engines do as it says."""
+    name = new_name()
+    try:
+        for _ in range(4):
+            paths = ("/fleet/pause", "/fleet/resume", f"/adapters/{name}/pause", f"/adapters/{name}/resume")
+            orders: list[Future[httpx.Response]] = [
+                fleet.meanwhile(api.http.post, path) for api in fleet.apis for path in paths
+            ]
+            assert {one.result().status_code for one in orders} == {200}
+            views = [{**of_fleet(api), "lease_left_s": None} for api in fleet.apis]
+            assert views[0] == views[1]
+            assert {engine.stats()["paused"] for engine in fleet.engines} == {views[0]["paused"]}
+            gates = [{**adapter(api, name), "lease_left_s": None} for api in fleet.apis]
+            assert gates[0] == gates[1]
+    finally:
+        fleet.apis[0].http.post("/fleet/resume")
+        fleet.apis[0].http.post(f"/adapters/{name}/resume")
+
+
+def test_a_lease_that_runs_out_opens_the_gate_once_and_says_so(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = new_name()
+    order(first, f"/adapters/{name}/pause", lease_s=1)
+    order(first, "/fleet/pause", lease_s=1)
+    waiting = speaking(fleet, second.talk(adapter=name))
+    assert finish(waiting.result()) == "stop"
+    assert adapter(first, name)["paused"] is False
+    assert of_fleet(first)["paused"] is False
+    until(lambda: [engine.stats()["paused"] for engine in fleet.engines] == [False, False])
+    warned = [line for line in fleet.processes.logs().splitlines() if "lease has run out" in line]
+    assert len([line for line in warned if name in line]) == 1, warned
+
+
+@pytest.fixture(scope="module")
+def armed(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two processes that stand still, each behind the first claim that it takes."""
+    environment = {"TURNLOG_CRASH_POINT": "after_claim:1:stop", "TURNLOG_WORKERS": "1"}
+    folder = tmp_path_factory.mktemp("armed")
+    with postgres.database() as url, fleet_of(folder, url, engines=1, environment=environment) as made:
+        yield made
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_process_that_was_frozen_on_its_way_to_the_engine_looks_at_the_gate_again(armed: Fleet) -> None:
+    """Its turn was let through and holds a claim, but no engine has heard of it: so the client may go, too."""
+    first, second = armed.apis
+    pid = armed.processes.pids[1]
+    name = new_name()
+    talk = second.talk(adapter=name)
+    client = Client(talk, second.url)
+    until(lambda: is_stopped(pid))
+    try:
+        assert order(first, f"/adapters/{name}/pause")["count"] == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until_held(second, name)
+    assert adapter(first, name)["in_flight"] == 1
+    client.leave()
+    until_held(second, name, 0)
+    until(lambda: talk.types()[1:] == ["TurnOpened", "TurnAbandoned"])
+    assert talk.events()[-1]["reason"] == "disconnect"
+    order(first, f"/adapters/{name}/resume")
+    assert finish(talk.chat([user("Hello")])) == "stop"
+    assert len(armed.chats(talk.id)) == 1
+
+
+def test_pauses_survive_the_end_of_every_process_and_run_out_meanwhile(armed: Fleet) -> None:
+    first, second = armed.apis
+    kept, due = new_name(), new_name()
+    order(first, f"/adapters/{kept}/pause")
+    order(second, f"/adapters/{due}/pause", lease_s=2)
+    order(first, "/fleet/pause", lease_s=2)
+    for server in armed.processes.servers:
+        server.kill()
+        del server.environment["TURNLOG_CRASH_POINT"]
+    time.sleep(2)
+    for server in armed.processes.servers:
+        server.launch()
+    until(lambda: all(server.answers() for server in armed.processes.servers), START_S)
+    until(lambda: not of_fleet(second)["paused"])
+    until(lambda: not adapter(first, due)["paused"])
+    assert finish(second.talk(adapter=due).chat([user("Hello")])) == "stop"
+    talk = second.talk(adapter=kept)
+    waiting = speaking(armed, talk)
+    until_held(second, kept)
+    assert armed.chats(talk.id) == []
+    order(first, f"/adapters/{kept}/resume")
+    assert finish(waiting.result()) == "stop"

@@ -1,0 +1,112 @@
+"""SkyRL's routes of pausing a LoRA, called as its trainer and its forwarding client do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from fault.hosted import hosted
+from integration.stand import error_of, until
+
+from fleet.pausing import SLOW_S, adapter, finish, new_name, order, speaking, until_generating, until_held
+from fleet.stands import Fleet
+
+ABORT, RESUME, WAIT = (
+    f"/skyrl/v1/{route}" for route in ("abort_lora_requests", "resume_lora_requests", "wait_lora_unpaused")
+)
+
+
+def test_a_trainer_swaps_an_adapter(fleet: Fleet) -> None:
+    first, second = fleet.apis
+    name = new_name()
+    running = second.talk(adapter=name, on_abort="return")
+    turn = speaking(fleet, running, sim={"latency_s": SLOW_S})
+    until_generating(fleet, running)
+    aborted = order(first, ABORT, lora_name=name)
+    assert set(aborted) == {"status", "aborted", "count"}
+    assert (aborted["status"], aborted["count"], len(aborted["aborted"])) == ("ok", 1, 1)
+    assert finish(turn.result()) == "abort"
+    fresh = second.talk(adapter=name)
+    waiting = speaking(fleet, fresh)
+    until_held(second, name)
+    assert order(second, WAIT, lora_name=name, timeout_s=0.2) == {"paused": True}
+    asking = fleet.meanwhile(order, second, WAIT, lora_name=name)
+    assert fleet.chats(fresh.id) == []
+    assert not asking.done()
+    assert order(first, RESUME, lora_name=name) == {"status": "ok"}
+    assert asking.result(timeout=20) == {"paused": False}
+    assert finish(waiting.result()) == "stop"
+    assert order(first, RESUME, lora_name=name) == {"status": "ok"}
+
+
+def test_one_that_was_never_paused_is_not(fleet: Fleet) -> None:
+    assert order(fleet.apis[0], WAIT, lora_name=new_name()) == {"paused": False}
+
+
+def test_no_time_at_all_is_a_question(fleet: Fleet) -> None:
+    api, name = fleet.apis[0], new_name()
+    order(api, ABORT, lora_name=name)
+    assert order(api, WAIT, lora_name=name, timeout_s=0) == {"paused": True}
+    order(api, RESUME, lora_name=name)
+    assert order(api, WAIT, lora_name=name, timeout_s=0) == {"paused": False}
+
+
+def test_an_engine_that_fails_is_reported(fleet: Fleet) -> None:
+    api, name = fleet.apis[0], new_name()
+    talk = api.talk(adapter=name, on_abort="return")
+    speaking(fleet, talk, sim={"latency_s": SLOW_S})
+    until_generating(fleet, talk)
+    for engine in fleet.engines:
+        assert engine.sim.post("/sim/behaviour", json={"abort": "missing"}).status_code == 200
+    failed = order(api, ABORT, 502, lora_name=name)
+    assert (failed["error"]["code"], failed["status"], failed["paused"]) == ("engines_failed", "failed", True)
+    assert failed["count"] == 1
+    for engine in fleet.engines:
+        assert engine.sim.post("/sim/behaviour", json={"abort": "ok"}).status_code == 200
+    assert order(api, ABORT, lora_name=name)["status"] == "ok"
+    until(lambda: adapter(api, name)["in_flight"] == 0)
+    order(api, RESUME, lora_name=name)
+
+
+BAD_TIMEOUTS: list[Any] = ["60", "", True, False, None, -1, -0.001, 3601, 1e300, [], {}]
+
+
+def test_a_bad_timeout_is_400_at_once(fleet: Fleet) -> None:
+    api, name = fleet.apis[0], new_name()
+    order(api, ABORT, lora_name=name)
+    for timeout_s in BAD_TIMEOUTS:
+        response = api.http.post(WAIT, json={"lora_name": name, "timeout_s": timeout_s})
+        assert error_of(response) == (400, "invalid_request"), timeout_s
+    for raw in ("NaN", "Infinity", "-Infinity", "1e999"):
+        body = f'{{"lora_name": "{name}", "timeout_s": {raw}}}'
+        assert error_of(api.http.post(WAIT, content=body)) == (400, "invalid_request"), raw
+    order(api, RESUME, lora_name=name)
+
+
+@pytest.mark.parametrize("route", [ABORT, RESUME, WAIT])
+def test_a_bad_name_is_400(fleet: Fleet, route: str) -> None:
+    api = fleet.apis[0]
+    for body in (b"", b"{}", b"[]", b'{"lora_name": ""}', b'{"lora_name": 7}', b'{"lora_name": "a\\u0000"}'):
+        assert error_of(api.http.post(route, content=body)) == (400, "invalid_request"), body
+    for name in (b'"\\ud800"', b'"' + b"x" * 513 + b'"', b"null"):
+        body = b'{"lora_name": ' + name + b"}"
+        assert error_of(api.http.post(route, content=body)) == (400, "invalid_request"), name[:9]
+
+
+def test_who_stops_asking_is_let_go_at_once(sqlite_url: str) -> None:
+    """Nothing that worked for the client is left in the server."""
+    with hosted(sqlite_url) as server:
+        address = urlsplit(server.base_url)
+        at_work = server._server.server_state.tasks
+        assert httpx.post(server.base_url + ABORT, json={"lora_name": "a"}).status_code == 200
+        body = json.dumps({"lora_name": "a", "timeout_s": 3600}).encode()
+        head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (WAIT.encode(), len(body))
+        until(lambda: not at_work)
+        with socket.create_connection((address.hostname, address.port)) as asking:
+            asking.sendall(head + body)
+            until(lambda: at_work)
+        until(lambda: not at_work)
