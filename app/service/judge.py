@@ -26,6 +26,7 @@ from app.upstream.engines import Answer
 from workers import job
 from workers.job import Done, Job, Place
 from workers.parse import REPLAY, Known, PromptDiffers, Rejected
+from workers.parse_parts import UNKNOWN_VERSION
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, PoolError
 
@@ -175,9 +176,11 @@ def _numbered(fence: int, done: Done) -> tuple[tuple[PayloadRef, ...], list[Stor
 
 def _reply(done: Done, answer: Answer, message_hash: str, requested_at: float, prompt: Prompt | None) -> decide.Reply:
     """An engine that does not say its weight version has the one that it was known to have."""
-    spans = tuple(VersionSpan(span.version, span.start, span.end) for span in done.weight_versions)
-    if not spans and answer.dispatched is not None and done.output_tokens:
-        spans = (VersionSpan(answer.dispatched, 0, done.output_tokens),)
+    dispatched = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
+    spans = tuple(
+        VersionSpan(dispatched if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)
+        for span in done.weight_versions
+    )
     return decide.Reply(
         dialect=done.dialect,
         engine=answer.engine,

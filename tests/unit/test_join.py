@@ -1,0 +1,387 @@
+"""Several generations as one reply: what each engine's shapes hold, and what engines make of halves."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pybase64
+import pytest
+
+from workers.join import Piece, Shape, join, stopped
+from workers.parse import Rejected, Span, parse_reply
+
+PROMPT = [1, 2, 3]
+CHAT = Shape("sglang", "chat", len(PROMPT))
+TOOLED = Shape("sglang", "chat", len(PROMPT), has_tools=True)
+
+
+def chat(
+    tokens: Sequence[str],
+    content: str | None = None,
+    *,
+    reasoning: str | None = None,
+    calls: list[Any] | None = None,
+    finish: str = "abort",
+    matched: int | str | None = None,
+    version: str = "1",
+    seen: Sequence[int] = (),
+    **meta: Any,
+) -> Piece:
+    """A generation of SGLang's chat. Its tokens have the bytes of Latin-1, so that a test can cut a character."""
+    ids = [100 + number for number in range(len(tokens))]
+    raw = [token.encode("latin-1") for token in tokens]
+    shown = [text.decode("utf-8", "replace") for text in raw]
+    body = {
+        "id": "rid",
+        "object": "chat.completion",
+        "created": 7,
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": b"".join(raw).decode("utf-8", "replace") if content is None else content,
+                    "reasoning_content": reasoning,
+                    "tool_calls": calls,
+                },
+                "logprobs": {
+                    "content": [
+                        {"token": text, "bytes": list(part), "logprob": -0.5, "top_logprobs": []}
+                        for text, part in zip(shown, raw, strict=True)
+                    ]
+                },
+                "finish_reason": finish,
+                "matched_stop": matched,
+                "prompt_token_ids": [*PROMPT, *seen],
+                "meta_info": {
+                    "id": "rid",
+                    "finish_reason": {"type": finish},
+                    "prompt_tokens": len(PROMPT) + len(seen),
+                    "completion_tokens": len(ids),
+                    "cached_tokens": len(seen),
+                    "weight_version": version,
+                    "output_token_logprobs": [[-0.5, one, text] for one, text in zip(ids, shown, strict=True)],
+                    **meta,
+                },
+            }
+        ],
+        "usage": {"prompt_tokens": len(PROMPT) + len(seen), "completion_tokens": len(ids), "total_tokens": 99},
+        "metadata": {"weight_version": version},
+    }
+    rows = len(PROMPT) + len(seen) + len(ids) - 1
+    return Piece(
+        json.dumps(body).encode(),
+        len(ids),
+        [Span(version, 0, len(ids))] if ids else [],
+        {name: (meta.get("rows_from", 0), rows) for name in ("routed_experts", "indexer_topk") if name in meta},
+    )
+
+
+def message(*pieces: Piece, shape: Shape = CHAT) -> dict[str, Any]:
+    found: dict[str, Any] = reply(*pieces, shape=shape)["choices"][0]["message"]
+    return found
+
+
+def reply(*pieces: Piece, shape: Shape = CHAT) -> dict[str, Any]:
+    """The joined reply, which must be a sound one."""
+    stop = stopped(pieces, shape)
+    body = join(pieces, shape, stop=stop)
+    parse_reply(body, shape.dialect, None, shape.protocol)
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+def test_numbers_keep_their_spelling() -> None:
+    first, second = chat(["a"]), chat(["b"], finish="stop", matched=100, seen=[100])
+    first = Piece(first.body.replace(b"[[-0.5,", b"[[-5.00E-1,"), 1, first.versions, {})
+    body = join([first, second], CHAT)
+    assert b'"output_token_logprobs":[[-5.00E-1, 100, "a"],[-0.5, 100, "b"]]' in body
+
+
+def test_counts_are_of_the_turn_and_the_end_is_the_last_ones() -> None:
+    found = reply(chat(["a", "b"]), chat(["c"], finish="length", seen=[100, 101]))
+    meta = found["choices"][0]["meta_info"]
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 3, 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert found["choices"][0]["prompt_token_ids"] == PROMPT
+    assert "weight_versions" not in meta
+
+
+def test_a_generation_that_was_ended_in_the_queue_counts_nothing() -> None:
+    """SGLang leaves its `prompt_tokens` out of `meta_info`, and says 0 in `usage`."""
+    first = chat([])
+    body = json.loads(first.body)
+    del body["choices"][0]["meta_info"]["prompt_tokens"]
+    body["usage"]["prompt_tokens"] = 0
+    first = Piece(json.dumps(body).encode(), 0, [], {})
+    found = reply(first, chat([]), chat(["a"]), chat(["b"], finish="stop", matched=0, seen=[100]))
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert found["choices"][0]["meta_info"]["prompt_tokens"] == 3
+
+
+def test_spans_of_one_version_are_one() -> None:
+    pieces = [chat(["a"], version="1"), chat([], version="1"), chat(["b"], version="1"), chat(["c"], version="2")]
+    spans = reply(*pieces)["choices"][0]["meta_info"]["weight_versions"]
+    assert [tuple(span.values()) for span in spans] == [("1", 0, 2), ("2", 2, 3)]
+
+
+def test_a_last_part_without_tokens_does_not_lend_its_version() -> None:
+    spans = reply(chat(["a"], version="1"), chat([], version="2"))["choices"][0]["meta_info"]["weight_versions"]
+    assert [tuple(span.values()) for span in spans] == [("1", 0, 1)]
+
+
+def test_a_parser_that_takes_the_rest_of_an_answer_for_reasoning() -> None:
+    """A prompt that ends with `<think>` makes SGLang's parser see reasoning in whatever comes, until `</think>`."""
+    first = chat(["Hm", "</think>", "The "], "The ", reasoning="Hm")
+    second = chat(["answer", "<end>"], "", reasoning="answer", finish="stop", matched=101)
+    assert message(first, second) | {"tool_calls": None} == {
+        "role": "assistant",
+        "content": "The answer",
+        "reasoning_content": "Hm",
+        "tool_calls": None,
+    }
+
+
+@pytest.mark.parametrize("parser_knows", [True, False])
+def test_reasoning_that_ends_in_a_later_part(parser_knows: bool) -> None:
+    first = chat(["<think>", "\n", "Let", " me"], "", reasoning="Let me")
+    rest = [" see", "\n", "</think>", "\n\n", "Done"]
+    second = chat(rest, "Done", reasoning=" see", finish="stop") if parser_knows else chat(rest, finish="stop")
+    found = message(first, second)
+    assert (found["reasoning_content"], found["content"]) == ("Let me see", "Done")
+
+
+def test_an_engine_that_strips_nothing_is_left_its_line_ends() -> None:
+    first = chat(["<think>", "\n", "Let"], "", reasoning="\nLet")
+    second = chat([" me", "\n", "</think>", "\n\n", "Done"], finish="stop")
+    found = message(first, second)
+    assert (found["reasoning_content"], found["content"]) == ("\nLet me\n", "\n\nDone")
+
+
+def test_an_engine_without_a_reasoning_parser_keeps_it_all_as_content() -> None:
+    found = message(chat(["<think>", "a"]), chat(["b", "</think>", "c"], finish="stop"))
+    assert (found["reasoning_content"], found["content"]) == (None, "<think>ab</think>c")
+
+
+def test_tokens_that_lack_their_spaces_are_not_believed() -> None:
+    """SentencePiece's tokens, shown one by one, have none: then the messages tell the text."""
+    first = chat(["We", "have"], "We have")
+    assert message(first, chat(["more"], " more", finish="stop"))["content"] == "We have more"
+    first = chat(["<think>", "We", "have"], "", reasoning="We have")
+    second = chat(["more", "</think>", "So", "it"], "So it", reasoning=" more", finish="stop")
+    found = message(first, second)
+    assert (found["reasoning_content"], found["content"]) == ("We have more", "So it")
+
+
+def test_a_character_whose_bytes_two_generations_share() -> None:
+    one, two = ("é".encode()[:1].decode("latin-1"), "é".encode()[1:].decode("latin-1"))
+    assert message(chat(["caf", one], "caf"), chat([two, "s"], "\ufffds", finish="stop"))["content"] == "cafés"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def made(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "index": 0, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_call_in_two_halves_of_which_the_engine_showed_one_or_none() -> None:
+    """SGLang leaves out what it sees the beginning of; whole calls keep the ids that it gave them."""
+    one, two, three = (call(name, '{"x": 1.50}') for name in "abc")
+    first = chat(["So", one, two[:20]], "So", calls=[made("call_1", "a", '{"x": 1.5}')])
+    second = chat([two[20:], three, "<end>"], "", calls=[made("call_3", "c", '{"x": 1.5}')], finish="tool_calls")
+    found = reply(first, second, shape=TOOLED)["choices"][0]
+    calls = found["message"]["tool_calls"]
+    assert found["message"]["content"] == "So"
+    assert [one["function"]["name"] for one in calls] == ["a", "b", "c"]
+    assert [one["function"]["arguments"] for one in calls] == ['{"x": 1.50}'] * 3
+    assert [one["index"] for one in calls] == [0, 1, 2]
+    assert (calls[0]["id"], calls[2]["id"]) == ("call_1", "call_3")
+    assert calls[1]["id"].startswith("call_")
+    assert len({one["id"] for one in calls}) == 3
+    assert found["finish_reason"] == "tool_calls"
+
+
+def test_a_call_that_is_whole_only_when_joined_ends_a_stop_as_one() -> None:
+    text = call("a", "{}")
+    pieces = chat([text[:15]]), chat([text[15:], "<end>"], text[15:], finish="stop", matched=101)
+    assert reply(*pieces, shape=TOOLED)["choices"][0]["finish_reason"] == "tool_calls"
+    assert message(*pieces, shape=CHAT)["content"] == text
+
+
+def test_an_engine_that_parses_no_calls_is_left_them_as_text() -> None:
+    one, two = call("a", "{}"), call("b", "{}")
+    found = reply(chat([one, two[:15]]), chat([two[15:]], finish="stop", seen=[100]), shape=TOOLED)["choices"][0]
+    assert (found["message"]["content"], found["message"]["tool_calls"]) == (one + two, None)
+    assert found["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "text", ['<tool_call>\n{"name": "a", "argu', '<tool_call>\n{"name": 1}\n</tool_call>', "<tool_call>a\n</tool_call>"]
+)
+def test_what_is_no_whole_call_stays_text(text: str) -> None:
+    found = message(chat([text[:13]]), chat([text[13:]], finish="length"), shape=TOOLED)
+    assert found["content"] == text
+    assert found["tool_calls"] is None
+
+
+def test_calls_in_another_form_are_those_that_the_engine_found() -> None:
+    first = chat(["So", "[a(1)]"], "So", calls=[made("call_1", "a", "1")])
+    second = chat(["[b(2)]"], "", calls=[made("call_2", "b", "2")], finish="tool_calls")
+    found = message(first, second, shape=TOOLED)
+    assert found["content"] == "So"
+    assert [one["id"] for one in found["tool_calls"]] == ["call_1", "call_2"]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_stop_string_across_a_seam(keeps: bool) -> None:
+    shape = Shape("sglang", "chat", 3, stops=["zz", "d e", "c d e f"], keeps_stop=keeps)
+    pieces = chat(["a ", "b ", "c "]), chat(["d "]), chat(["e ", "f"], finish="length")
+    found = reply(*pieces, shape=shape)["choices"][0]
+    assert found["message"]["content"] == ("a b c d e" if keeps else "a b c ")
+    assert (found["finish_reason"], found["matched_stop"]) == ("stop", "d e")
+    assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": "d e"}
+    assert found["meta_info"]["completion_tokens"] == 5
+    assert len(found["logprobs"]["content"]) == 5
+
+
+def test_a_stop_string_within_a_part_is_its_engines_business() -> None:
+    shape = Shape("sglang", "chat", 3, stops=["b c"])
+    assert stopped([chat(["a ", "b ", "c "]), chat(["d"])], shape) is None
+
+
+def test_of_stop_strings_that_one_token_completes_the_first_named_counts() -> None:
+    """As both engines look for them."""
+    shape = Shape("sglang", "chat", 3, stops=["d e", "c d e"])
+    found = reply(chat(["c "]), chat(["d "]), chat(["e", "f"], finish="length"), shape=shape)["choices"][0]
+    assert (found["message"]["content"], found["matched_stop"]) == ("c ", "d e")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("usage",), 0),
+        (("sglext",), []),
+        (("choices", 0, "logprobs"), True),
+        (("choices", 0, "logprobs", "content"), {}),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_cannot_be_joined_is_refused(path: tuple[str | int, ...], value: Any, at: int) -> None:
+    """A reply on its own may have any of these; one of several has to be understood."""
+    pieces = [chat(["a"]), chat(["b"], finish="stop", seen=[100])]
+    body = json.loads(pieces[at].body)
+    home = body
+    for name in path[:-1]:
+        home = home[name]
+    home[path[-1]] = value
+    bad = json.dumps(body).encode()
+    parse_reply(bad, "sglang")
+    pieces[at] = Piece(bad, 1, pieces[at].versions, {})
+    shape = Shape("sglang", "chat", 3, stops=["never"])
+    with pytest.raises(Rejected):
+        join(pieces, shape, stop=stopped(pieces, shape))
+
+
+def test_a_part_without_tokens_need_not_tell_any() -> None:
+    first, second = chat([]), chat(["a"], finish="stop", response_token_ids=None)
+    for piece in (first, second):
+        assert b'"response_token_ids"' not in piece.body.split(b'"meta_info"')[0]
+    bodies = [json.loads(piece.body) for piece in (first, second)]
+    bodies[0]["choices"][0]["logprobs"] = None
+    bodies[1]["choices"][0]["response_token_ids"] = [100]
+    found = reply(
+        Piece(json.dumps(bodies[0]).encode(), 0, [], {}),
+        Piece(json.dumps(bodies[1]).encode(), 1, second.versions, {}),
+    )["choices"][0]
+    assert found["response_token_ids"] == [100]
+    assert [one["token"] for one in found["logprobs"]["content"]] == ["a"]
+
+
+def rows_of(count: int, start: int = 0) -> np.ndarray[Any, Any]:
+    return np.arange(start * 4, (start + count) * 4, dtype="<i4").reshape(count, 2, 2)
+
+
+def as_base64(rows: np.ndarray[Any, Any]) -> str:
+    return pybase64.b64encode(rows.tobytes()).decode()
+
+
+def test_rows_are_taken_up_where_they_were_left() -> None:
+    """One payload from a row on, as it was asked for, and one that has no such choice."""
+    first = chat(["a", "b"], routed_experts=as_base64(rows_of(4)), indexer_topk=rows_of(4).tolist())
+    second = chat(
+        ["c", "d", "e"],
+        seen=[100, 101],
+        routed_experts=as_base64(rows_of(3, 4)),
+        indexer_topk=rows_of(7).tolist(),
+    )
+    second = Piece(second.body, 3, second.versions, {"routed_experts": (4, 7), "indexer_topk": (0, 7)})
+    meta = reply(first, second)["choices"][0]["meta_info"]
+    assert meta["routed_experts"] == as_base64(rows_of(7))
+    assert meta["indexer_topk"] == rows_of(7).tolist()
+    shape = Shape("sglang", "chat", 3, stops=["bc"])
+    meta = reply(first, second, shape=shape)["choices"][0]["meta_info"]
+    assert meta["routed_experts"] == as_base64(rows_of(5))
+    assert meta["indexer_topk"] == rows_of(5).tolist()
+
+
+def test_rows_that_are_missing_are_refused() -> None:
+    first = chat(["a", "b"], routed_experts=as_base64(rows_of(4)))
+    with pytest.raises(Rejected, match="leaves out rows from 4 on"):
+        join([first, chat(["c"], seen=[100, 101])], CHAT)
+    other = chat(["c"], seen=[100, 101], routed_experts=rows_of(1, 4).tolist())
+    other = Piece(other.body, 1, other.versions, {"routed_experts": (4, 5)})
+    with pytest.raises(Rejected, match="different ways"):
+        join([first, other], CHAT)
+
+
+def vllm(text: str, tokens: Sequence[str], rows: np.ndarray[Any, Any], start: int, finish: str) -> Piece:
+    file = io.BytesIO()
+    np.save(file, rows)
+    choice = {
+        "index": 0,
+        "text": text,
+        "logprobs": {
+            "text_offset": [sum(map(len, tokens[:at])) for at in range(len(tokens))],
+            "token_logprobs": [-0.5] * len(tokens),
+            "tokens": list(tokens),
+            "top_logprobs": [{token: -0.5} for token in tokens],
+        },
+        "finish_reason": finish,
+        "stop_reason": None,
+        "token_ids": list(range(len(tokens))),
+        "prompt_token_ids": PROMPT,
+        "weight_versions": [{"version": finish, "start": 0, "end": len(tokens)}],
+        "routed_experts": pybase64.b64encode(file.getvalue()).decode(),
+    }
+    body = {"id": "cmpl-1", "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": len(tokens)}}
+    spans = [Span(finish, 0, len(tokens))]
+    return Piece(json.dumps(body).encode(), len(tokens), spans, {"routed_experts": (start, start + len(rows))})
+
+
+def test_a_completion_of_vllm() -> None:
+    shape = Shape("vllm", "completions", 3)
+    found = reply(
+        vllm("ab", ["a", "b"], rows_of(4), 0, "abort"), vllm("cd", ["c", "d"], rows_of(2, 4), 4, "stop"), shape=shape
+    )
+    [choice] = found["choices"]
+    assert choice["text"] == "abcd"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    assert choice["logprobs"]["tokens"] == list("abcd")
+    assert choice["token_ids"] == [0, 1, 0, 1]
+    assert [tuple(span.values()) for span in choice["weight_versions"]] == [("abort", 0, 2), ("stop", 2, 4)]
+    experts = np.load(io.BytesIO(pybase64.b64decode(choice["routed_experts"])))
+    assert np.array_equal(experts, rows_of(6))
+    assert choice["finish_reason"] == "stop"
+    shape = Shape("vllm", "completions", 3, stops=["bc"])
+    [choice] = reply(
+        vllm("ab", ["a", "b"], rows_of(4), 0, "abort"), vllm("cd", ["c", "d"], rows_of(2, 4), 4, "stop"), shape=shape
+    )["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "stop", "bc")
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3

@@ -1,0 +1,402 @@
+"""Several generations of one turn as one reply, spelled as the engine would have spelled it.
+
+An engine that is interrupted returns what it has; asked to go on, it returns the rest. What belongs to tokens is joined
+as raw JSON, so that every number keeps its spelling, and what is said of the whole (counts, the end, weight versions,
+replay payloads, the message) is written anew. The result is judged as any reply is.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pybase64
+
+from workers.join_text import Said, Stop, joined_message, raw_text, stop_across, token_texts
+from workers.parse import REPLAY, Protocol, Rejected, Span
+from workers.parse_json import NULL, Fields, is_null, object_at, typed
+
+Dialect = Literal["sglang", "vllm"]
+
+_CHOICES = msgspec.json.Decoder(list[Fields])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_OFFSETS = msgspec.json.Decoder(list[int])
+
+_OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+"""Lists in SGLang's `meta_info` with an item for each output token."""
+
+_OF_THE_END = ("finish_reason", "matched_stop", "stop_reason")
+"""What a choice says of its end."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """One generation of the turn, which was judged to be sound.
+
+    `tokens` is how many it brought, `versions` are theirs. `rows` are the rows [start, stop) that it brought of each
+    kind of payload.
+    """
+
+    body: bytes
+    tokens: int
+    versions: Sequence[Span]
+    rows: dict[str, tuple[int, int]]
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What is known of the turn: `prompt_tokens` without those of earlier pieces, the client's stop strings.
+
+    `keeps_stop`: they stay in the text. `has_tools`: tools were offered.
+    """
+
+    dialect: Dialect
+    protocol: Protocol
+    prompt_tokens: int
+    stops: Sequence[str] = ()
+    keeps_stop: bool = False
+    has_tools: bool = False
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """A reply, split as far as it is put together again."""
+
+    piece: Piece
+    root: Fields
+    choice: Fields
+    meta: Fields
+    logprobs: Fields
+
+
+def stopped(pieces: Sequence[Piece], shape: Shape) -> Stop | None:
+    """Where a stop string is complete that begins in one piece and ends in another, which no engine could see.
+
+    None as well where the replies do not tell their tokens' text. Raises Rejected, as `join`.
+    """
+    if not shape.stops or len(pieces) < 2:
+        return None
+    replies = [_split(piece) for piece in pieces]
+    texts = [token_texts(reply.meta, reply.logprobs, reply.piece.tokens) for reply in replies]
+    known = [text for text in texts if text is not None]
+    if len(known) < len(texts):
+        return None
+    told = _tells_message if shape.protocol == "chat" else _tells_text
+    if not all(map(told, replies, known)):
+        return None
+    return stop_across(known, shape.stops)
+
+
+def _tells_message(reply: _Reply, tokens: Sequence[bytes]) -> bool:
+    return raw_text(_said(reply), tokens) is not None
+
+
+def _tells_text(reply: _Reply, tokens: Sequence[bytes]) -> bool:
+    """Do a completion's tokens, each shown by itself, make its text? Characters that several share they cannot show."""
+    shown = b"".join(tokens).decode("utf-8", "replace")
+    return shown.encode("ascii", "ignore").startswith(_text(reply).encode("ascii", "ignore"))
+
+
+def _text(reply: _Reply) -> str:
+    return msgspec.json.decode(reply.choice["text"], type=str)
+
+
+def join(
+    pieces: Sequence[Piece], shape: Shape, *, stop: Stop | None = None, finish: Literal["length"] | None = None
+) -> bytes:
+    """The one reply. `stop` cuts it short; `finish` says why it ended where no engine did.
+
+    Raises Rejected where the pieces do not make one: what a reply may spell as it likes where it is passed on as it
+    is, has to be understood to be joined.
+    """
+    kept, left = [], sum(piece.tokens for piece in pieces) if stop is None else stop.tokens
+    for piece in pieces:
+        kept.append(min(piece.tokens, left))
+        left -= kept[-1]
+    used = len(pieces) if stop is None else max(place for place, count in enumerate(kept) if count) + 1
+    return _Joint([_split(piece) for piece in pieces[:used]], kept[:used], shape, stop, finish).body()
+
+
+def versions(pieces: Sequence[Piece], tokens: int) -> list[Span]:
+    """The weight versions of the first `tokens` tokens of all pieces."""
+    spans: list[Span] = []
+    start = 0
+    for piece in pieces:
+        for span in piece.versions:
+            begin, end = start + span.start, min(start + span.end, tokens)
+            if spans and spans[-1].version == span.version and begin < end:
+                spans[-1] = Span(span.version, spans[-1].start, end)
+            elif begin < end:
+                spans.append(Span(span.version, begin, end))
+        start += piece.tokens
+    return spans
+
+
+def _split(piece: Piece) -> _Reply:
+    root = object_at(piece.body, "the body")
+    choice = _CHOICES.decode(root["choices"])[0]
+    return _Reply(piece, root, choice, _fields(choice, "meta_info"), _fields(choice, "logprobs"))
+
+
+def _fields(home: Fields, name: str) -> Fields:
+    raw = home.get(name)
+    return {} if raw is None or is_null(raw) else object_at(raw, name)
+
+
+def _said(reply: _Reply) -> Said:
+    return Said.of(_fields(reply.choice, "message"), reply.choice)
+
+
+class _Joint:
+    """Replies of which the first `kept` tokens each are put together."""
+
+    def __init__(
+        self,
+        replies: Sequence[_Reply],
+        kept: Sequence[int],
+        shape: Shape,
+        stop: Stop | None,
+        finish: Literal["length"] | None,
+    ) -> None:
+        self._replies = replies
+        self._kept = kept
+        self._shape = shape
+        self._stop = stop
+        self._finish = finish
+        self._tokens = sum(kept)
+        self._first, self._last = replies[0], replies[-1]
+
+    def body(self) -> bytes:
+        root = _under(self._first.root, self._last.root)
+        root["choices"] = _raw(b"[" + _object(self._choice()) + b"]")
+        root["usage"] = self._usage()
+        metadata = _fields(self._last.root, "metadata")
+        if metadata:
+            if self._shape.protocol == "completions" and self._shape.dialect == "sglang":
+                self._with_versions(metadata, [_fields(reply.root, "metadata") for reply in self._replies])
+            root["metadata"] = _raw(_object(metadata))
+        extensions = [_fields(reply.root, "sglext") for reply in self._replies]
+        if any(extensions):
+            root["sglext"] = _raw(_object(self._with_payloads(_under(extensions[0], extensions[-1]), extensions)))
+        return _object(root)
+
+    def _choice(self) -> Fields:
+        choices = [reply.choice for reply in self._replies]
+        choice = _under(self._first.choice, self._last.choice)
+        self._end(choice)
+        for name in ("token_ids", "response_token_ids"):
+            if name in choice:
+                choice[name] = self._list([one.get(name) for one in choices])
+        if any(reply.logprobs for reply in self._replies):
+            choice["logprobs"] = _raw(_object(self._logprobs()))
+        if self._shape.protocol == "chat":
+            self._message(choice)
+        else:
+            choice["text"] = _encoded(self._text())
+        if self._first.meta:
+            choice["meta_info"] = _raw(_object(self._meta(choice)))
+        elif self._shape.dialect == "vllm":
+            self._with_versions(choice, choices)
+        return self._with_payloads(choice, choices)
+
+    def _end(self, choice: Fields) -> None:
+        """How it ended: as the last piece did, unless a stop string or a spent budget came before."""
+        for name in _OF_THE_END:
+            if name in self._last.choice:
+                choice[name] = self._last.choice[name]
+        if self._stop is None and self._finish is None:
+            return
+        choice["finish_reason"] = _encoded("stop" if self._stop is not None else self._finish)
+        for name in _OF_THE_END[1:]:
+            if name in choice:
+                choice[name] = _encoded(None if self._stop is None else self._stop.text)
+
+    def _message(self, choice: Fields) -> None:
+        texts = [token_texts(reply.meta, reply.logprobs, reply.piece.tokens) for reply in self._replies]
+        message, has_calls = joined_message(
+            [_said(reply) for reply in self._replies],
+            texts,
+            stop=self._stop,
+            keeps_stop=self._shape.keeps_stop,
+            has_tools=self._shape.has_tools,
+            name=bytes(self._first.root.get("id", b"")),
+        )
+        choice["message"] = _raw(_object(message))
+        if has_calls and bytes(choice.get("finish_reason", b"")) == b'"stop"':
+            choice["finish_reason"] = _encoded("tool_calls")
+
+    def _text(self) -> str:
+        texts = [_text(reply).encode() for reply in self._replies]
+        whole = b"".join(texts)
+        if self._stop is None:
+            return whole.decode()
+        found = stop_across(texts, [self._stop.text])
+        assert found is not None
+        return found.cut(whole, keeps=self._shape.keeps_stop).decode()
+
+    def _meta(self, choice: Fields) -> Fields:
+        metas = [reply.meta for reply in self._replies]
+        meta = _under(self._first.meta, self._last.meta)
+        for name in ("finish_reason", "weight_version"):
+            if name in self._last.meta:
+                meta[name] = self._last.meta[name]
+        if self._stop is not None:
+            meta["finish_reason"] = _encoded({"type": "stop", "matched": self._stop.text})
+        elif self._finish is not None or bytes(choice.get("finish_reason", b"")) == b'"length"':
+            meta["finish_reason"] = _encoded({"type": "length", "length": self._tokens})
+        counts = {
+            "prompt_tokens": self._shape.prompt_tokens,
+            "completion_tokens": self._tokens,
+            "output_token_logprobs_length": self._tokens,
+        }
+        meta.update((name, _encoded(count)) for name, count in counts.items() if name in meta)
+        for name in _OF_TOKENS:
+            if name in meta:
+                meta[name] = self._list([one.get(name) for one in metas])
+        self._with_versions(meta, metas)
+        return self._with_payloads(meta, metas)
+
+    def _logprobs(self) -> Fields:
+        """Each list in it has an item a token, in either shape."""
+        found = _under(self._first.logprobs, self._last.logprobs)
+        for name in found:
+            raws = [reply.logprobs.get(name) for reply in self._replies]
+            if any(_is_list(raw) for raw in raws):
+                found[name] = self._list(raws)
+        if _is_list(found.get("text_offset")):
+            found["text_offset"] = self._offsets()
+        return found
+
+    def _offsets(self) -> msgspec.Raw:
+        """Where tokens begin in the text: counted in characters by vLLM, -1 by SGLang."""
+        offsets: list[int] = []
+        length = 0
+        for reply, count in zip(self._replies, self._kept, strict=True):
+            if not reply.piece.tokens:
+                continue
+            own = typed(_OFFSETS, reply.logprobs.get("text_offset"), "text_offset")[:count]
+            offsets += [at if at < 0 else at + length for at in own]
+            length += len(_text(reply))
+        return _encoded(offsets)
+
+    def _usage(self) -> msgspec.Raw:
+        usages = [_fields(reply.root, "usage") for reply in self._replies]
+        usage = dict(usages[0])
+        usage["prompt_tokens"] = _encoded(self._shape.prompt_tokens)
+        usage["completion_tokens"] = _encoded(self._tokens)
+        usage["total_tokens"] = _encoded(self._shape.prompt_tokens + self._tokens)
+        thought = [msgspec.json.decode(one.get("reasoning_tokens", b"0")) for one in usages]
+        if "reasoning_tokens" in usage and all(isinstance(count, int) for count in thought):
+            usage["reasoning_tokens"] = _encoded(min(sum(thought), self._tokens))
+        return _raw(_object(usage))
+
+    def _with_versions(self, home: Fields, homes: Sequence[Fields]) -> None:
+        """The weight versions as spans, where an engine said so or one version does not tell it all."""
+        spans = versions([reply.piece for reply in self._replies], self._tokens)
+        is_told = len(spans) == 1 and self._kept[-1] > 0
+        if not is_told or any(not is_null(one.get("weight_versions")) for one in homes):
+            home["weight_versions"] = _encoded(spans)
+
+    def _list(self, raws: Sequence[msgspec.Raw | None]) -> msgspec.Raw:
+        """Lists with an item a token as one; null where a piece that has tokens tells none of them."""
+        if all(is_null(raw) for raw in raws):
+            return NULL
+        inner = []
+        for raw, reply, count in zip(raws, self._replies, self._kept, strict=True):
+            if raw is None or is_null(raw):
+                if count:
+                    return NULL
+                continue
+            if not _is_list(raw):
+                raise Rejected("what should be a list with an item a token is none")
+            text = bytes(raw)
+            if count < reply.piece.tokens:
+                text = b"[" + b",".join(map(bytes, _ITEMS.decode(raw)[:count])) + b"]"
+            inner.append(text[1:-1].strip())
+        return _raw(b"[" + b",".join(filter(None, inner)) + b"]")
+
+    def _with_payloads(self, home: Fields, homes: Sequence[Fields]) -> Fields:
+        for kind in REPLAY:
+            values = [one.get(kind) for one in homes]
+            if any(not is_null(value) for value in values) and any(kind in one.piece.rows for one in self._replies):
+                home[kind] = self._payload(kind, values)
+        return home
+
+    def _payload(self, kind: str, values: Sequence[msgspec.Raw | None]) -> msgspec.Raw:
+        """The rows of all pieces. Raises Rejected where some are missing."""
+        end = max(self._shape.prompt_tokens + self._tokens - 1, 0)
+        held: int | None = None
+        slices: list[tuple[msgspec.Raw, int, int, int]] = []
+        for reply, value in zip(self._replies, values, strict=True):
+            rows = reply.piece.rows.get(kind)
+            if value is None or is_null(value) or rows is None:
+                continue
+            start, stop = rows
+            held = start if held is None else held
+            if start > held:
+                break
+            if min(stop, end) > held:
+                slices.append((value, stop - start, held - start, min(stop, end) - start))
+                held = min(stop, end)
+        if held is not None and held < end:
+            raise Rejected(f"{kind} of {len(values)} generations leaves out rows from {held} on, of {end}")
+        if len(slices) == 1 and slices[0][2] == 0 and slices[0][3] == slices[0][1]:
+            return slices[0][0]
+        if not slices:
+            return next(value for value in values if value is not None and not is_null(value))
+        return _raw(_spelled([_rows(*one, npy=self._shape.dialect == "vllm") for one in slices], kind))
+
+
+_Rows = bytes | np.ndarray[Any, Any] | list[msgspec.Raw]
+"""Rows of a payload: raw int32, an array, or JSON values."""
+
+
+def _rows(value: msgspec.Raw, rows: int, start: int, stop: int, *, npy: bool) -> _Rows:
+    """Rows [start, stop) of a payload that holds `rows`."""
+    text = bytes(value)
+    if text[:1] == b"[":
+        items = _ITEMS.decode(text)
+        width = len(items) // rows
+        return items[start * width : stop * width]
+    data = pybase64.b64decode(msgspec.json.decode(text, type=str), validate=True)
+    if npy:
+        table: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        return table[start:stop]
+    width = len(data) // rows
+    return data[start * width : stop * width]
+
+
+def _spelled(parts: Sequence[_Rows], kind: str) -> bytes:
+    """The rows as one JSON value, spelled as the parts were. Raises Rejected where they differ in that."""
+    first = parts[0]
+    if isinstance(first, bytes) and all(isinstance(part, bytes) for part in parts):
+        return b'"' + pybase64.b64encode(b"".join(part for part in parts if isinstance(part, bytes))) + b'"'
+    if isinstance(first, list) and all(isinstance(part, list) for part in parts):
+        return b"[" + b",".join(bytes(item) for part in parts if isinstance(part, list) for item in part) + b"]"
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(arrays) < len(parts) or any(array.shape[1:] != arrays[0].shape[1:] for array in arrays):
+        raise Rejected(f"{kind} of one turn's generations are spelled in different ways")
+    file = io.BytesIO()
+    np.save(file, np.concatenate(arrays), allow_pickle=False)
+    return b'"' + pybase64.b64encode(file.getvalue()) + b'"'
+
+
+def _is_list(raw: msgspec.Raw | None) -> bool:
+    return raw is not None and bytes(memoryview(raw)[:1]) == b"["
+
+
+def _under(first: Fields, last: Fields) -> Fields:
+    """The first piece's fields in their order, and those that only the last has."""
+    return {**first, **{name: value for name, value in last.items() if name not in first}}
+
+
+def _encoded(value: object) -> msgspec.Raw:
+    return _raw(msgspec.json.encode(value))
+
+
+def _raw(text: bytes) -> msgspec.Raw:
+    return msgspec.Raw(text)
+
+
+def _object(fields: Fields) -> bytes:
+    return b"{" + b",".join(msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in fields.items()) + b"}"
