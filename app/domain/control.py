@@ -1,0 +1,115 @@
+"""What a client asks of the engine that holds its session: `nvext.session_control` of a request (Dynamo's contract)."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from app.errors import InvalidRequest
+
+Action = Literal["open", "bind", "close"]
+
+DEFAULT_TIMEOUT_S = 300.0
+MAX_TIMEOUT_S = 7 * 86400.0
+
+EXTENSIONS = "nvext"
+CONTROL = "session_control"
+_FIELDS = ("session_id", "action", "timeout")
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class SessionControl(msgspec.Struct, frozen=True):
+    """`session_id` names an affinity, which several sessions may share; without an action it is used and no more.
+
+    `timeout_s` seconds without use end it; None: as it was, or DEFAULT_TIMEOUT_S.
+    """
+
+    session_id: str
+    action: Action | None = None
+    timeout_s: float | None = None
+
+
+def taken_out(params: dict[str, msgspec.Raw]) -> SessionControl | None:
+    """Take the control out of a request's fields, which go on to the engine without it; other extensions stay.
+
+    Raises InvalidRequest, which names the field.
+    """
+    raw = params.get(EXTENSIONS)
+    members = None if raw is None else _members(raw)
+    if members is None or CONTROL not in members:
+        return None
+    control = _control(members.pop(CONTROL))
+    if members:
+        params[EXTENSIONS] = msgspec.Raw(msgspec.json.encode(members))
+    else:
+        del params[EXTENSIONS]
+    return control
+
+
+def session_named(body: bytes) -> str | None:
+    """The session that a request's control names. Raises InvalidRequest for a control that is none."""
+    fields = _members(msgspec.Raw(body))
+    control = None if fields is None else taken_out(fields)
+    return None if control is None else control.session_id
+
+
+def _members(raw: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
+    """None for what is no object, which is the engine's to refuse, or the request's reader's."""
+    try:
+        return _MEMBERS.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _control(raw: msgspec.Raw) -> SessionControl | None:
+    if bytes(raw).strip() == b"null":
+        return None
+    members = _members(raw)
+    if members is None:
+        raise _bad("", "must be an object")
+    unknown = next((name for name in members if name not in _FIELDS), None)
+    if unknown is not None:
+        raise InvalidRequest(f"{EXTENSIONS}.{CONTROL} may have {', '.join(_FIELDS)}, and no other field")
+    values = {name: _value(name, member) for name, member in members.items()}
+    return SessionControl(
+        _session_id(values.get("session_id")), _action(values.get("action")), _timeout(values.get("timeout"))
+    )
+
+
+def _value(name: str, raw: msgspec.Raw) -> object:
+    try:
+        value: object = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(name, "is not a value that can be read") from error
+    return value
+
+
+def _session_id(value: object) -> str:
+    if not isinstance(value, str) or not _ID.fullmatch(value) or not value.strip("."):
+        raise _bad("session_id", "must be 1 to 128 letters, digits, dots, underscores, colons or hyphens")
+    return value
+
+
+def _action(value: object) -> Action | None:
+    match value:
+        case None | "open" | "bind" | "close":
+            return value
+        case _:
+            raise _bad("action", "must be open, bind, close or absent")
+
+
+def _timeout(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value <= MAX_TIMEOUT_S:
+        raise _bad("timeout", f"must be a number of seconds from 1 to {MAX_TIMEOUT_S:.0f}")
+    return float(value)
+
+
+def _bad(name: str, fault: str) -> InvalidRequest:
+    place = f"{EXTENSIONS}.{CONTROL}" + (f".{name}" if name else "")
+    return InvalidRequest(f"{place} {fault}")

@@ -1,0 +1,182 @@
+"""Sessions named by headers: agents of their own, parents, and what cannot be told apart."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.stand import Stand, Talk, error_of, until, user
+
+
+class Agent:
+    """An agent of a harness that names its session by headers alone."""
+
+    def __init__(self, stand: Stand, **headers: str) -> None:
+        self._stand = stand
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.messages: list[dict[str, Any]] = []
+
+    def chat(self, text: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        body = {"model": "simulator", "messages": [*self.messages, user(text)], **fields}
+        sent = {**self.headers, **(headers or {})}
+        return self._stand.http.post("/v1/chat/completions", json=body, headers=sent)
+
+    def say(self, text: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+        response = self.chat(text, headers, **fields)
+        assert response.status_code == 200, response.text
+        self.messages += [user(text), response.json()["choices"][0]["message"]]
+
+
+def fresh() -> str:
+    return uuid.uuid4().hex
+
+
+def session_of(stand: Stand, session_id: str) -> Talk:
+    return Talk(stand, session_id)
+
+
+def config(stand: Stand, session_id: str) -> dict[str, Any]:
+    created: dict[str, Any] = session_of(stand, session_id).events()[0]
+    assert created["type"] == "SessionCreated"
+    found: dict[str, Any] = created["config"]
+    return found
+
+
+def turns(stand: Stand, session_id: str) -> int:
+    return len(session_of(stand, session_id).committed())
+
+
+def test_agents_that_share_a_session_work_side_by_side(stand: Stand) -> None:
+    """Claude Code's main agent, two sub-agents, and a sub-agent of one of them."""
+    session = fresh()
+    main = Agent(stand, x_claude_code_session_id=session)
+    one, two = (Agent(stand, **{**main.headers, "x_claude_code_agent_id": name}) for name in ("one", "two"))
+    deep = Agent(stand, **{**main.headers, "x_claude_code_agent_id": "deep", "x_claude_code_parent_agent_id": "one"})
+    agents = [main, one, two, deep]
+    for _ in range(2):
+        waits = [stand.meanwhile(agent.say, "Work", sim={"latency_s": 0.3}) for agent in agents]
+        for wait in waits:
+            wait.result()
+    ids = [session, f"{session}:one", f"{session}:two", f"{session}:deep"]
+    assert [turns(stand, name) for name in ids] == [2] * 4
+    assert [config(stand, name).get("parent") for name in ids] == [None, session, session, f"{session}:one"]
+
+
+@pytest.mark.parametrize(
+    ("named", "parents"),
+    [
+        ("x-session-id", "x-parent-session-id"),
+        ("x-dynamo-session-id", "x-dynamo-parent-session-id"),
+        ("x-turnlog-session-id", "x-turnlog-parent-session-id"),
+        ("x-multi-turn-session-id", "x-turnlog-parent-session-id"),
+    ],
+)
+def test_a_parent_in_a_header_need_not_be_known(stand: Stand, named: str, parents: str) -> None:
+    child, parent = fresh(), fresh()
+    Agent(stand, **{named: child, parents: parent}).say("Hello")
+    assert config(stand, child)["parent"] == parent
+    assert stand.http.get(f"/sessions/{parent}").status_code == 404
+
+
+def test_an_agents_own_id_goes_with_any_session_header(stand: Stand) -> None:
+    session = fresh()
+    headers = {"session-id": session, "x-turnlog-agent-id": "reviewer"}
+    Agent(stand, **headers).say("Hello")
+    assert config(stand, f"{session}:reviewer")["parent"] == session
+    Agent(stand, **headers | {"x-turnlog-agent-id": "tester", "x-turnlog-parent-session-id": "elsewhere"}).say("Hello")
+    assert config(stand, f"{session}:tester")["parent"] == "elsewhere"
+
+
+def test_threads_of_codex(stand: Stand) -> None:
+    session = fresh()
+    Agent(stand, session_id=session, thread_id=session).say("Hello")
+    Agent(stand, session_id=session, thread_id="t2", x_codex_parent_thread_id=session).say("Hello")
+    Agent(stand, session_id=session, thread_id="t3", x_codex_parent_thread_id="t2").say("Hello")
+    parents = [config(stand, name).get("parent") for name in (session, f"{session}:t2", f"{session}:t3")]
+    assert parents == [None, session, f"{session}:t2"]
+
+
+@pytest.mark.parametrize("agent", ["a b/c", "x" * 120])
+def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(stand: Stand, agent: str) -> None:
+    session = fresh()
+    talker = Agent(stand, x_turnlog_session_id=session, x_turnlog_agent_id=agent)
+    talker.say("Hello")
+    talker.say("Again")
+    Agent(stand, x_turnlog_session_id=session, x_turnlog_agent_id=agent + "!").say("Hello")
+    listed = stand.http.get("/sessions", params={"limit": 2}).json()["sessions"]
+    assert {one["session_id"].rpartition(":")[0] for one in listed} == {session}
+    assert [turns(stand, one["session_id"]) for one in listed] == [1, 2]
+
+
+def test_a_child_takes_after_its_parent(stand: Stand) -> None:
+    parent = stand.talk(adapter="poet", on_abort="fail", matcher="strict", rollback_window=3, group_id="task")
+    Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
+    child = config(stand, f"{parent.id}:sub")
+    taken = {"adapter": "poet", "on_abort": "fail", "matcher": "strict", "rollback_window": 3, "parent": parent.id}
+    assert child == taken
+
+
+def test_a_session_is_not_its_own_parent(stand: Stand) -> None:
+    session = fresh()
+    Agent(stand, x_session_id=session, x_parent_session_id=session).say("Hello")
+    assert "parent" not in config(stand, session)
+
+
+def test_the_first_session_header_counts_and_its_own_relatives(stand: Stand) -> None:
+    session, other = fresh(), fresh()
+    headers = {"x-session-id": session, "x-claude-code-session-id": other, "x-claude-code-agent-id": "one"}
+    Agent(stand, **headers, **{"x-dynamo-parent-session-id": other}).say("Hello")
+    assert "parent" not in config(stand, session)
+    assert stand.http.get(f"/sessions/{other}").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["x-session-id", "x-parent-session-id"])
+def test_a_name_that_is_no_id_is_refused_by_its_header(stand: Stand, name: str) -> None:
+    refused = Agent(stand, **{"x-session-id": fresh(), name: "a/b"}).chat("Hello")
+    assert error_of(refused) == (400, "invalid_request")
+    assert refused.json()["error"]["message"].startswith(f"{name} must")
+
+
+def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand: Stand) -> None:
+    session = fresh()
+    one, two = Agent(stand, x_session_id=session), Agent(stand, x_session_id=session)
+    first = stand.meanwhile(one.say, "Work", sim={"latency_s": 1.0})
+    until(lambda: stand.engine_requests(session))
+    busy = two.chat("Something else")
+    assert error_of(busy) == (409, "session_busy")
+    assert busy.headers["x-should-retry"] == "false"
+    first.result()
+    one.say("More")
+    deep = two.chat("Something else")
+    assert error_of(deep) == (400, "rollback_too_deep")
+    two.messages = [user("Something else"), {"role": "assistant", "content": "An answer"}]
+    mismatch = two.chat("And now?", stream=True)
+    assert error_of(mismatch) == (400, "history_mismatch")
+    for refused in (busy, deep, mismatch):
+        message = refused.json()["error"]["message"]
+        assert "x-turnlog-agent-id" in message
+        assert "x-turnlog-parent-session-id" in message
+    in_path = session_of(stand, session).chat([user("Something else")])
+    assert error_of(in_path) == (400, "rollback_too_deep")
+    assert "x-turnlog-agent-id" not in in_path.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_final_turn_closes_its_session_after_the_reply(stand: Stand, stream: bool) -> None:
+    session = fresh()
+    agent = Agent(stand, x_session_id=session)
+    agent.say("Hello", {"x-dynamo-session-final": "false"})
+    final = {"x-dynamo-session-final": "true"}
+    failed = agent.chat("Bye", final, sim={"fault": "status_500"})
+    assert failed.status_code == 500
+    last = agent.chat("Bye", final, stream=stream)
+    assert last.status_code == 200
+    assert last.text.endswith("data: [DONE]\n\n" if stream else "}")
+    talk = session_of(stand, session)
+    until(lambda: talk.types()[-1] == "SessionClosed")
+    assert talk.events()[-1].get("reason", "deleted") == "deleted"
+    assert error_of(agent.chat("More")) == (404, "session_closed")
+    assert len(talk.committed()) == 2
