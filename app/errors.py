@@ -22,9 +22,12 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
     ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
     ├── WorkerCrash             502 worker_crash          two processes in turn died over the reply
+    ├── EnginesFailed           502 engines_failed        an order did not reach every engine
     ├── UpstreamUnreachable     502 upstream_unreachable
+    ├── SessionOpenFailed       502 session_open_failed   an engine did not open the session that the client asked for
     ├── UpstreamTimeout         504 upstream_timeout
     ├── NoUpstream              503 no_upstream
+    ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
     ├── Overloaded              503 overloaded            past a bound; try again later
     ├── StoreUnavailable        503 store_unavailable
     ├── StoreFull               507 store_full
@@ -137,8 +140,20 @@ class WorkerCrash(AppError):
     status, code, type = 502, "worker_crash", "upstream_error"
 
 
+class EnginesFailed(AppError):
+    """The gate is as it was asked for; what became of the order at each engine stands beside the error."""
+
+    status, code, type = 502, "engines_failed", "upstream_error"
+
+
 class UpstreamUnreachable(AppError):
     status, code, type = 502, "upstream_unreachable", "upstream_error"
+
+
+class SessionOpenFailed(AppError):
+    """`nvext.session_control`: nothing was sent to the engine beyond that, and no engine is bound."""
+
+    status, code, type = 502, "session_open_failed", "upstream_error"
 
 
 class UpstreamTimeout(AppError):
@@ -148,6 +163,11 @@ class UpstreamTimeout(AppError):
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
     retry_after_s = 5
+
+
+class GenerationAborted(AppError):
+    status, code, type = 503, "generation_aborted", "upstream_error"
+    retry_after_s = 1
 
 
 class Overloaded(AppError):

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,13 +23,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest, StartupError
-from app.http import groups, service, sessions
+from app.http import engines as engine_routes
+from app.http import fleet as fleet_routes
+from app.http import groups, service, sessions, skyrl
 from app.http.limits import Inflight
 from app.http.replies import error_parts
 from app.http.state import Services
 from app.http.turns import INTERNAL, TurnRoutes, protocol_of
 from app.service.cache import SessionCache
 from app.service.claims import Claims
+from app.service.engine_pool import EnginePool
 from app.service.export import Exporter
 from app.service.feed import Feed
 from app.service.fleet import FleetState
@@ -37,8 +40,10 @@ from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
+from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.samples import Samples
+from app.service.session_control import SessionControls
 from app.service.sessions import Sessions
 from app.service.token_in import TokenIn
 from app.service.turns import Turns
@@ -47,7 +52,10 @@ from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.families import family
 from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
 from app.upstream.engines import Engines
+from app.upstream.health import HealthWatch
+from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -80,13 +88,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.push_async_callback(client.close)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
-        fleet = FleetState(database, writer)
-        stack.push_async_callback(fleet.stop)
-        engines = Engines(client, settings.placement)
-        fleet.listen(lambda _, now: engines.serve(now.members(settings.upstreams)))
-        await _read(fleet)
-        engines.serve(fleet.fleet.members(settings.upstreams))
-        gates = Gates(fleet)
+        front = await _front(stack, settings, database, writer, client)
         followers = Followers()
         claims = Claims(
             cache=cache,
@@ -102,34 +104,48 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.callback(token_in.close)
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
         stack.push_async_callback(pool.stop, 0)
+        controls = SessionControls(
+            database=database,
+            writer=writer,
+            cache=cache,
+            engines=front.engines,
+            calls=EngineSessions(client, settings.upstream_api_key),
+            settings=settings,
+            incarnation=incarnation,
+            lease_s=recovery.lease_to_judge_by,
+        )
+        stack.push_async_callback(controls.stop)
         made_turns = Turns(
             cache=cache,
             claims=claims,
             writer=writer,
-            engines=engines,
-            fleet=fleet,
-            gates=gates,
+            engines=front.engines,
+            fleet=front.fleet,
+            gates=front.gates,
             judge=Judge(pool, settings),
             token_in=token_in,
+            controls=controls,
             settings=settings,
             clock=time.time,
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = Sessions(database, writer, cache, followers, time.time)
         made_sessions.on_close(made_turns.close)
+        made_sessions.on_close(controls.session_closed)
         exporter = Exporter(database, release)
         janitor = Janitor(database, writer, made_sessions, settings, time.time)
         stack.push_async_callback(janitor.stop)
         janitor.start()
         recovery.start()
+        controls.start()
+        front.health.start()
+        front.pauses.start()
         pool.start()
         yield Services(
             settings=settings,
             database=database,
             writer=writer,
-            engines=engines,
-            fleet=fleet,
-            gates=gates,
+            **front._asdict(),
             sessions=made_sessions,
             turns=made_turns,
             exporter=exporter,
@@ -139,6 +155,43 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )
+
+
+class _Front(NamedTuple):
+    """What stands between the turns and the engines."""
+
+    fleet: FleetState
+    engines: Engines
+    engine_pool: EnginePool
+    health: HealthWatch
+    gates: Gates
+    pauses: Pauses
+
+
+async def _front(
+    stack: contextlib.AsyncExitStack, settings: Settings, database: Database, writer: Writer, client: EngineClient
+) -> _Front:
+    """Not started yet; stopped with `stack`. Raises StartupError."""
+    fleet = FleetState(database, writer)
+    stack.push_async_callback(fleet.stop)
+    engines = Engines(client, settings.placement, settings.upstream_api_key)
+    engine_pool = EnginePool(fleet, engines, settings.upstreams)
+    stack.push_async_callback(engine_pool.stop)
+    await _read(fleet)
+    health = HealthWatch(
+        engines,
+        client,
+        dialect=settings.upstream_dialect,
+        api_key=settings.upstream_api_key,
+        is_paused=lambda: fleet.fleet.gate.is_shut,
+    )
+    fleet.listen(lambda before, now: health.wake())
+    stack.push_async_callback(health.stop)
+    gates = Gates(fleet)
+    control = EngineControl(client, settings.upstream_dialect, settings.upstream_api_key)
+    pauses = Pauses(fleet=fleet, gates=gates, engines=engines, control=control, database=database)
+    stack.push_async_callback(pauses.stop)
+    return _Front(fleet, engines, engine_pool, health, gates, pauses)
 
 
 async def _read(fleet: FleetState) -> None:
@@ -252,6 +305,9 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(sessions.router)
     app.include_router(service.router)
     app.include_router(groups.router)
+    app.include_router(fleet_routes.router)
+    app.include_router(skyrl.router)
+    app.include_router(engine_routes.router)
     app.add_exception_handler(AppError, _app_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)

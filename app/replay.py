@@ -189,6 +189,9 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     held = state["open_turn"]
     if held is not None:
         yield "in flight: turn {turn} after turn {parent}, fence {fence}, incarnation {incarnation}".format(**held)
+    bound = state["affinity"]
+    if bound is not None:
+        yield f"engine {bound['engine']}" + (f", affinity {bound['control']}" if bound["control"] else "")
     if state["reward"] is not None:
         yield f"reward {_rewarded(state['reward'])}"
     for turn, reward in state["turn_rewards"].items():

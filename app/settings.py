@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -15,6 +14,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
+from app.domain import base_url
 from app.domain.events import OnAbort
 from app.errors import StartupError
 
@@ -49,6 +49,9 @@ def _unset(value: object) -> object:
 
 Limit = Annotated[float | None, BeforeValidator(_off)]
 
+
+ALL = ("all",)
+"""Of TURNLOG_ENGINE_SESSIONS: every engine there is."""
 
 OFF = frozenset(
     PREFIX + name for name in ("AFFINITY_TTL_S", "IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES")
@@ -99,7 +102,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
-            return tuple(part.strip().rstrip("/").removesuffix("/v1") for part in value.split(",") if part.strip())
+            return tuple(base_url.plain(part) for part in value.split(",") if part.strip())
         return value
 
     @field_validator("replay", mode="before")
@@ -125,14 +128,14 @@ class Settings(BaseSettings):
     @field_validator("upstreams")
     @classmethod
     def _base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for url in value:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-                raise ValueError("base URLs such as http://127.0.0.1:30000, separated by commas")
-            if parts.username or parts.password:
-                raise ValueError("base URLs without credentials (use TURNLOG_UPSTREAM_API_KEY)")
-        if len(set(value)) != len(value):
-            raise ValueError("base URLs, each once")
+        _require_base_urls(value, "base URLs")
+        return value
+
+    @field_validator("engine_sessions")
+    @classmethod
+    def _base_urls_or_all(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value != ALL:
+            _require_base_urls(value, "all, or base URLs")
         return value
 
     @field_validator("database_url")
@@ -172,6 +175,16 @@ class Settings(BaseSettings):
         return float(seconds) if mode == "abort_after" else None
 
 
+def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
+    """Raises ValueError that begins with what is `wanted`."""
+    for url in urls:
+        fault = base_url.fault(url)
+        if fault is not None:
+            raise ValueError(f"{wanted} {fault}, separated by commas")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"{wanted}, each once")
+
+
 def load_settings() -> Settings:
     """Read the environment. Raises StartupError with one line that names variable, value and choices."""
     crash_points.check()
@@ -196,7 +209,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
     value = problem["input"]
     if name.endswith("API_KEY"):
         value = "(not shown)"
-    if name.endswith(("DATABASE_URL", "UPSTREAMS")):
+    if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))
     if name in OFF:
         wanted += ", or off"

@@ -62,7 +62,7 @@ class ServerProcess:
     """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
 
     `folder` gets the SQLite file (unless `database_url` names another store) and the log. The port stays
-    the same over restarts, so that clients find the server again.
+    the same over restarts, so that clients find the server again. `root` is the tree whose code runs.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class ServerProcess:
         arguments: Sequence[str] = (),
         port: int = 0,
         start_timeout_s: float = 60.0,
+        root: Path = ROOT,
     ) -> None:
         self.port = port or reserve_port(self)
         self.base_url = f"http://127.0.0.1:{self.port}"
@@ -82,6 +83,7 @@ class ServerProcess:
         self.log_path = folder / f"server-{self.port}.log"
         self._arguments = [sys.executable, "-m", "uvicorn", "app.main:app", "--port", str(self.port), *arguments]
         self._start_timeout_s = start_timeout_s
+        self._root = root
         self._process: subprocess.Popen[bytes] | None = None
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
         self.environment = {
@@ -100,7 +102,9 @@ class ServerProcess:
     def migrate(self) -> ServerProcess:
         """Bring the database to this code's revision. Raises ServerDidNotStart."""
         command = [sys.executable, "-m", "alembic", "upgrade", "head"]
-        done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise ServerDidNotStart(done.stdout + done.stderr)
         return self
@@ -120,7 +124,7 @@ class ServerProcess:
         """Start without waiting."""
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._arguments, cwd=ROOT, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+                self._arguments, cwd=self._root, env=self.environment, stdout=log, stderr=subprocess.STDOUT
             )
 
     def answers(self) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 from app.domain import retention
 from app.domain.events import (
     AffinityBound,
+    AffinityReleased,
     BlobRef,
     Event,
     Part,
@@ -132,7 +133,7 @@ def commit_turn(
     reply: Reply,
     *,
     blobs: TurnBlobs,
-    binding: AffinityBound | None = None,
+    binding: AffinityBound | AffinityReleased | None = None,
 ) -> list[Event]:
     """The events that make the turn part of the session; `binding` is the engine's that it stays with, if it is new.
 

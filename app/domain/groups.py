@@ -97,6 +97,27 @@ def oldest_version(log: Iterable[Event]) -> int | None:
     return min(live.values(), default=None)
 
 
+def has_numbers_only(turn: TurnCommitted) -> bool:
+    """Is the weight version of each sampled token of the turn a number?"""
+    return all(is_number(span.version) for span in turn.weight_versions if span.end > span.start)
+
+
+UNKNOWN_STALENESS = "no weight version is a number"
+
+
+def staleness(current: int | None, oldest: int | None) -> int | None:
+    """How many weight versions the oldest sampled token is behind; None where one of the two is not known.
+
+    Negative where it is newer than what the trainer calls current.
+    """
+    return None if current is None or oldest is None else current - oldest
+
+
+def too_stale(behind: int, most: int) -> str | None:
+    """Why something so many weight versions behind is left out; None where it is not."""
+    return None if behind <= most else f"stale: {behind} weight versions behind, max_staleness is {most}"
+
+
 def _versions(turn: TurnCommitted) -> list[int]:
     spans = turn.weight_versions
     return [int(span.version) for span in spans if span.end > span.start and is_number(span.version)]

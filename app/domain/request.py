@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 
+from app.domain import control
+from app.domain.control import SessionControl
 from app.errors import InvalidRequest, Unsupported
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
+
+MAX_ADAPTER = 512
+"""Characters of a `lora_path`, which is stored with each turn."""
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
@@ -26,7 +31,8 @@ class TokenIds(msgspec.Struct, frozen=True):
 class ChatRequest(msgspec.Struct, frozen=True):
     """`params` are all other top-level fields, raw and in the client's order; `messages[i]` is raw JSON.
 
-    `ids` are the prompt's, where the client sends them itself as `input_ids`.
+    `ids` are the prompt's, where the client sends them itself as `input_ids`. `control` is what it asks of the engine
+    that holds its session, and no part of `params`.
     """
 
     messages: list[msgspec.Raw]
@@ -35,6 +41,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     stream: bool
     body_hash: str
     ids: TokenIds | None = None
+    control: SessionControl | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -45,6 +52,7 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     params: dict[str, msgspec.Raw]
     stream: bool
     body_hash: str
+    control: SessionControl | None = None
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -77,7 +85,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
-    return ChatRequest(messages, tools, params, stream, hash_body(body), ids)
+    return ChatRequest(messages, tools, params, stream, hash_body(body), ids, control.taken_out(params))
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -89,15 +97,19 @@ def parse_completion(body: bytes) -> CompletionRequest:
     if _flag(fields.pop("echo", None), "echo"):
         raise Unsupported("echo must be false: the reply would hold tokens that were not sampled")
     _one_choice(fields.pop("best_of", None), "best_of")
-    return CompletionRequest(text, ids, _params(fields), stream, hash_body(body, b"completions"))
+    params = _params(fields)
+    return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.taken_out(params))
 
 
 def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep."""
+    """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
+    adapter = value_of(params.get("lora_path"), "lora_path")
+    if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
+        raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")
     return params
 
 

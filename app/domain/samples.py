@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from app.domain.events import TurnCommitted, VersionSpan, is_number
+from app.domain.events import Part, TurnCommitted, VersionSpan, is_number
 from app.domain.session import Session
 
 Status = Literal["completed", "truncated", "aborted"]
@@ -33,13 +34,21 @@ class TurnTokens(msgspec.Struct, frozen=True):
 
 
 class TurnSpan(msgspec.Struct, frozen=True):
-    """Where turn `turn` stands in the sample: its new prompt [start, output_start), its output [.., end)."""
+    """Where turn `turn` stands in the sample: its new prompt [start, output_start), its output [.., end).
+
+    `engine` sampled it, or the last of its `parts`, whose places are the sample's too. `dispatched` is the weight
+    version that was known when it was first asked, and `adapter` whose turn it is.
+    """
 
     turn: int
     start: int
     output_start: int
     end: int
     finish_reason: str | None
+    engine: str
+    dispatched: str | None
+    adapter: str | None
+    parts: Sequence[Part]
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -64,6 +73,12 @@ class Sample(msgspec.Struct, frozen=True):
     response_length: int
     status: Status
     turns: Sequence[TurnSpan]
+
+    @property
+    def regressed(self) -> bool:
+        """Did a weight version, of those that are numbers, go backwards from one sampled token to a later one?"""
+        numbers = [int(span.version) for span in self.version_spans if is_number(span.version)]
+        return any(later < earlier for earlier, later in pairwise(numbers))
 
 
 class Inconsistent(Exception):
@@ -124,8 +139,7 @@ def sample(segment: Segment) -> Sample:
         suffix, output = np.frombuffer(turn.suffix_ids, "<i4"), np.frombuffer(turn.output_ids, "<i4")
         sampled = np.frombuffer(turn.logprobs, "<f8")
         _check(event, before, len(suffix), len(output), len(sampled))
-        start = event.base_tokens
-        output_start = start + len(suffix)
+        output_start = event.base_tokens + len(suffix)
         before = output_start + len(output)
         end = before if end is None else min(end, before)
         kept = end - output_start
@@ -138,7 +152,7 @@ def sample(segment: Segment) -> Sample:
             for span in event.weight_versions
             if output_start + span.start < end
         ]
-        spans.append(TurnSpan(event.turn, start, output_start, end, event.finish_reason))
+        spans.append(_span(event, output_start, end))
     joined = np.concatenate(tokens)
     mask = np.zeros(len(joined), np.uint8)
     for span in spans:
@@ -161,6 +175,24 @@ def sample(segment: Segment) -> Sample:
         response_length=len(joined) - prompt_length,
         status=segment.status,
         turns=spans,
+    )
+
+
+def _span(event: TurnCommitted, output_start: int, end: int) -> TurnSpan:
+    return TurnSpan(
+        turn=event.turn,
+        start=event.base_tokens,
+        output_start=output_start,
+        end=end,
+        finish_reason=event.finish_reason,
+        engine=event.engine,
+        dispatched=event.dispatched,
+        adapter=event.adapter,
+        parts=[
+            Part(part.engine, output_start + part.start, min(output_start + part.end, end))
+            for part in event.parts
+            if output_start + part.start < end
+        ],
     )
 
 

@@ -31,7 +31,7 @@ def fields(row: Row) -> Fields:
     return {
         **slime.shaped(row, {"indexer_topk_missing": missing}),
         "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
-        "adapter": row.session.config.adapter,
+        "adapter": row.adapter,
     }
 
 

@@ -76,6 +76,14 @@ class Row(msgspec.Struct, frozen=True):
         return self.session.status != "open" and self.is_last
 
     @property
+    def adapter(self) -> str | None:
+        """The session's, or else the one that all turns of the row were for; each turn's own is in its span."""
+        if self.session.config.adapter is not None:
+            return self.session.config.adapter
+        named = {span.adapter for span in self.sample.turns}
+        return named.pop() if len(named) == 1 else None
+
+    @property
     def reward(self) -> float | None:
         return None if self.session.reward is None else self.session.reward.reward
 

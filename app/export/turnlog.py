@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from app.domain.samples import TurnSpan
 from app.export.columns import Columns
 from app.export.row import Fields, Routing, Row, Value
 
@@ -12,6 +13,8 @@ COLUMNS: Columns = {
     "segment": "int64",
     "group_id": "text",
     "attempt": "int64",
+    "parent_session_id": "text",
+    "adapter": "text",
     "status": "text",
     "final": "bool",
     "as_of_seq": "int64",
@@ -27,6 +30,7 @@ COLUMNS: Columns = {
     "logprobs": "[float64]",
     "weight_versions": "[int64]",
     "weight_version_names": "[text]",
+    "weight_version_regressed": "bool",
     "turns": "json",
     "routed_experts": "bytes",
     "row_start": "int64",
@@ -52,6 +56,8 @@ def fields(row: Row) -> Fields:
         "segment": sample.segment,
         "group_id": session.config.group_id,
         "attempt": session.config.attempt,
+        "parent_session_id": session.config.parent,
+        "adapter": row.adapter,
         "status": sample.status,
         "final": row.final,
         "as_of_seq": session.version,
@@ -70,7 +76,8 @@ def fields(row: Row) -> Fields:
         "logprobs": sample.logprobs,
         "weight_versions": sample.weight_versions,
         "weight_version_names": sample.weight_version_names,
-        "turns": [msgspec.structs.asdict(span) for span in sample.turns],
+        "weight_version_regressed": sample.regressed,
+        "turns": [_turn(span) for span in sample.turns],
         **(_payloads(row) if row.replay or row.routing else {}),
         "segment_cause": sample.cause,
         "messages": msgspec.Raw(b"[" + b",".join(row.messages) + b"]"),
@@ -78,6 +85,13 @@ def fields(row: Row) -> Fields:
         "provenance": msgspec.structs.asdict(row.source),
         "cursor": row.cursor,
     }
+
+
+def _turn(span: TurnSpan) -> Fields:
+    fields = msgspec.structs.asdict(span)
+    if span.parts:
+        fields["parts"] = [msgspec.structs.asdict(part) for part in span.parts]
+    return fields
 
 
 def _payloads(row: Row) -> dict[str, Value]:

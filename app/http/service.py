@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.errors import AppError, InvalidRequest
-from app.http.sessions import NO_NUL
+from app.http.sessions import MAX_INTEGER, NO_NUL
 from app.http.state import services
 from app.service.export import Filters, Wish
 from app.store import reads
@@ -36,12 +36,12 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer, is there a worker, does an engine answer?"""
+    """Can a turn be taken: does the database answer, is there a worker, does an engine live?"""
     app = services(request)
     checks = {
         "database": True,
         "pool": app.pool.counters().alive > 0,
-        "engine": bool(app.engines.members) and await app.engines.any_healthy(),
+        "engine": await app.health.any_lives(),
     }
     try:
         await app.database.read(reads.epoch)
@@ -64,6 +64,8 @@ async def export(
     until: str | None = None,
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
+    max_staleness: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
+    weight_version: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
     cursor: str | None = None,
     limit: Annotated[int | None, Query(ge=1)] = None,
     explain: bool = False,
@@ -86,6 +88,8 @@ async def export(
         until=_seconds("until", until),
         min_reward=min_reward,
         max_reward=max_reward,
+        max_staleness=max_staleness,
+        weight_version=weight_version,
     )
     wish = Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape)
     started = await services(request).exporter.start(wish, cursor)

@@ -94,7 +94,7 @@ def require_session_id(session_id: str) -> str:
     return session_id
 
 
-def _read(raw: bytes, kind: type[Body]) -> Body:
+def read_model(raw: bytes, kind: type[Body]) -> Body:
     """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field."""
     try:
         return kind.model_validate_json(raw)
@@ -133,7 +133,7 @@ async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
     raw = await whole_body(request)
-    new = new_session(_read(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
+    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
     await app.sessions.create(new)
     return {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
 
@@ -183,7 +183,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     """The session's samples as safetensors."""
     app = services(request)
     raw = await whole_body(request)
-    wish = _read(raw, SamplesWish) if raw.strip() else SamplesWish()
+    wish = read_model(raw, SamplesWish) if raw.strip() else SamplesWish()
     live = await app.sessions.require(session_id)
     body = await app.samples.safetensors(live, wish.max_seq_len)
     return Response(body, media_type="application/octet-stream")
@@ -235,7 +235,7 @@ async def get_refused_reply(
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
-    body = _read(await whole_body(request), Reward)
+    body = read_model(await whole_body(request), Reward)
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}
 

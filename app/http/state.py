@@ -9,11 +9,13 @@ from fastapi import Request
 from starlette.types import Scope
 
 from app.http.limits import Inflight, read_body
+from app.service.engine_pool import EnginePool
 from app.service.export import Exporter
 from app.service.feed import Feed
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
+from app.service.pauses import Pauses
 from app.service.samples import Samples
 from app.service.sessions import Sessions
 from app.service.turns import Turns
@@ -21,6 +23,7 @@ from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.upstream.engines import Engines
+from app.upstream.health import HealthWatch
 from workers.pool import Pool
 
 
@@ -29,8 +32,11 @@ class Services(msgspec.Struct, frozen=True):
     database: Database
     writer: Writer
     engines: Engines
+    engine_pool: EnginePool
+    health: HealthWatch
     fleet: FleetState
     gates: Gates
+    pauses: Pauses
     sessions: Sessions
     turns: Turns
     exporter: Exporter

@@ -84,6 +84,11 @@ class SessionCache:
             return live
         return await self._load(session_id)
 
+    def known(self, session_id: str) -> Session | None:
+        """The session as this process last saw it, if it is at hand."""
+        live = self._entries.get(session_id)
+        return None if live is None else live.session
+
     async def current(self, session_id: str) -> Live | None:
         """The session as it is: with one API process that is what the cache holds, with more it is read."""
         if self.database.is_sqlite:

@@ -112,6 +112,9 @@ class Claims:
         tries, look_s = 0, FIRST_LOOK_S
         while tries < CLAIM_TRIES:
             tries += 1
+            # The session may have moved since it was read: while the turn waited for a gate, others read it again.
+            if repeated_turn(live, mark, request) is not None:
+                return None
             session = live.session
             plan = await self._match(session, incoming)
             if plan is not None:
@@ -146,8 +149,6 @@ class Claims:
             decide.require_open(fresh.session if fresh else None, session_id)
             assert fresh is not None
             live = fresh
-            if repeated_turn(live, mark, request) is not None:
-                return None
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
         raise busy

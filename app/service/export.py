@@ -23,13 +23,14 @@ import numpy as np
 
 from app.domain.events import EXPORTED, UnknownEvent
 from app.domain.samples import Inconsistent
-from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.export import shapes
 from app.export.row import Fields, Row, Unfit
+from app.service.filters import Filters as Filters
+from app.service.filters import session_excluded
 from app.service.places import Place, Places
-from app.service.rows import Known, SessionRows, known
-from app.store import reads
+from app.service.rows import SessionRows, known
+from app.store import group_reads, reads
 from app.store.bulk import Stored
 from app.store.engine import Database
 from app.store.horizon import settle
@@ -49,10 +50,16 @@ SLICE_BYTES = 4 << 20
 """Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
 
 
+NO_VERSION = -1
+"""Stands in a cursor where no weight version in the store is a number."""
+
+
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Where an export stands. `high` None: up to the moment of asking.
 
     `at` is the place last given. `given`: not all of it, but so many of its rows, what is left out counted.
+    `newest` is the largest weight version in the store when the window was fixed, `NO_VERSION` if none was a number:
+    what is current must not change while a window is repeated. Cursors of earlier releases do not say.
     """
 
     epoch: str
@@ -60,6 +67,7 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     high: Position | None = None
     at: Position | None = None
     given: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
+    newest: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=2**63 - 1)] | None = None
 
     def encode(self) -> str:
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
@@ -72,19 +80,6 @@ def decode_cursor(text: str) -> Cursor:
         return msgspec.json.decode(raw, type=Cursor)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
         raise InvalidRequest("cursor is not one that an export gave") from error
-
-
-class Filters(msgspec.Struct, frozen=True):
-    """Which rows to give; None: any. `since` and `until` are seconds since the epoch of the last commit."""
-
-    session_id: str | None = None
-    group_id: str | None = None
-    status: Literal["completed", "truncated", "aborted"] | None = None
-    session_status: Literal["open", "closed", "erased"] | None = None
-    since: float | None = None
-    until: float | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -124,26 +119,36 @@ class Exporter:
     async def start(self, wish: Wish, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
         shapes.require(wish.format, wish.shape)
-        given = None if cursor is None else decode_cursor(cursor)
+        pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
+        following = Cursor(pinned.epoch, high)
+        wish = msgspec.structs.replace(wish, filters=_as_of(pinned, wish.filters))
+        pages = self._pages(pinned, high, wish)
+        first = await anext(pages, None)
+        writer = await asyncio.to_thread(shapes.open_writer, wish.format, wish.shape, wish.explain)
+        pieces = _written(writer, first, _ahead(pages))
+        media_type, suffix = writer.media_type, writer.suffix
+        return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
+
+    async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
+        """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
         if given is None or given.high is None:
             await settle(self._database)
-        epoch, horizon = await self._database.read(
-            lambda connection: (reads.epoch(connection), reads.horizon(connection))
+        epoch, horizon, newest = await self._database.read(
+            lambda connection: (
+                reads.epoch(connection),
+                reads.horizon(connection),
+                group_reads.newest_version(connection),
+            )
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"
             )
-        pinned = given if given.high is not None else msgspec.structs.replace(given, high=horizon)
-        assert pinned.high is not None
-        following = Cursor(epoch, pinned.high)
-        pages = self._pages(pinned, pinned.high, wish)
-        first = await anext(pages, None)
-        writer = await asyncio.to_thread(shapes.open_writer, wish.format, wish.shape, wish.explain)
-        pieces = _written(writer, first, _ahead(pages))
-        media_type, suffix = writer.media_type, writer.suffix
-        return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
+        if given.high is not None:
+            return given, given.high
+        known = NO_VERSION if newest is None else newest
+        return msgspec.structs.replace(given, high=horizon, newest=known), horizon
 
     async def rows(self, session_ids: Sequence[str], wish: Wish) -> list[Fields]:
         """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
@@ -235,7 +240,7 @@ class Exporter:
             yield _excluded(session_id, _behind(window, at), ERASED)
             return
         found = known(stored)
-        reason = _session_excluded(found, wish.filters)
+        reason = session_excluded(found, wish.filters)
         if reason is not None:
             yield _excluded(session_id, _behind(window, at), reason)
             return
@@ -355,6 +360,16 @@ def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fi
     return list(write(rows))
 
 
+def _as_of(window: Cursor, filters: Filters) -> Filters:
+    """Which weight version is current, where the client does not say. Raises InvalidRequest."""
+    if filters.max_staleness is None or filters.weight_version is not None:
+        return filters
+    if window.newest is None:
+        raise InvalidRequest("the cursor does not say which weight version was the newest: name weight_version")
+    current = None if window.newest == NO_VERSION else window.newest
+    return msgspec.structs.replace(filters, weight_version=current)
+
+
 def _resume(window: Cursor) -> Position:
     """The place after which to go on."""
     if window.at is None:
@@ -367,32 +382,6 @@ def _behind(window: Cursor, at: Position, number: int = 1, total: int = 1) -> st
     if not window.epoch:
         return ""
     return msgspec.structs.replace(window, at=at, given=number if number < total else None).encode()
-
-
-def _session_excluded(known: Known, filters: Filters) -> str | None:
-    """Why a session gives no row at all."""
-    session = known.session
-    if not session.path:
-        return "no committed turn"
-    if filters.group_id not in (None, session.config.group_id):
-        return "group_id differs"
-    if filters.session_status not in (None, session.status):
-        return f"session_status is {session.status}"
-    committed = known.times[session.path[-1]]
-    if filters.since is not None and committed < filters.since:
-        return "committed before since"
-    if filters.until is not None and committed > filters.until:
-        return "committed after until"
-    return _reward_excluded(session, filters)
-
-
-def _reward_excluded(session: Session, filters: Filters) -> str | None:
-    reward = None if session.reward is None else session.reward.reward
-    if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
-        return "no reward" if reward is None else "reward below min_reward"
-    if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
-        return "no reward" if reward is None else "reward above max_reward"
-    return None
 
 
 def _excluded(

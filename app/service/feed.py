@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import msgspec
 
 from app.domain.events import UnknownEvent
-from app.domain.groups import Statistics, oldest_version, statistics
+from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
 from app.errors import NotFound
 from app.export import shapes
 from app.export.row import Fields
@@ -225,15 +225,15 @@ class Feed:
         group_id = given.group.group_id
         every = await self._database.read(partial(group_reads.attempts_of, group_id=group_id))
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.status == "closed"}
-        staleness = _staleness(current, given.group.oldest_version)
+        behind = staleness(current, given.group.oldest_version)
         line = _Line(
             group_id=group_id,
             attempts=[_attempt(one) for one in every if one.session_id in rewards],
             lease_until=given.lease.lease_until,
             handed_out=given.lease.handed_out,
             statistics=statistics(list(rewards.values())) if rewards else None,
-            staleness=staleness,
-            staleness_unknown=None if staleness is not None else "no weight version is a number",
+            staleness=behind,
+            staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
         )
         excluded: list[dict[str, Any]] = [
             {"session_id": one.session_id, "reason": "erased" if one.status == "erased" else "not closed and rewarded"}
@@ -287,11 +287,6 @@ def _oldest_versions(logs: Mapping[str, Sequence[EventRow]]) -> Iterator[int]:
             yield version
 
 
-def _staleness(current: int | None, oldest: int | None) -> int | None:
-    """Negative where the group is newer than the trainer."""
-    return None if current is None or oldest is None else current - oldest
-
-
 def _attempt(one: Attempt) -> dict[str, Any]:
     return {"session_id": one.session_id, "attempt": one.attempt, "reward": one.reward}
 
@@ -326,7 +321,6 @@ def _why_not(group: Waiting, ask: Ask, current: int | None) -> str:
         return f"incomplete: {group.sessions + group.erased} of {ask.attempts} attempts"
     if group.is_leased and (ask.new_only or group.consumer != ask.consumer):
         return f"leased to {group.consumer}"
-    staleness = _staleness(current, group.oldest_version) if group.measured else None
-    if ask.max_staleness is not None and staleness is not None and staleness > ask.max_staleness:
-        return f"stale: {staleness} weight versions behind, max_staleness is {ask.max_staleness}"
-    return f"beyond size: {ask.size} groups were given"
+    behind = staleness(current, group.oldest_version) if group.measured else None
+    stale = None if behind is None or ask.max_staleness is None else too_stale(behind, ask.max_staleness)
+    return stale or f"beyond size: {ask.size} groups were given"

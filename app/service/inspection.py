@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.domain.events import BlobRef, Recorded, name_of, to_fields
-from app.domain.session import OpenTurn, Payload, Reward, Session, Turn, fold
+from app.domain.session import Affinity, OpenTurn, Payload, Reward, Session, Turn, fold
 from app.errors import InvalidRequest, SessionNotFound
 from app.store import reads
 from app.store.engine import Database
@@ -52,6 +52,7 @@ def described(session: Session) -> dict[str, Any]:
         "metadata": None if session.metadata is None else _blob(session.metadata),
         "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
         "open_turn": None if session.open_turn is None else _open_turn(session.open_turn),
+        "affinity": None if session.affinity is None else _affinity(session.affinity),
         "reward": None if session.reward is None else _reward(session.reward),
         "turn_rewards": {str(turn): _reward(reward) for turn, reward in sorted(session.turn_rewards.items())},
         "payloads": [_payload(turn, one) for turn, kept in sorted(session.payloads.items()) for one in kept],
@@ -85,7 +86,17 @@ def _turn(turn: Turn, *, live: bool) -> dict[str, Any]:
 
 
 def _open_turn(held: OpenTurn) -> dict[str, Any]:
-    return {"turn": held.turn, "parent": held.parent, "fence": held.fence, "incarnation": held.incarnation}
+    return {
+        "turn": held.turn,
+        "parent": held.parent,
+        "fence": held.fence,
+        "incarnation": held.incarnation,
+        "adapter": held.adapter,
+    }
+
+
+def _affinity(bound: Affinity) -> dict[str, Any]:
+    return {"engine": bound.engine, "control": bound.control}
 
 
 def _reward(reward: Reward) -> dict[str, Any]:

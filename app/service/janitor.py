@@ -13,11 +13,13 @@ from functools import partial
 
 import msgspec
 
+from app.domain.fleet import fold
 from app.errors import AppError
 from app.service.feed import settle
 from app.service.sessions import Sessions
 from app.settings import Settings
 from app.store import group_reads, reads
+from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.ports import Database, Writer
@@ -37,6 +39,10 @@ SHORTEST_S, LONGEST_S = 0.5, 30.0
 """Between two rounds; within that, a quarter of the shortest time that is to be kept."""
 
 SIZE_EVERY_S = 2.0
+
+GATED_S = 60.0
+"""After the opening of a gate; until then no session counts as idle: a turn that waits for a gate leaves no trace in
+its session, and needs a moment to pass."""
 
 
 class Done(msgspec.Struct):
@@ -120,6 +126,9 @@ class Janitor:
         if self._settings.idle_close_s is None:
             return
         since = self._clock() - self._settings.idle_close_s
+        fleet = fold((await self._database.read(state)).events)
+        if fleet.was_shut_after(self._clock() - GATED_S):
+            return
         after = ""
         while found := await self._database.read(lambda c, after=after: reads.idle_sessions(c, since, after, STEP)):  # type: ignore[misc]
             for session_id in found:

@@ -152,7 +152,7 @@ class SessionRows:
     def _source(self, sample: Sample) -> Source:
         events = [self._known.events[span.turn] for span in sample.turns]
         return Source(
-            engines=sorted({event.engine for event in events}),
+            engines=sorted({engine for event in events for engine in _engines(event)}),
             dialects=sorted({event.dialect for event in events}),
             created_at=self.session.created_at,
             committed_at=self._known.times[events[-1].turn],
@@ -168,6 +168,11 @@ class SessionRows:
             events = (self._known.events[span.turn] for span in sample.turns)
             if any(ref.kind == kind for event in events for ref in event.payloads):
                 yield kind, _routing(self.session, sample, kind, self._stored.chunks)
+
+
+def _engines(event: TurnCommitted) -> Sequence[str]:
+    """Those that had a part in a turn."""
+    return [part.engine for part in event.parts] or [event.engine]
 
 
 def _routing(

@@ -106,6 +106,11 @@ class Sessions:
         assert created is not None
         self._cache.put(created)
 
+    async def config_of(self, session_id: str) -> SessionConfig | None:
+        """Of a session in whatever state; None where there is none. Raises SessionUnreadable."""
+        live = await self._cache.get(session_id)
+        return None if live is None else live.session.config
+
     async def ensure(self, new: NewSession) -> None:
         """Create the session unless there is one of that id already, in whatever state."""
         if await self._cache.get(new.session_id) is None:

@@ -46,6 +46,7 @@ from app.service.gates import Gates
 from app.service.generation import EngineRefusal, Generated, Generator, Taken
 from app.service.judge import Judge
 from app.service.placement import Placement
+from app.service.session_control import SessionControls
 from app.service.sessions import Clock, refusal
 from app.service.token_in import TokenIn, added_text
 from app.settings import Settings
@@ -81,10 +82,12 @@ class Turns:
         gates: Gates,
         judge: Judge,
         token_in: TokenIn,
+        controls: SessionControls,
         settings: Settings,
         clock: Clock,
     ) -> None:
         self._token_in = token_in
+        self._controls = controls
         self._fleet = fleet
         self._gates = gates
         self._placement = Placement(engines, cache, settings, clock)
@@ -150,8 +153,7 @@ class Turns:
             if flight is not None:
                 if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
                     raise SessionBusy(f"session {session_id} has a turn in flight")
-                reader.wait_for(flight)
-                joined = await flight.join()
+                joined = await reader.join(flight)
                 if joined is not None:
                     return msgspec.structs.replace(joined, replayed=True)
                 continue
@@ -167,13 +169,14 @@ class Turns:
             try:
                 ticket = self._gates.ticket()
                 adapter = adapter_of(session, request, self._fleet.fleet)
-                if self._gates.is_shut(adapter):
+                if not self._gates.may_enter(adapter):
                     await self._held_back(flight, adapter, ticket, session_id)
                 opening = await self._claims.open(live, request, incoming, mark, adapter)
                 if opening is not None:
                     flight.fence = opening.fence
+                    control = None if request.control is None else self._controls.turn(request.control, session_id)
                     reply = await self._settled(
-                        Taken(flight, opening, request, template, incoming, client, reader, ticket)
+                        Taken(flight, opening, request, template, incoming, client, reader, ticket, control)
                     )
                     return reply
             finally:
@@ -186,9 +189,12 @@ class Turns:
             raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
 
     async def _held_back(self, flight: Flight, adapter: str | None, ticket: int, session_id: str) -> None:
-        """Before the claim, so that none stands while a gate is shut. Raises SessionClosed, ClientGone, Overloaded."""
+        """Before the claim, so that none stands while a gate is shut.
+
+        Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
+        """
         try:
-            with flight.may_be_cut():
+            with flight.held(), flight.may_be_cut():
                 await self._gates.wait(adapter, ticket)
         except Cut:
             raise _why_cut(flight, session_id) from None
@@ -208,6 +214,8 @@ class Turns:
             if not settled:
                 event = TurnAbandoned(opening.event.turn, opening.fence, "not_released")
                 await self._claims.release(opening.session.session_id, opening.fence, event)
+            if taken.control is not None:
+                taken.control.finish(frozenset(self._aborting) if taken.flight.cut else frozenset())
 
     async def _generate(self, taken: Taken) -> TurnReply:
         opening = taken.opening
@@ -242,7 +250,7 @@ class Turns:
 
     def _abort(self, session_id: str, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        if takes_rid(self._settings.upstream_dialect) and self._engines.members:
+        if takes_rid(self._settings.upstream_dialect):
             task = asyncio.create_task(self._engines.abort(rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)

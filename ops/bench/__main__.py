@@ -13,12 +13,15 @@ from ops.bench import (
     clients,
     curve,
     export,
+    fleet,
+    gated,
     growth,
     health,
     large,
     latency,
     memory,
     postgres,
+    prefix,
     prepare,
     replies,
     sessions,
@@ -47,6 +50,9 @@ BENCHMARKS = {
     "sessions": sessions,
     "weights": weights,
     "takeover": takeover,
+    "prefix": prefix,
+    "gated": gated,
+    "fleet": fleet,
 }
 
 

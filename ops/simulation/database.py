@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
+from sqlalchemy.sql import Executable
 
 from app.errors import StoreFull, StoreUnavailable
-from app.store.dialect import Tx, WriteConflict
+from app.store.dialect import Parameters, Row, Tx, WriteConflict
 from ops.simulation.loop import SimulatedLoop
 from ops.simulation.store import MemoryStore
 from ops.simulation.weather import Weather
@@ -63,6 +64,9 @@ class SimulatedDatabase:
 
     async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
         return await self._ask(lambda: self._server.store.read(function))
+
+    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         """A brief one is done at once where the process has the store to itself and nothing else is under way."""

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +43,68 @@ def token_ids(text: str) -> list[int]:
     return [raw[at] << 8 | raw[at + 1] for at in range(2, 6 + 2 * (raw[0] % 4), 2)]
 
 
-class SimulatedEngine(EngineClient):
-    """Stands where a process's HTTP client does. The weather says how often it fails, and how slow it is."""
+class Engines:
+    """What the engines of a schedule are at, whichever process asked for it. `begun` are the sessions' generations."""
 
-    def __init__(self, rng: random.Random, weather: Weather, note: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self._paused: dict[str, asyncio.Event] = {}
+
+    async def generate(self, url: str, rid: str, seconds: float) -> bool:
+        """Did it come to its end? Otherwise somebody has aborted it. Where the engine is paused it begins later."""
+        while url in self._paused:
+            await self._paused[url].wait()
+        ended = self._running[url, rid] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await ended
+        except TimeoutError:
+            return True
+        return False
+
+    def abort(self, url: str, prefix: str) -> None:
+        """By rid, of which engines look at the beginning."""
+        for (engine, rid), ended in self._running.items():
+            if engine == url and rid.startswith(prefix) and not ended.done():
+                ended.set_result(None)
+
+    def pause(self, url: str, mode: str) -> None:
+        self._paused.setdefault(url, asyncio.Event())
+        if mode == "abort":
+            self.abort(url, "")
+
+    def go_on(self, url: str) -> None:
+        if url in self._paused:
+            self._paused.pop(url).set()
+
+    @property
+    def paused(self) -> list[str]:
+        return list(self._paused)
+
+
+class SimulatedEngine(EngineClient):
+    """Stands where a process's HTTP client does. The weather says how often it fails, and how slow it is.
+
+    `may_pass` says of an adapter whether the process's gates are open to it; `fault` is told of a generation that
+    begins although they are not.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        weather: Weather,
+        engines: Engines,
+        note: Callable[[str], None],
+        fault: Callable[[str], None],
+        is_shut: Callable[[str | None], bool],
+    ) -> None:
         self._rng = rng
         self._weather = weather
+        self._engines = engines
         self._note = note
+        self._fault = fault
+        self._is_shut = is_shut
         self._numbers = itertools.count(1)
 
     async def close(self) -> None:
@@ -59,13 +115,19 @@ class SimulatedEngine(EngineClient):
         return EngineReply(200, [], Body([b"{}"]))
 
     async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = lambda size: None) -> EngineReply:
-        await self._sleep(self._weather.network_s)
-        if url.endswith("/abort_request"):
-            return EngineReply(200, [], Body([b"{}"]))
+        engine, _, route = url.removeprefix("http://").partition("/")
+        request = msgspec.json.decode(body)
+        if route != "v1/chat/completions":
+            return await self._control(engine, route, request)
+        session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")
         number = next(self._numbers)
         bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults
         how = self._rng.choice(FAULTS) if bad else None
-        self._note(f"generation {number} of {dict(headers)['x-smg-routing-key']}{'' if how is None else f': {how}'}")
+        self._note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
+        if self._is_shut(adapter):
+            self._fault(f"a generation of {session_id} began although the gate of {adapter} was shut")
+        self._engines.begun[session_id] += 1
+        await self._sleep(self._weather.network_s)
         if how == "not_sent":
             raise NotSent("refused")
         if how == "lost":
@@ -74,12 +136,30 @@ class SimulatedEngine(EngineClient):
         if how == "timed_out":
             await asyncio.sleep(LONG_S)
             raise TimedOut("no answer in time")
-        await (asyncio.sleep(LONG_S) if how == "slow" else self._sleep(self._weather.engine_s))
+        seconds = LONG_S if how == "slow" else self._rng.expovariate(1 / self._weather.engine_s)
+        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
         if how is not None and how.isdigit():
             return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
-        raw = _broken(reply(body, number), how)
+        raw = _broken(reply(request, number, None if is_whole else self._rng.randrange(3)), how)
         grow(len(raw))
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))
+
+    async def _control(self, engine: str, route: str, order: Mapping[str, Any]) -> EngineReply:
+        """An order that is not a generation; it may fail, or be done although nobody is told."""
+        await self._sleep(self._weather.network_s)
+        bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults / 4
+        if bad and self._rng.random() < 0.5:
+            raise NotSent("refused")
+        if route == "abort_request":
+            self._engines.abort(engine, order["rid"])
+        elif route == "pause_generation":
+            self._engines.pause(engine, order["mode"])
+        elif route == "continue_generation":
+            self._engines.go_on(engine)
+        self._note(f"{engine} is told {route}{': nobody hears of it' if bad else ''}")
+        if bad:
+            raise Lost("reset")
+        return EngineReply(200, [], Body([b"{}"]))
 
     async def _sleep(self, mean_s: float) -> None:
         await asyncio.sleep(self._rng.expovariate(1 / mean_s))
@@ -88,28 +168,35 @@ class SimulatedEngine(EngineClient):
 FAULTS = ("not_sent", "lost", "timed_out", "slow", "500", "429", "400", "cut", "no_ids", "nan", "not_json", "307")
 
 
-def reply(body: bytes, number: int) -> dict[str, Any]:
-    """A sound reply to a request. Prompts continue: a message's ids are the same wherever it stands."""
-    request = msgspec.json.decode(body)
+def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> dict[str, Any]:
+    """A sound reply to a request. Prompts continue: a message's ids are the same wherever it stands.
+
+    `cut`: it was aborted after so many tokens. What goes on behind the ids of such a one says so.
+    """
     messages = request["messages"]
-    content = f"{digest(messages)}/{number}"
-    prompt = [token for message in messages for token in token_ids(message["content"])]
-    output = token_ids(content)
+    prompt = request.get("input_ids")
+    content = f"{digest(messages)}/{number}" if prompt is None else f"+{number}"
+    if prompt is None:
+        prompt = [token for message in messages for token in token_ids(message["content"])]
+    output = token_ids(content)[:cut]
+    finish = "stop" if cut is None else "abort"
     meta: dict[str, Any] = {
         "id": request.get("rid", ""),
         "prompt_tokens": len(prompt),
         "completion_tokens": len(output),
         "weight_version": str(1 + number // 8),
-        "finish_reason": {"type": "stop"},
+        "finish_reason": {"type": finish},
         "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in output],
     }
     if request.get("return_routed_experts"):
-        rows = array("i", [(token >> shift) & 63 for token in (prompt + output)[:-1] for shift in range(EXPERTS)])
+        known = request.get("routed_experts_start_len", 0)
+        tokens = (prompt + output)[known:-1]
+        rows = array("i", [(token >> shift) & 63 for token in tokens for shift in range(EXPERTS)])
         meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": content},
-        "finish_reason": "stop",
+        "finish_reason": finish,
         "prompt_token_ids": prompt,
         "meta_info": meta,
     }

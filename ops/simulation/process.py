@@ -7,14 +7,17 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from app.domain.fleet import Fleet
 from app.errors import AppError
 from app.service.cache import SessionCache
+from app.service.engine_pool import EnginePool
+from app.service.pauses import Pauses
 from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings
 from app.store import incarnations
 from ops.simulation.database import Server, SimulatedDatabase
-from ops.simulation.engine import SimulatedEngine
+from ops.simulation.engine import Engines, SimulatedEngine
 from ops.simulation.loop import Owner
 from ops.simulation.service import DRAIN_S, Service, register
 from ops.simulation.weather import Weather
@@ -49,7 +52,9 @@ class Process:
         self,
         name: str,
         server: Server,
+        engines: Engines,
         settings: Settings,
+        poll_s: float,
         *,
         alone: bool,
         note: Callable[[str], None],
@@ -66,7 +71,9 @@ class Process:
         self.serving = False
         self.database = SimulatedDatabase(server, alone=alone)
         self._server = server
+        self._engines = engines
         self._settings = settings
+        self._poll_s = poll_s
         self._note = note
         self._fault = fault
         self._is_gone = is_gone
@@ -83,14 +90,22 @@ class Process:
         self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone), durable=True)
         self._service = Service(
             database,
-            SimulatedEngine(rng, weather, self._note),
+            SimulatedEngine(
+                rng,
+                weather,
+                self._engines,
+                self._note,
+                self._fault,
+                lambda adapter: self.fleet.is_shut(adapter),
+            ),
             SimulatedPool(rng, weather),
             settings,
             self.clock,
             self.incarnation,
             self._lease_left,
+            self._poll_s,
         )
-        self._service.start()
+        await self._service.start()
         self.serving = True
         self._note(f"{self.name} serves as incarnation {self.incarnation} from {loop.time():.3f}")
 
@@ -112,6 +127,7 @@ class Process:
     async def stop(self) -> None:
         """An orderly end, in the order of `app.main`."""
         self.serving = False
+        self._service.gates.stop()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=DRAIN_S)
         await self._service.stop()
@@ -175,6 +191,19 @@ class Process:
     @property
     def cache(self) -> SessionCache:
         return self._service.cache
+
+    @property
+    def pauses(self) -> Pauses:
+        return self._service.pauses
+
+    @property
+    def engine_pool(self) -> EnginePool:
+        return self._service.engine_pool
+
+    @property
+    def fleet(self) -> Fleet:
+        """What the process knows of the fleet."""
+        return self._service.fleet.fleet
 
     def snapshot(self, session_id: str) -> Coroutine[Any, Any, None]:
         """As `Service.snapshot`."""

@@ -16,10 +16,13 @@ from app.store.dialect import WriteConflict
 from ops.simulation import checks, client, weather
 from ops.simulation.client import Client, GaveUp
 from ops.simulation.database import Server
+from ops.simulation.drill import SESSION_ID, Drill, behind
+from ops.simulation.engine import Engines
 from ops.simulation.history import History
 from ops.simulation.loop import SimulatedLoop, Stuck
 from ops.simulation.process import Process, wall
 from ops.simulation.store import MemoryStore
+from ops.simulation.trainer import ADAPTERS, Trainer
 
 HOUR_S = 3600.0
 
@@ -31,6 +34,9 @@ PATIENCE_S = 600.0
 
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
+
+POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
+"""How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -71,9 +77,11 @@ class _Schedule:
         self._server = Server(self._loop, rng, store, self._weather)
         store.restart(lambda: wall(self._loop.time()))
         self._settings = _settings(rng)
+        self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
         self._started: list[Process] = []
+        self._engines = Engines()
         self._mishaps = 0
 
     def run(self) -> Outcome:
@@ -97,6 +105,8 @@ class _Schedule:
     async def _live(self) -> None:
         await self._keep_all()
         clients = self._clients()
+        trainer = Trainer(self._rng, self._weather, self._settings.upstreams, self._pick, self._note)
+        changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
@@ -104,12 +114,18 @@ class _Schedule:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
         self._weather.calm()
         self._note("calm")
-        await storm
+        await asyncio.gather(storm, *changes)
         for life in lives:
             if life.done() and not life.cancelled() and life.exception() is not None:
                 self._history.problem(f"a client met {life.exception()!r}")
         await self._keep_all()
+        try:
+            async with asyncio.timeout(RECOVERY_S):
+                await trainer.put_back()
+        except TimeoutError:
+            self._history.problem(f"engines could not be put back within {RECOVERY_S:g} s after all faults had ended")
         await self._all_go_on(clients)
+        await self._drill(trainer)
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
@@ -124,14 +140,17 @@ class _Schedule:
                 rollback_window=rng.choice((0, 1, 1, 2)),
                 on_divergence=rng.choice(("reject", "reject", "segment")),
                 group_id=rng.choice((None, "group")),
+                adapter=rng.choice((None, None, *ADAPTERS)),
+                on_abort=rng.choice(("return", "continue", "continue", "fail")),
+                parent=rng.choice((None, None, "s1")) if number > 1 else None,
             )
             for rival in range(rng.choice((1, 1, 2, 3))):
-                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits)
+                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, config.adapter)
                 found.append((one, config))
         return found
 
-    def _client(self, name: str, session_id: str, habits: client.Habits) -> Client:
-        return Client(name, session_id, habits, self._rng, self._history, self._pick, self._note)
+    def _client(self, name: str, session_id: str, habits: client.Habits, adapter: str | None) -> Client:
+        return Client(name, session_id, habits, adapter, self._rng, self._history, self._pick, self._note)
 
     def _pick(self) -> Process | None:
         serving = [process for process in self._processes if process is not None and process.serving]
@@ -148,7 +167,9 @@ class _Schedule:
             process = Process(
                 f"p{len(self._started) + 1}",
                 self._server,
+                self._engines,
                 self._settings,
+                self._poll_s,
                 alone=self._alone,
                 note=self._note,
                 fault=self._history.problem,
@@ -229,8 +250,8 @@ class _Schedule:
     async def _all_go_on(self, clients: list[tuple[Client, SessionConfig]]) -> None:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
-            last = self._client(f"last-{session_id}", session_id, client.Habits())
             config = next(config for one, config in clients if one.session_id == session_id)
+            last = self._client(f"last-{session_id}", session_id, client.Habits(), config.adapter)
             try:
                 async with asyncio.timeout(RECOVERY_S):
                     await self._go_on(last, config)
@@ -251,6 +272,27 @@ class _Schedule:
                 return
             except GaveUp:
                 await asyncio.sleep(1.0)
+
+    async def _drill(self, trainer: Trainer) -> None:
+        name = self._rng.choice((*ADAPTERS, None))
+        asker = self._client("drill", SESSION_ID, client.Habits(), name)
+        drill = Drill(asker, name, trainer, self._engines, self._server.store, self._history)
+        try:
+            async with asyncio.timeout(2 * RECOVERY_S):
+                await drill.run(RECOVERY_S)
+        except TimeoutError:
+            self._history.problem(f"the drill was not over within {2 * RECOVERY_S:g} s")
+        await self._all_agree()
+
+    async def _all_agree(self) -> None:
+        """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
+        processes = [process for process in self._processes if process is not None]
+        deadline = self._loop.time() + RECOVERY_S
+        while late := behind(self._server.store, processes):
+            await asyncio.sleep(self._poll_s)
+            if self._loop.time() > deadline:
+                self._history.problem(f"{late} did not learn within {RECOVERY_S:g} s what the fleet's log says")
+                return
 
     def _is_gone(self, incarnation: int) -> bool:
         """Can the others of its host tell that the process is gone?"""

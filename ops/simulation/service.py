@@ -9,12 +9,15 @@ from sqlalchemy import insert
 
 from app.service.cache import SessionCache
 from app.service.claims import Claims
+from app.service.engine_pool import EnginePool
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge, Workers
+from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery
+from app.service.session_control import SessionControls
 from app.service.sessions import Sessions
 from app.service.token_in import TokenIn
 from app.service.turns import Turns
@@ -25,7 +28,9 @@ from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
 from app.upstream.engines import Engines
+from app.upstream.sessions import EngineSessions
 from workers import codec
 
 DRAIN_S = 10.0
@@ -43,6 +48,7 @@ class Service:
         clock: Callable[[], float],
         incarnation: int,
         lease_left: Callable[[int], Awaitable[float | None]],
+        poll_s: float,
     ) -> None:
         self.incarnation = incarnation
         self.writer = Writer(database)
@@ -62,18 +68,37 @@ class Service:
             lease_left=lease_left,
         )
         self._token_in = TokenIn(self.cache, None)
-        fleet = FleetState(database, self.writer)
-        engines = Engines(client)
-        engines.serve(fleet.fleet.members(settings.upstreams))
+        self.fleet = FleetState(database, self.writer, poll_s)
+        engines = Engines(client, settings.placement)
+        self.engine_pool = EnginePool(self.fleet, engines, settings.upstreams)
+        self.gates = Gates(self.fleet)
+        self.pauses = Pauses(
+            fleet=self.fleet,
+            gates=self.gates,
+            engines=engines,
+            control=EngineControl(client, settings.upstream_dialect, settings.upstream_api_key),
+            database=database,
+        )
+        controls = SessionControls(
+            database=database,
+            writer=self.writer,
+            cache=self.cache,
+            engines=engines,
+            calls=EngineSessions(client, settings.upstream_api_key),
+            settings=settings,
+            incarnation=incarnation,
+            lease_s=self._recovery.lease_to_judge_by,
+        )
         self.turns = Turns(
             cache=self.cache,
             claims=self._claims,
             writer=self.writer,
             engines=engines,
-            fleet=fleet,
-            gates=Gates(fleet),
+            fleet=self.fleet,
+            gates=self.gates,
             judge=Judge(pool, settings),
             token_in=self._token_in,
+            controls=controls,
             settings=settings,
             clock=clock,
         )
@@ -81,10 +106,13 @@ class Service:
         self.sessions.on_close(self.turns.close)
         self._janitor = Janitor(database, self.writer, self.sessions, settings, clock)
 
-    def start(self) -> None:
+    async def start(self) -> None:
+        """Raises AppError where the store cannot be read."""
         self.writer.start()
+        await self.fleet.start()
         self._janitor.start()
         self._recovery.start()
+        self.pauses.start()
 
     async def stop(self) -> None:
         """An orderly end, in the order of `app.main`. Raises AppError where the store cannot be told."""
@@ -92,6 +120,9 @@ class Service:
         await self.turns.drain(DRAIN_S)
         self._token_in.close()
         await self._claims.close()
+        await self.pauses.stop()
+        await self.engine_pool.stop()
+        await self.fleet.stop()
         await self.cache.close()
         await self.writer.stop()
         await self._recovery.stop()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from sqlalchemy import Connection, create_engine, insert
 from sqlalchemy.pool import StaticPool
+from sqlalchemy.sql import Executable
 
-from app.store.dialect import SqliteTx, Tx
+from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.schema import metadata, store_meta
 
 T = TypeVar("T")
@@ -108,6 +109,9 @@ class MemoryDatabase:
     async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
         await asyncio.sleep(0)
         return self._store.read(function)
+
+    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         await asyncio.sleep(0)

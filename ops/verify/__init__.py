@@ -15,6 +15,7 @@ from app.store import heads
 from app.store.engine import Database
 from ops.keeping import require_store, silent
 from ops.verify import acknowledged as acknowledged_turns
+from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
 from ops.verify.session import PAGE, TABLES, SessionCheck
 from ops.verify.whole import check_file, check_groups, check_order
@@ -47,6 +48,7 @@ async def verify(
     await check_file(database, report)
     await check_order(database, report, tell)
     await check_groups(database, report, tell)
+    await check_fleet(database, report, tell)
     return report
 
 

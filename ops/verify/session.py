@@ -9,6 +9,8 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
     BlobRef,
     BlobsTombstoned,
     ChunkRef,
@@ -79,6 +81,7 @@ class SessionCheck:
         self._order()
         self._fences()
         self._retry_keys()
+        self._bindings()
         self._snapshot(session)
         if session.status == "erased":
             self._nothing_left()
@@ -149,9 +152,26 @@ class SessionCheck:
         twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
         self._must(not twice, f"committed twice under one retry key: {twice}")
 
+    def _bindings(self) -> None:
+        """While it was bound to an engine, each turn of the session came from there.
+
+        A turn whose client released the binding commits without one.
+        """
+        engine: str | None = None
+        for recorded in self._log:
+            match recorded.event:
+                case AffinityBound():
+                    engine = recorded.event.engine
+                case AffinityReleased():
+                    engine = None
+                case TurnCommitted() if engine is not None:
+                    event = recorded.event
+                    self._must(event.engine == engine, f"turn {event.turn} came from another engine than its session's")
+
     def _snapshot(self, session: Session) -> None:
+        """One whose last event a crash of the database took back is passed over when a session is read, and here."""
         start = reads.load_snapshot(self._connection, self._session_id)
-        if start is None:
+        if start is None or all((one.seq, one.at) != (start.version, start.tip) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
         self._must(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")

@@ -124,7 +124,7 @@ def check(talk: Talk) -> None:
     """Several turns with tool calls, all on one live path and in one segment."""
     committed = talk.committed()
     assert len(committed) > len(TASKS)
-    assert set(talk.types()) == {"SessionCreated", "TurnOpened", "TurnCommitted"}
+    assert set(talk.types()) == {"SessionCreated", "TurnOpened", "AffinityBound", "TurnCommitted"}
     [row] = talk.rows()
     assert [span["turn"] for span in row["turns"]] == list(range(1, len(committed) + 1))
     assert [span["finish_reason"] for span in row["turns"]].count("tool_calls") >= len(TASKS)

@@ -18,17 +18,31 @@ from helpers.databases import run_module
 from integration.routing import BOTH
 from integration.stand import Talk, standing, user
 
-from app.domain.events import TurnCommitted
+from app.domain.events import AffinityBound, Event, SessionClosed, TurnCommitted, name_of
+from app.domain.fleet import FleetPaused, FleetResumed
 from app.domain.upcast import decode, encode
 from app.store.engine import Database
 from ops.verify import Acknowledged, Report, verify, verify_url
+
+
+def fleet_event(seq: int, event: Event, key: str = "fleet") -> str:
+    """The statement that puts an event into the fleet's log."""
+    return f"INSERT INTO fleet_events VALUES ({seq}, '{key}', '{name_of(event)}', 1, 1.0, x'{encode(event).hex()}')"
+
+
+def affinity(state: str, session_id: str, *, worker_session: bool) -> str:
+    return (
+        "INSERT INTO affinities VALUES "
+        f"('agent-7', 'http://engine', '{state}', {worker_session:d}, 300.0, 1e12, 1, '{session_id}')"
+    )
+
 
 DAMAGE = {
     "a gap in the log": ("DELETE FROM events WHERE session_id = 'filled-1' AND seq = 4", "does not follow"),
     "a head that lags": ("UPDATE sessions SET version = 3 WHERE session_id = 'filled-1'", "sessions.version is 3"),
     "a miscounted head": ("UPDATE sessions SET turns = 9 WHERE session_id = 'filled-0'", "sessions.turns is 9"),
     "a claim that the log does not know": (
-        "INSERT INTO open_turns SELECT 'filled-0', 99, 6, 5, 1, 'x', NULL, 0",
+        "INSERT INTO open_turns SELECT 'filled-0', 99, 6, 5, 1, 'x', NULL, 0, NULL",
         "open_turns[99]",
     ),
     "a turn without content": ("DELETE FROM turns WHERE session_id = 'filled-0' AND turn = 3", "4 turns are stored"),
@@ -89,6 +103,28 @@ DAMAGE = {
         "UPDATE groups SET measured = 1, oldest_version = 5 WHERE group_id = 'done'",
         "its oldest weight version is",
     ),
+    "another engine than the session's": (
+        f"UPDATE events SET data = x'{encode(AffinityBound('http://elsewhere')).hex()}' "
+        "WHERE session_id = 'rich' AND type = 'AffinityBound'",
+        "came from another engine than its session's",
+    ),
+    "a gap in the fleet's log": (fleet_event(2, FleetPaused(1, 2.0)), "event 2 of the fleet: stands behind event 0"),
+    "an unreadable event of the fleet": (
+        "INSERT INTO fleet_events VALUES (1, 'fleet', 'FleetPaused', 1, 1.0, x'7b7d')",
+        "event 1 of the fleet: cannot be read",
+    ),
+    "a session's event in the fleet's log": (fleet_event(1, SessionClosed()), "is an event of a session"),
+    "an event of the fleet under another key": (
+        fleet_event(1, FleetPaused(1, 2.0), "adapter:a"),
+        "is about fleet, its row says adapter:a",
+    ),
+    "closings that were lost": (fleet_event(1, FleetResumed(2)), "counts 2 closings after 0"),
+    "an affinity in no state": (affinity("lost", "rich", worker_session=True), "is lost, which no affinity can be"),
+    "an affinity that nobody can end": (
+        affinity("closing", "rich", worker_session=False),
+        "is closing, but no engine has a session of it",
+    ),
+    "an affinity of nobody": (affinity("bound", "orphan", worker_session=False), "of a session that there is not"),
 }
 
 

@@ -40,6 +40,9 @@ class Answer:
 class Agent:
     """One client with one session at a time; what it sends goes to any of the servers."""
 
+    again: Collection[int] = (503, 507)
+    """Statuses after which the same is asked for again."""
+
     def __init__(self, urls: Sequence[str], name: str, seed: int) -> None:
         self.name = name
         self.rng = random.Random(f"{seed} {name}")
@@ -84,14 +87,14 @@ class Agent:
         self.insist("DELETE", f"/sessions/{self.session_id}", gone=True)
 
     def insist(self, method: str, path: str, *, gone: bool = False, **fields: Any) -> httpx.Response:
-        """The first answer that is no refusal of the store; `gone`: 404 is one, too."""
+        """The first answer after which the client has nothing to ask again; `gone`: 404 is one, too."""
         self.requests += 1
         deadline = time.monotonic() + PATIENCE_S
         while True:
             response = self._ask(method, path, **fields)
             if response.is_success or (gone and response.status_code == 404):
                 return response
-            again = response.status_code in (503, 507) or response.headers.get("x-should-retry") == "true"
+            again = response.status_code in self.again or response.headers.get("x-should-retry") == "true"
             assert again, f"{method} {path}: {response.status_code} {response.text[:300]}"
             assert time.monotonic() < deadline, f"{method} {path} was never taken: {self.answers[-1]}"
             time.sleep(PAUSE_S)

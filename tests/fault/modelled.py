@@ -14,6 +14,7 @@ import msgspec
 
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
+from app.service.fleet import POLL_S
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.settings import Settings
 from app.store import incarnations
@@ -46,7 +47,8 @@ class Engine(EngineClient):
     async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = lambda size: None) -> EngineReply:
         if url.endswith("/abort_request"):
             return EngineReply(200, [], Body([b"{}"]))
-        text = msgspec.json.decode(body)["messages"][-1]["content"]
+        request = msgspec.json.decode(body)
+        text = request["messages"][-1]["content"]
         number = next(self._numbers)
         self.heard.set()
         # A generation is held once: whoever takes the turn over is answered.
@@ -54,7 +56,7 @@ class Engine(EngineClient):
         if held is not None:
             await held.wait()
         return EngineReply(
-            200, [("content-type", "application/json")], Body([msgspec.json.encode(reply(body, number))])
+            200, [("content-type", "application/json")], Body([msgspec.json.encode(reply(request, number))])
         )
 
 
@@ -108,9 +110,9 @@ class Node:
             lambda tx: register(tx, self._name, alone=self.mortal.is_sqlite), durable=True
         )
         self.service = Service(
-            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._end_if_gone
+            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._end_if_gone, POLL_S
         )
-        self.service.start()
+        await self.service.start()
 
     async def _end_if_gone(self, incarnation: int) -> bool:
         if incarnation not in self._place.gone:

@@ -28,6 +28,9 @@ from ops.verify import Acknowledged
 
 TITLE = "kill -9 at a crash point"
 
+OF_PAUSES: tuple[CrashPoint, ...] = ("after_gate_shut", "before_gate_opened")
+"""Tried in `test_fleet_faults`: they need several processes and engines."""
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "completion_tokens": 1500,
@@ -269,4 +272,4 @@ def test_every_point_is_tried() -> None:
         mark for test in (test_a_creation, test_a_reward, test_a_close, test_an_erasure) for mark in test.pytestmark
     ]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} == set(POINTS)
+    assert named | {case.point for case in TURNS} | set(OF_PAUSES) == set(POINTS)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, serving, until, user
+from integration.stand import FIRST_TURN, Stand, Talk, serving, until, user
 
 from fault.table import Tally
 from fault.verified import verified
@@ -102,7 +102,7 @@ def test_a_turn_that_a_retry_has_joined_outlives_the_first_client(impatient: Sta
         httpx.post(url, json=body, timeout=0.15)
     joined = httpx.post(url, json=body, timeout=10, headers={"x-stainless-retry-count": "1"})
     assert (joined.status_code, joined.headers["x-turnlog-replayed"]) == (200, "true")
-    assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert talk.types() == ["SessionCreated", *FIRST_TURN]
     assert talk.generations() == 1
 
 
@@ -157,7 +157,7 @@ def leave_and_return(stand: Stand, tally: Tally, seed: int, tries: int) -> None:
         types = leaver.talk.types()
         tally.doubled += types.count("TurnCommitted") - 1
         if "TurnAbandoned" not in types:
-            assert types == ["SessionCreated", "TurnOpened", "TurnCommitted"], leaver.stage
+            assert types == ["SessionCreated", *FIRST_TURN], leaver.stage
     assert {leaver.stage for leaver in leavers} == {"upload", "wait", "reply"}
     until(lambda: stand.http.get("/health").json()["in_flight"] == 0)
     tally.tried += tries

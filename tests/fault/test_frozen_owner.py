@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, error_of, until, user
+from integration.stand import FIRST_TURN, LATER_TURN, Stand, Talk, error_of, until, user
 
 from app.crash_points import VARIABLE, CrashPoint
 from fault.forking import ForkedServer
@@ -110,8 +110,8 @@ def test_a_retry_takes_the_turn_over_and_the_late_owner_commits_nothing(pair: Pa
         assert "x-turnlog-replayed" not in reply.headers
         assert error_of(late(mine, pair, call)) == (409, "claim_lost")
         assert talk.types() == [
-            *("SessionCreated", "TurnOpened", "TurnCommitted", "TurnOpened"),
-            *("TurnAbandoned", "TurnOpened", "TurnCommitted"),
+            *("SessionCreated", *FIRST_TURN),
+            *("TurnOpened", "TurnAbandoned", *LATER_TURN),
         ]
         tally.doubled += len(talk.committed()) - 2
         assert talk.chat(sent, headers=KEY, sim=wish).content == reply.content

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, until, user
+from integration.stand import FIRST_TURN, Stand, Talk, until, user
 from sqlalchemy import func, select
 
 from app.store.engine import Database
@@ -110,7 +110,7 @@ def test_what_is_in_flight_lands_and_no_claim_is_left(
         talks[0].messages = [user("Slow"), replies[0].json()["choices"][0]["message"]]
         talks[0].say("On")
         tally.recovered(monotonic() - told)
-        assert gone.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+        assert gone.types() == ["SessionCreated", *FIRST_TURN]
         for talk in talks:
             tally.doubled += len(talk.committed()) - (2 if talk is talks[0] else 1)
     finally:

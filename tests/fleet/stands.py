@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,11 @@ class Api:
 
     def known(self, session_id: str) -> Talk:
         return Talk(self, session_id)  # type: ignore[arg-type]
+
+    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
+        response = self.http.get("/export", params=parameters)
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
 
 
 class Fleet:

@@ -18,6 +18,10 @@ from ops.simulator.process import SimulatorProcess
 
 TIMEOUT_S = 20.0
 
+FIRST_TURN = ("TurnOpened", "AffinityBound", "TurnCommitted")
+LATER_TURN = ("TurnOpened", "TurnCommitted")
+"""What a session's log gets: the first turn also binds it to its engine."""
+
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {

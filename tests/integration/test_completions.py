@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.stand import Stand, error_of, until, user
+from integration.stand import FIRST_TURN, LATER_TURN, Stand, error_of, until, user
 from integration.tito import text_of
 from integration.writing import Writing
 
@@ -351,7 +351,7 @@ def test_the_session_may_be_in_a_header(every: Stand) -> None:
         )
         assert response.status_code == 200, response.text
         text += response.json()["choices"][0]["text"] + " and"
-    assert talk.types() == ["SessionCreated", *["TurnOpened", "TurnCommitted"] * 2]
+    assert talk.types() == ["SessionCreated", *FIRST_TURN, *LATER_TURN]
     assert error_of(every.http.post("/v1/completions", json={"prompt": text}))[0] == 400
 
 

@@ -11,7 +11,7 @@ from helpers.looking import vacuum, value
 
 from integration.places import Places
 from integration.routing import BOTH, Session, fetched, problems, session_of
-from integration.stand import Stand, error_of, serving, until, user
+from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 Start = Callable[..., Stand]
@@ -63,7 +63,7 @@ def test_an_idle_session_is_closed_and_a_busy_one_is_not(stand_with: Start) -> N
     assert error_of(idle.chat([*idle.messages, user("On")])) == (404, "session_closed")
     assert idle.rows()[0]["final"] is True
     assert call.result().status_code == 200
-    assert busy.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert busy.types() == ["SessionCreated", *FIRST_TURN]
     until(lambda: "SessionClosed" in busy.types())
     assert problems(stand) == []
 

@@ -116,12 +116,16 @@ def test_each_fold_is_what_the_server_reported_then(
             (3, 1, True),
         ]
         assert last["turn_rewards"] == {"1": {"reward": 0.5, "components": {}}}
-        held = None
+        held = engine = None
         for event in events:
             state = replayed(said, talk.id, "--seq", str(event["seq"]))
-            if event["type"] != "RolledBack":
+            if event["type"] == "AffinityBound":
+                engine = event["engine"]
+            elif event["type"] != "RolledBack":
                 held = event["seq"] if event["type"] == "TurnOpened" else None
             assert (state["open_turn"] or {}).get("fence") == held
+            assert (state["affinity"] or {}).get("engine") == engine
+        assert engine is not None
         assert main(["--heads"]) == 0
         assert said() == []
 

@@ -57,7 +57,7 @@ def test_what_is_due_is_closed_freed_and_erased(own: Stand) -> None:
     assert said == "0 idle sessions closed, 0 freed of replay payloads, 3 erased"
     own.server.start()
     assert idle.types()[-3:] == ["SessionClosed", "BlobsTombstoned", "SessionErased"]
-    assert dead.types()[2:5] == ["TurnCommitted", "TurnOpened", "TurnAbandoned"]
+    assert dead.types()[3:6] == ["TurnCommitted", "TurnOpened", "TurnAbandoned"]
     assert own.rows() == []
     assert problems(own) == []
     own.talk(session_id="new").say("On")

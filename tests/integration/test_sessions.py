@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from integration.stand import Stand, error_of, user
+from integration.stand import FIRST_TURN, Stand, error_of, user
 
 
 def fresh() -> str:
@@ -236,7 +236,7 @@ def test_events_are_ordered_and_resume_after_a_seq(stand: Stand) -> None:
     talk.say("Hello")
     events = talk.events()
     assert [event["seq"] for event in events] == list(range(1, len(events) + 1))
-    assert [event["type"] for event in events] == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert [event["type"] for event in events] == ["SessionCreated", *FIRST_TURN]
     assert all(isinstance(event["at"], float) for event in events)
     assert talk.events(after=2) == events[2:]
     assert talk.events(after=99) == []
@@ -264,7 +264,7 @@ def test_following_events_sees_them_as_they_happen(stand: Stand) -> None:
     talk.say("Hello")
     assert done.wait(10)
     call.result()
-    assert types == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert types == ["SessionCreated", *FIRST_TURN]
 
 
 def test_health_ready_and_models(stand: Stand) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from integration.stand import WEATHER, Stand, Talk, error_of, until, user
+from integration.stand import FIRST_TURN, LATER_TURN, WEATHER, Stand, Talk, error_of, until, user
 
 SLOW = {"latency_s": 0.5}
 
@@ -17,7 +17,7 @@ def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
     response = talk.say("Hello")
     assert response.json()["choices"][0]["meta_info"]["output_token_logprobs"]
     assert response.headers["x-turnlog-turn"] == "1"
-    assert talk.types() == ["SessionCreated", "TurnOpened", "TurnCommitted"]
+    assert talk.types() == ["SessionCreated", *FIRST_TURN]
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
@@ -304,7 +304,7 @@ def test_a_session_in_a_header_is_created_on_first_use(stand: Stand) -> None:
             response = stand.http.post("/v1/chat/completions", json={"messages": messages}, headers={name: talk.id})
             assert response.status_code == 200, response.text
             messages += [response.json()["choices"][0]["message"], user("On")]
-        assert talk.types() == ["SessionCreated", *["TurnOpened", "TurnCommitted"] * 2]
+        assert talk.types() == ["SessionCreated", *FIRST_TURN, *LATER_TURN]
 
 
 def test_a_session_header_is_judged_like_an_id(stand: Stand) -> None:

@@ -28,6 +28,7 @@ PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))
         st.none() | PLACE,
         st.none() | PLACE,
         st.none() | st.integers(1, 9),
+        st.none() | st.integers(-1, 2**62),
     )
 )
 def test_a_cursor_survives_a_url(cursor: Cursor) -> None:
@@ -58,6 +59,9 @@ FORGED: list[dict[str, Any]] = [
     {"at": [0, 1], "given": 2**80},
     {"at": [0, 1], "given": 0},
     {"at": [0, 1], "given": -3},
+    {"newest": -2},
+    {"newest": 2**63},
+    {"newest": "5"},
 ]
 
 

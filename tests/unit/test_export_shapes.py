@@ -237,12 +237,15 @@ class TestRouting:
 
 def test_the_row_of_turnlog() -> None:
     (row,) = rows(TWO_TURNS, group_id="g", attempt=1, metadata={"task": 5})
+    generated = {"engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
     found = read("turnlog", row)
     assert found == {
         "session_id": "s",
         "segment": 0,
         "group_id": "g",
         "attempt": 1,
+        "parent_session_id": None,
+        "adapter": None,
         "status": "truncated",
         "final": True,
         "as_of_seq": 9,
@@ -258,9 +261,10 @@ def test_the_row_of_turnlog() -> None:
         "logprobs": [0.0, 0.0, -0.5, 0.0, -0.125],
         "weight_versions": [-1, -1, 3, -1, 4],
         "weight_version_names": [],
+        "weight_version_regressed": False,
         "turns": [
-            {"turn": 1, "start": 0, "output_start": 2, "end": 3, "finish_reason": "stop"},
-            {"turn": 2, "start": 3, "output_start": 4, "end": 5, "finish_reason": "length"},
+            {"turn": 1, "start": 0, "output_start": 2, "end": 3, "finish_reason": "stop", **generated},
+            {"turn": 2, "start": 3, "output_start": 4, "end": 5, "finish_reason": "length", **generated},
         ],
         "segment_cause": None,
         "messages": [

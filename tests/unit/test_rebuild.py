@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from helpers.log import committed, created, opened, rolled_back
 
-from app.domain.events import Event, Recorded, RewardAssigned, SessionClosed, TurnRejected, VersionSpan
+from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
+    Event,
+    Recorded,
+    RewardAssigned,
+    SessionClosed,
+    TurnRejected,
+    VersionSpan,
+)
 from app.domain.session import fold
 from app.service.inspection import described
 from app.store.heads import HEAD, OPEN_TURN, Log
@@ -84,4 +93,13 @@ def test_a_described_state_says_which_turns_are_live() -> None:
     assert [(turn["turn"], turn["live"], turn["tokens"], turn["finish_reason"]) for turn in state["turns"]] == [
         (1, True, 3, None)
     ]
-    assert state["open_turn"] == {"turn": 2, "parent": 1, "fence": 4, "incarnation": 1}
+    assert state["open_turn"] == {"turn": 2, "parent": 1, "fence": 4, "incarnation": 1, "adapter": None}
+    assert state["affinity"] is None
+
+
+def test_a_described_state_says_which_engine_it_is_bound_to() -> None:
+    bound = [created(), opened(1, 0), AffinityBound("http://a"), committed(1, 0, 2)]
+    assert described(log_of(bound).session)["affinity"] == {"engine": "http://a", "control": None}
+    again = [*bound, AffinityBound("http://b", "control", "c-1")]
+    assert described(log_of(again).session)["affinity"] == {"engine": "http://b", "control": "c-1"}
+    assert described(log_of([*again, AffinityReleased()]).session)["affinity"] is None

@@ -59,6 +59,8 @@ def test_no_tools_and_no_stream(tools: str) -> None:
         b'{"messages":[1],"stream":1e999}',
         b'{"messages":[1],"n":' + b"9" * 5000 + b"}",
         b'{"messages":[1],"n":NaN}',
+        b'{"messages":[1],"lora_path":"a\\u0000"}',
+        b'{"messages":[1],"lora_path":"%b"}' % (b"a" * 513),
         f'{{"messages":[1],"tools":{DEEP}}}'.encode(),
         f'{{"messages":[1],"extra":{DEEP}}}'.encode(),
         f'{{"messages":[1],"n":{DEEP}}}'.encode(),

@@ -26,11 +26,41 @@ def test_upstreams_are_split_and_trimmed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert load_settings().upstreams == ("http://a:1", "http://b:2")
 
 
+def test_engines_with_sessions_are_all_or_base_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().engine_sessions == ()
+    monkeypatch.setenv("TURNLOG_ENGINE_SESSIONS", " all ")
+    assert load_settings().engine_sessions == ("all",)
+    monkeypatch.setenv("TURNLOG_ENGINE_SESSIONS", "http://a:1/v1, http://b:2/")
+    assert load_settings().engine_sessions == ("http://a:1", "http://b:2")
+
+
+def test_what_becomes_of_an_aborted_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().abort_policy == "return"
+    monkeypatch.setenv("TURNLOG_TOKENIZER", "folder")
+    assert load_settings().abort_policy == "continue"
+    monkeypatch.setenv("TURNLOG_ON_ABORT", "fail")
+    assert load_settings().abort_policy == "fail"
+
+
+def test_a_binding_may_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().affinity_ttl_s == 3600
+    monkeypatch.setenv("TURNLOG_AFFINITY_TTL_S", "off")
+    assert load_settings().affinity_ttl_s is None
+
+
 BAD = [
     ("UPSTREAMS", "a:1"),
     ("UPSTREAMS", "ftp://a"),
     ("UPSTREAMS", "http://a,http://a/"),
     ("UPSTREAMS", "http://a?x=1"),
+    ("ENGINE_SESSIONS", "a:1"),
+    ("ENGINE_SESSIONS", "all,http://a"),
+    ("ENGINE_SESSIONS", "none"),
+    ("ENGINE_SESSIONS", "http://a,http://a/v1"),
+    ("PLACEMENT", "random"),
+    ("AFFINITY_TTL_S", "0"),
+    ("AFFINITY_TTL_S", "nan"),
+    ("ON_ABORT", "retry"),
     ("UPSTREAM_DIALECT", "tgi"),
     ("UPSTREAM_TIMEOUT_S", "0"),
     ("UPSTREAM_TIMEOUT_S", "nan"),
@@ -71,6 +101,7 @@ def test_a_bad_value_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, val
         ("DATABASE_URL", "postgresql://user:sesame@host:port/db"),
         ("DATABASE_URL", "postgresql+psycopg://user:se:s@same@host/db"),
         ("UPSTREAMS", "http://user:sesame@host"),
+        ("ENGINE_SESSIONS", "http://user:sesame@host"),
     ],
 )
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

@@ -8,21 +8,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import bindparam, update
+from sqlalchemy import bindparam, func, select, update
 
 from app.domain.events import SessionClosed
+from app.domain.fleet import Fleet
+from app.domain.session import Session
 from app.errors import AppError
 from app.service import claims, turns
 from app.service.cache import Live, SessionCache
+from app.service.fleet import FleetState
 from app.service.flights import RetryMark
+from app.service.gates import Gates
+from app.service.pauses import Pauses
+from app.service.placement import Placement
 from app.service.turns import Turns
 from app.store import groups, log_turns
 from app.store import statements as sql
 from app.store.dialect import Tx
+from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
 from app.store.log_sessions import Close, SaveSnapshot
 from app.store.log_turns import Claim, Commit
-from app.store.schema import sessions
+from app.store.schema import fleet_events, sessions
 from ops.simulation.schedule import Simulation
 
 Patch = pytest.MonkeyPatch
@@ -140,6 +147,54 @@ def a_snapshot_outlives_an_erasure(patch: Patch) -> None:
     patch.setattr(SaveSnapshot, "apply", apply)
 
 
+def a_gate_holds_nobody(patch: Patch) -> None:
+    patch.setattr(Gates, "may_pass", lambda self, adapter: True)
+
+
+def a_turn_waits_with_its_claim(patch: Patch) -> None:
+    """The gate is looked at behind the claim alone."""
+
+    async def pass_by(self: Turns, *arguments: Any) -> None:
+        return
+
+    patch.setattr(Turns, "_held_back", pass_by)
+
+
+def a_pause_is_known_where_it_was_ordered(patch: Patch) -> None:
+    """What other processes have written to the fleet's log is read when this one writes, and not before."""
+
+    async def refresh(self: FleetState) -> Fleet:
+        return self.fleet
+
+    patch.setattr(FleetState, "refresh", refresh)
+    patch.setattr(FleetState, "is_fresh", True)
+
+
+def an_append_does_not_look(patch: Patch) -> None:
+    """An event is written behind whatever is there, though it was decided from something older."""
+    plain = AppendFleet.apply
+
+    def apply(self: AppendFleet, tx: Tx) -> Any:
+        row = tx.one(select(func.max(fleet_events.c.seq)), {})
+        return plain(msgspec.structs.replace(self, expected=(row and row[0]) or 0), tx)
+
+    patch.setattr(AppendFleet, "apply", apply)
+
+
+def a_lease_never_ends(patch: Patch) -> None:
+    patch.setattr(Pauses, "_is_due", lambda self, gate: False)
+
+
+def a_session_moves_without_a_word(patch: Patch) -> None:
+    """Only the first binding is written."""
+    plain = Placement.binding
+
+    def binding(self: Placement, session: Session, *rest: Any) -> Any:
+        return plain(self, session, *rest) if session.affinity is None else None
+
+    patch.setattr(Placement, "binding", binding)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_fence_is_not_looked_at,
     the_claim_goes_before_the_commit,
@@ -153,6 +208,12 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cache_is_not_refreshed,
     the_cache_skips_events,
     a_snapshot_outlives_an_erasure,
+    a_gate_holds_nobody,
+    a_turn_waits_with_its_claim,
+    a_pause_is_known_where_it_was_ordered,
+    an_append_does_not_look,
+    a_lease_never_ends,
+    a_session_moves_without_a_word,
 )
 
 

@@ -1,0 +1,118 @@
+"""What is of no session: the fleet's log, and the engines that clients bound by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import get_args
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from app.domain import upcast
+from app.domain.events import UnknownEvent
+from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
+from app.store.affinities import State
+from app.store.engine import Database
+from app.store.schema import affinities, fleet_events, sessions
+from ops.verify.report import STORE, Report
+
+EVENTS = 5000
+"""Events of the fleet's log, and affinities, looked at in one read."""
+
+_Row = tuple[int, str, str, int, float, bytes]
+
+
+async def check_fleet(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+    """Every event of the fleet's log is readable, in its place, and follows from those before it."""
+    log = _Log(report)
+    while rows := await database.read(partial(_rows, after=log.seq)):
+        for row in rows:
+            log.take(row)
+        tell(f"{log.seq} events of the fleet")
+    after = ""
+    while names := await database.read(partial(_check_affinities, after=after, report=report)):
+        after = names[-1]
+        tell(f"affinities up to {after}")
+
+
+def _rows(connection: Connection, after: int) -> Sequence[_Row]:
+    names = ("seq", "key", "type", "version", "at", "data")
+    query = select(*(fleet_events.c[name] for name in names)).where(fleet_events.c.seq > after)
+    return [tuple(row) for row in connection.execute(query.order_by(fleet_events.c.seq).limit(EVENTS))]
+
+
+class _Log:
+    """The fleet's log as far as it was read. `seq` is that of the last row."""
+
+    def __init__(self, report: Report) -> None:
+        self.seq = 0
+        self._fleet = Fleet()
+        self._report = report
+
+    def take(self, row: _Row) -> None:
+        seq, key, name, version, at, data = row
+        if seq != self.seq + 1:
+            self._found(seq, f"stands behind event {self.seq}")
+        self.seq = seq
+        try:
+            event = upcast.decode(name, version, data)
+        except UnknownEvent as error:
+            self._found(seq, f"cannot be read: {error}")
+            return
+        if not isinstance(event, FleetEvent):
+            self._found(seq, f"{name} is an event of a session")
+            return
+        if event.key != key:
+            self._found(seq, f"is about {event.key}, its row says {key}")
+        self._closings(seq, event)
+        self._fleet = apply(self._fleet, Placed(seq, at, event))
+
+    def _closings(self, seq: int, event: FleetEvent) -> None:
+        """A gate that was open is one closing further when it is shut, and otherwise where it was."""
+        match event:
+            case AdapterPaused() | AdapterResumed():
+                gate = self._fleet.gates(event.name)[1]
+            case FleetPaused() | FleetResumed():
+                gate = self._fleet.gate
+            case _:
+                return
+        shuts = isinstance(event, AdapterPaused | FleetPaused) and not gate.is_shut
+        if event.closings != gate.closings + shuts:
+            self._found(seq, f"counts {event.closings} closings after {gate.closings}")
+
+    def _found(self, seq: int, what: str) -> None:
+        self._report.found(STORE, f"event {seq} of the fleet: {what}")
+
+
+class _Named(msgspec.Struct, frozen=True):
+    control_id: str
+    state: str
+    worker_session: bool
+    has_session: bool
+
+
+def _check_affinities(connection: Connection, after: str, report: Report) -> list[str]:
+    """Each is in a state that there is, and was made by a session that there is; the names that were looked at."""
+    query = (
+        select(
+            affinities.c.control_id,
+            affinities.c.state,
+            affinities.c.worker_session,
+            sessions.c.session_id.is_not(None),
+        )
+        .select_from(affinities.outerjoin(sessions, sessions.c.session_id == affinities.c.session_id))
+        .where(affinities.c.control_id > after)
+        .order_by(affinities.c.control_id)
+        .limit(EVENTS)
+    )
+    found = [_Named(*row) for row in connection.execute(query)]
+    for one in found:
+        what = f"affinity {one.control_id}"
+        if one.state not in get_args(State):
+            report.found(STORE, f"{what} is {one.state}, which no affinity can be")
+        elif one.state != "bound" and not one.worker_session:
+            report.found(STORE, f"{what} is {one.state}, but no engine has a session of it")
+        if not one.has_session:
+            report.found(STORE, f"{what} is of a session that there is not")
+    return [one.control_id for one in found]

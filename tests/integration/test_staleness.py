@@ -1,0 +1,291 @@
+"""`max_staleness`, what a cursor says is current, and what a row says of weight versions and the fleet."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.interrupting import interrupted
+from integration.places import Places
+from integration.reading import read
+from integration.stand import Stand, Talk, error_of, serving, until, user
+from ops.simulator.process import SimulatorProcess
+
+
+class Unversioned:
+    """An engine before which somebody cuts the weight versions out of the replies."""
+
+    def __init__(self, target: str) -> None:
+        self.cuts = True
+        between = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._pass(httpx.get(target + self.path, timeout=20))
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                self._pass(httpx.post(target + self.path, content=body, timeout=20))
+
+            def _pass(self, reply: httpx.Response) -> None:
+                content = reply.content
+                if between.cuts and "/completions" in self.path:
+                    content = json.dumps(without_versions(reply.json())).encode()
+                self.send_response(reply.status_code)
+                self.send_header("Content-Type", reply.headers.get("content-type", "text/plain"))
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing to say."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> Unversioned:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def without_versions(value: Any) -> Any:
+    """The same JSON less all that says a weight version."""
+    if isinstance(value, dict):
+        return {name: without_versions(item) for name, item in value.items() if not name.startswith("weight_version")}
+    return [without_versions(item) for item in value] if isinstance(value, list) else value
+
+
+class Weights:
+    """A store whose newest weight version only this module's tests raise: each begins where it was left."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.now = 0
+
+    def talk(self, *versions: int | str, **body: Any) -> Talk:
+        """A session with a turn under each version, where the newest one so far is 0."""
+        talk = self.stand.talk(**body)
+        for version in versions:
+            self.say(talk, "Go on", version)
+        return talk
+
+    def say(self, talk: Talk, text: str, version: int | str) -> None:
+        talk.say(text, sim={"weight_version": self.named(version)})
+
+    def named(self, version: int | str) -> str:
+        return version if isinstance(version, str) else str(self.now + version)
+
+
+@pytest.fixture(scope="module")
+def weights_of_all(sglang: SimulatorProcess, places: Places) -> Iterator[Weights]:
+    with serving(places.new("staleness"), sglang.base_url) as made:
+        yield Weights(made)
+
+
+@pytest.fixture
+def weights(weights_of_all: Weights) -> Weights:
+    weights_of_all.now += 100
+    return weights_of_all
+
+
+def exported(stand: Stand, **query: Any) -> httpx.Response:
+    response = stand.http.get("/export", params=query)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def lines(response: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    return {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
+
+
+def test_a_session_whose_oldest_token_is_too_old_is_left_out(weights: Weights) -> None:
+    group = uuid.uuid4().hex
+    young = weights.talk(6, 7, group_id=group)
+    old = weights.talk(4, 7, group_id=group)
+    named = weights.talk("base", group_id=group)
+    mixed = weights.talk(7, "base", group_id=group)
+
+    def given(**query: Any) -> list[str]:
+        return [row["session_id"] for row in weights.stand.rows(group_id=group, **query)]
+
+    assert given() == [young.id, old.id, named.id, mixed.id]
+    assert given(max_staleness=2) == [young.id]
+    assert given(max_staleness=3) == [young.id, old.id]
+    assert given(max_staleness=2, weight_version=weights.named(9)) == []
+    assert given(max_staleness=0, weight_version=weights.named(4)) == [young.id, old.id], "newer than current"
+
+    rows = weights.stand.rows(group_id=group, max_staleness=2, explain=True)
+    assert {name: reason for name, reason in reasons(rows).items() if reason != "group_id differs"} == {
+        old.id: "stale: 3 weight versions behind, max_staleness is 2",
+        named.id: "staleness unknown: no weight version is a number",
+        mixed.id: "staleness unknown: a weight version is no number",
+    }
+    # A row of a whole group is all or nothing.
+    assert weights.stand.rows(group_id=group, shape="atropos", max_staleness=2) == []
+
+
+def test_a_turn_that_was_rolled_back_makes_no_session_stale(weights: Weights) -> None:
+    talk = weights.talk(6, 2)
+    assert talk.rows(max_staleness=1) == []
+    response = talk.chat([*talk.messages[:2], user("Instead")], sim={"weight_version": weights.named(7)})
+    assert response.status_code == 200
+    [row] = talk.rows(max_staleness=1)
+    assert row["weight_version_regressed"] is False
+
+
+def test_all_segments_of_a_stale_session_are_left_out(weights: Weights) -> None:
+    talk = weights.talk(1, on_divergence="segment", rollback_window=0)
+    talk.messages = []
+    weights.say(talk, "Anew", 5)
+    assert [row["segment"] for row in talk.rows(max_staleness=4)] == [0, 1]
+    [left] = talk.rows(max_staleness=3, explain=True)
+    assert (left["session_id"], left["segment"]) == (talk.id, None)
+
+
+def test_a_cursor_says_what_was_current(weights: Weights) -> None:
+    """The same cursor gives the same bytes, also after the weights have moved on."""
+    stand, query = weights.stand, {"max_staleness": 1, "explain": True}
+    begin = exported(stand).headers["x-turnlog-next-cursor"]
+    first, second = weights.talk(4), weights.talk(5)
+    before = exported(stand, cursor=begin, **query)
+    plain = exported(stand, cursor=begin)
+    assert [row["session_id"] for row in lines(before)] == [first.id, second.id]
+
+    third = weights.talk(9)
+    weights.say(second, "On", 9)
+    for cursor in (before.headers["x-turnlog-cursor"], plain.headers["x-turnlog-cursor"]):
+        again = exported(stand, cursor=cursor, **query)
+        assert again.content == before.content, "what is current is that of the window"
+        assert again.headers["x-turnlog-cursor"] == cursor
+    rest = exported(stand, cursor=lines(before)[0]["cursor"], **query)
+    assert rest.content.splitlines() == before.content.splitlines()[1:], "a row's cursor knows it too"
+    moved = exported(stand, cursor=before.headers["x-turnlog-cursor"], max_staleness=4, weight_version=weights.named(9))
+    assert [row["session_id"] for row in lines(moved)] == [second.id], "the client's word stands above it"
+
+    following = lines(exported(stand, cursor=before.headers["x-turnlog-next-cursor"], **query))
+    assert [row["session_id"] for row in following] == [third.id, second.id]
+    assert reasons(following) == {second.id: "stale: 4 weight versions behind, max_staleness is 1"}
+
+
+def test_a_reply_that_says_no_version_has_the_one_it_was_dispatched_with(places: Places) -> None:
+    with (
+        SimulatorProcess("--weight-version", "5") as engine,
+        Unversioned(engine.base_url) as between,
+        serving(places.new("dispatched"), between.base_url) as stand,
+    ):
+        until(lambda: stand.http.get("/engines").json()["engines"][0]["weight_version"] == "5")
+        talk = stand.talk()
+        talk.say("Hello")
+        [event] = talk.committed()
+        tokens = event["output_tokens"]
+        assert event["dispatched"] == "5"
+        assert event["weight_versions"] == [{"version": "5", "start": 0, "end": tokens}]
+        [row] = talk.rows(max_staleness=0, weight_version=5)
+        assert set(row["weight_versions"]) == {-1, 5}
+        assert [turn["dispatched"] for turn in row["turns"]] == ["5"]
+
+
+def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
+    """vLLM has no route that says its version."""
+    with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
+        talk = stand.talk()
+        for text in ("Hello", "And then?"):
+            talk.say(text)
+        assert [event.get("dispatched") for event in talk.committed()] == [None, None]
+        [row] = talk.rows()
+        assert row["weight_version_names"] == ["unknown"]
+        assert stand.http.get("/engines").json()["engines"][0]["weight_version"] is None
+
+        first = exported(stand, max_staleness=9, explain=True)
+        assert reasons(lines(first)) == {talk.id: "staleness unknown: no weight version is a number"}
+        told = stand.http.post("/adapters/math/resume", json={"version": "9"})
+        assert told.status_code == 200, told.text
+        adapted = stand.talk(adapter="math")
+        adapted.say("Hello")
+        [event] = adapted.committed()
+        assert (event["dispatched"], event["weight_versions"][0]["version"]) == ("9", "9"), "that of its adapter"
+
+        between.cuts = False
+        Weights(stand).talk("1")
+        again = exported(stand, max_staleness=9, explain=True, cursor=first.headers["x-turnlog-cursor"])
+        assert again.content == first.content, "the cursor knows that there was no number"
+        assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]
+
+
+def test_a_joined_turn_guesses_no_version(vllm: SimulatorProcess, places: Places) -> None:
+    """The adapter's weights were known before the pause, and are not any more behind it."""
+    with (
+        Unversioned(vllm.base_url) as between,
+        serving(places.new("guessed"), between.base_url, engine_url=vllm.base_url) as stand,
+    ):
+        assert stand.http.post("/adapters/math/resume", json={"version": "9"}).status_code == 200
+        talk = stand.talk(adapter="math", on_abort="continue")
+
+        def swap(number: int) -> None:
+            stand.http.post("/adapters/math/pause")
+            assert stand.http.post("/adapters/math/resume").status_code == 200
+
+        sim = {"completion_tokens": 9}
+        response = interrupted(
+            stand, talk, [5], meanwhile=swap, path=talk.path + "/v1/completions", prompt="Go on", sim=sim
+        )
+        assert response.status_code == 200, response.text
+        [event] = talk.committed()
+        assert event["dispatched"] == "9"
+        assert [tuple(span.values()) for span in event["weight_versions"]] == [("9", 0, 5), ("unknown", 5, 9)]
+
+
+@pytest.mark.parametrize(
+    "query", [{"max_staleness": -1}, {"max_staleness": "old"}, {"weight_version": 2**63}, {"weight_version": "base"}]
+)
+def test_a_bad_parameter_is_refused(stand: Stand, query: dict[str, Any]) -> None:
+    assert error_of(stand.http.get("/export", params=query)) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize("format", ["ndjson", "parquet", "safetensors", "msgpack"])
+def test_a_row_says_whose_it_is_and_what_went_backwards(stand: Stand, format: str) -> None:
+    parent = Weights(stand).talk("3")
+    body = {"parent_session_id": parent.id, "adapter": "math", "group_id": uuid.uuid4().hex}
+    child = Weights(stand).talk("3", "2", "2", **body)
+    response = exported(stand, format=format, session_id=child.id)
+    [row] = read(format, response.content)
+    turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
+    engine = stand.server.environment["TURNLOG_UPSTREAMS"]
+    assert (row["parent_session_id"], row["adapter"], row["weight_version_regressed"]) == (parent.id, "math", True)
+    assert [(turn["engine"], turn["adapter"], turn["parts"]) for turn in turns] == [(engine, "math", [])] * 3
+    assert all("dispatched" in turn for turn in turns)
+    [told] = parent.rows()
+    assert (told["parent_session_id"], told["adapter"], told["weight_version_regressed"]) == (None, None, False)
+
+
+def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("One", lora_path="math")
+    [row] = talk.rows()
+    assert row["adapter"] == "math"
+    [shaped] = talk.rows(shape="miles")
+    assert shaped["adapter"] == "math"
+    talk.say("Two", lora_path="code")
+    [row] = talk.rows()
+    assert row["adapter"] is None
+    assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]

@@ -1,0 +1,104 @@
+"""Clients that wait for a turn, and what becomes of it when they go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from app.errors import ClientGone
+from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
+
+pytestmark = pytest.mark.anyio
+
+
+class Watched:
+    """Readers, and which of them somebody has begun to watch."""
+
+    def __init__(self) -> None:
+        self.watched: list[Reader] = []
+
+    def reader(self) -> Reader:
+        return Reader(lambda size: None, self.watched.append)
+
+
+def flight() -> Flight:
+    return Flight(RetryMark(), "00")
+
+
+async def test_nobody_is_watched_but_while_a_flight_is_held() -> None:
+    watch, held = Watched(), flight()
+    own, joined = watch.reader(), watch.reader()
+    own.wait_for(held)
+    assert watch.watched == []
+    with held.held():
+        assert watch.watched == [own]
+        joined.wait_for(held)
+        assert watch.watched == [own, joined]
+    watch.reader().wait_for(held)
+    assert len(watch.watched) == 2
+
+
+async def test_a_held_flight_ends_with_its_last_reader() -> None:
+    watch, held = Watched(), flight()
+    readers = [watch.reader() for _ in range(2)]
+    for reader in readers:
+        reader.wait_for(held)
+    waiting = asyncio.Event()
+
+    async def work() -> None:
+        with held.held(), held.may_be_cut():
+            waiting.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await waiting.wait()
+    readers[0].hang_up()
+    assert held.cut is None
+    readers[1].hang_up()
+    assert held.cut == "disconnect"
+    with pytest.raises(Cut):
+        await task
+
+
+async def test_a_flight_that_is_not_held_outlives_a_client_that_hangs_up() -> None:
+    reader, going = Watched().reader(), flight()
+    reader.wait_for(going)
+    reader.hang_up()
+    assert going.cut is None
+    reader.leave()
+    assert going.cut == "disconnect"
+
+
+async def test_who_hung_up_before_is_let_go_when_the_flight_is_held() -> None:
+    watch, held = Watched(), flight()
+    reader = watch.reader()
+    reader.wait_for(held)
+    reader.hang_up()
+    with held.held():
+        assert held.cut == "disconnect"
+    assert watch.watched == []
+
+
+async def test_a_reader_that_leaves_what_it_joined_does_not_wait_and_does_not_try_again() -> None:
+    watch, going = Watched(), flight()
+    watch.reader().wait_for(going)
+    reader = watch.reader()
+    joining = asyncio.create_task(reader.join(going))
+    await asyncio.sleep(0)
+    reader.leave()
+    with pytest.raises(ClientGone):
+        await joining
+    assert going.cut is None
+
+
+async def test_who_stays_gets_what_the_flight_brought() -> None:
+    going, reply = flight(), TurnReply(200, [], [b"{}"], turn=1)
+    joining = [asyncio.create_task(Watched().reader().join(going)) for _ in range(2)]
+    await asyncio.sleep(0)
+    going.land(reply)
+    assert await asyncio.gather(*joining) == [reply, reply]
+    assert await Watched().reader().join(going) is reply
+    failed = flight()
+    failed.land(None)
+    assert await Watched().reader().join(failed) is None
