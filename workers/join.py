@@ -226,13 +226,15 @@ class _Joint:
             choice["finish_reason"] = _encoded("tool_calls")
 
     def _text(self) -> str:
-        texts = [_text(reply).encode() for reply in self._replies]
-        whole = b"".join(texts)
+        """A stop string ends in the last piece, and has begun before it."""
         if self._stop is None:
-            return whole.decode()
-        found = stop_across(texts, [self._stop.text])
-        assert found is not None
-        return found.cut(whole, keeps=self._shape.keeps_stop).decode()
+            return "".join(map(_text, self._replies))
+        *before, _ = self._replies
+        text = "".join(map(_text, before)).encode()
+        known = [token_texts(reply.meta, reply.logprobs, reply.piece.tokens) or () for reply in before]
+        begun = sum(len(token) for tokens in known for token in tokens) - self._stop.at
+        kept = self._stop.text if self._shape.keeps_stop else ""
+        return text[: len(text) - begun].decode("utf-8", "replace") + kept
 
     def _meta(self, choice: Fields) -> Fields:
         metas = [reply.meta for reply in self._replies]

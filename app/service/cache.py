@@ -99,7 +99,7 @@ class SessionCache:
         """The session with what others have appended since. Raises SessionUnreadable."""
         live = self._entries.get(session_id)
         if live is None:
-            return await self._load(session_id)
+            return await self._load_anew(session_id)
         known = live.session
         rows = await self.database.read(
             lambda connection: reads.event_rows(connection, session_id, after=known.version - 1)
@@ -108,7 +108,7 @@ class SessionCache:
         still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.tip)
         if live.session is known and not (still and live.advance(_decoded(session_id, rows[1:]))):
             self.drop(session_id)
-            return await self._load(session_id)
+            return await self._load_anew(session_id)
         self._account(session_id, live)
         return live
 
@@ -198,6 +198,13 @@ class SessionCache:
         for task in (*self._loading.values(), *self._saving):
             task.cancel()
         await asyncio.gather(*self._loading.values(), *self._saving, return_exceptions=True)
+
+    async def _load_anew(self, session_id: str) -> Live | None:
+        """As `_load`, but read from now on: what others are reading may be older than what was acknowledged since."""
+        if session_id not in self._loading:
+            return await self._load(session_id)
+        await self._load(session_id)
+        return await self.refresh(session_id)
 
     async def _load(self, session_id: str) -> Live | None:
         """Concurrent misses of one session share one read, which outlives a cancelled request."""

@@ -54,14 +54,22 @@ class EngineControl:
         return await self._either(url, ("/continue_generation", {}), "/resume", known, RESUME_S)
 
     async def abort(self, url: str, rids: Sequence[str]) -> dict[str, str | None]:
-        """End these generations; one that the engine does not have is nothing to it."""
+        """End these generations; one that the engine does not have is nothing to it.
+
+        Where one order gets no answer, those that wait behind it are not sent: each would wait as long.
+        """
         if self._dialect == "vllm":
             return dict.fromkeys(rids, "vLLM has no route that ends one generation")
         slots = asyncio.Semaphore(AT_ONCE)
+        silence: str | None = None
 
         async def one(rid: str) -> str | None:
+            nonlocal silence
             async with slots:
+                if silence is not None:
+                    return silence
                 status, error = await self._post(url, "/abort_request", {"rid": rid, "abort_all": False}, ABORT_S)
+                silence = error if status is None else silence
             return "it has no /abort_request" if status == 404 else error
 
         return dict(zip(rids, await asyncio.gather(*map(one, rids)), strict=True))

@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import PauseMode
 from app.upstream.client import EngineClient
-from app.upstream.control import EngineControl
+from app.upstream.control import AT_ONCE, EngineControl
 from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
@@ -113,3 +113,24 @@ async def test_an_engine_that_is_not_there_is_told(client: EngineClient) -> None
     assert "ConnectorError" in str(await control.pause(url, "abort"))
     assert "ConnectorError" in str(await control.resume(url))
     assert "ConnectorError" in str(await control.abort(url, ["turnlog-1"]))
+
+
+async def test_an_engine_that_is_silent_is_not_waited_for_with_each_order(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.upstream.control.ABORT_S", 0.3)
+    asked = 0
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        rids = [f"turnlog-{number}" for number in range(3 * AT_ONCE)]
+        found = await EngineControl(client, "auto", None).abort(url, rids)
+    assert list(found) == rids
+    assert all("no answer" in str(error) for error in found.values())
+    assert asked == AT_ONCE

@@ -85,3 +85,21 @@ async def test_an_entry_evicted_while_it_is_refreshed_costs_nothing(
     live = await refresh
     assert live is not None
     assert live.session == await store.session("s")
+
+
+async def test_a_refresh_does_not_take_what_others_read_before_it(
+    store: Store, slow: tuple[Slow, SessionCache]
+) -> None:
+    """Another process has acknowledged a turn meanwhile, of which nobody tells this cache."""
+    database, cache = slow
+    await store.create("s")
+    before = asyncio.create_task(cache.get("s"))
+    await database.made.wait()
+    await store.take_turn("s")
+    refresh = asyncio.create_task(cache.refresh("s"))
+    await asyncio.sleep(0)
+    database.go.set()
+    live = await refresh
+    assert live is not None
+    assert live.session == await store.session("s")
+    await before

@@ -304,6 +304,35 @@ def test_a_part_without_tokens_need_not_tell_any() -> None:
     assert [one["token"] for one in found["logprobs"]["content"]] == ["a"]
 
 
+def completed(tokens: Sequence[str], text: str, finish: str = "abort") -> Piece:
+    """A generation of SGLang's completions, which shows each token by itself."""
+    ids = list(range(len(tokens)))
+    logprobs = {"text_offset": [-1] * len(ids), "token_logprobs": [-0.5] * len(ids), "tokens": list(tokens)}
+    choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish, "matched_stop": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": len(ids), "total_tokens": 3 + len(ids)}
+    body = {"id": "rid", "choices": [{**choice, "token_ids": ids, "prompt_token_ids": PROMPT}], "usage": usage}
+    body["metadata"] = {"weight_version": "1"}
+    return Piece(json.dumps(body).encode(), len(ids), [Span("1", 0, len(ids))], {})
+
+
+def test_tokens_of_a_completion_that_lack_their_spaces_make_no_stop_string() -> None:
+    shape = Shape("sglang", "completions", 3, stops=["ecat"])
+    pieces = [completed(["the"], " the"), completed(["cat", "sat"], " cat sat", "stop")]
+    found = reply(*pieces, shape=shape)
+    assert (found["choices"][0]["text"], found["usage"]["completion_tokens"]) == (" the cat sat", 3)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("second", [" there", " the"], ids=["whole", "which its own stop string cut"])
+def test_the_text_before_a_stop_string_is_the_engines(second: str, keeps: bool) -> None:
+    """Of a character that tokens share these show none, and its last part may lack what its own stop string took."""
+    shape = Shape("sglang", "completions", 3, stops=["o th", "ere"], keeps_stop=keeps)
+    pieces = [completed(["\ufffd", "\ufffd", " so"], "é so"), completed([" th", "ere"], second, "stop")]
+    [choice] = reply(*pieces, shape=shape)["choices"]
+    assert (choice["text"], choice["matched_stop"]) == ("é so th" if keeps else "é s", "o th")
+    assert len(choice["token_ids"]) == 4
+
+
 def rows_of(count: int, start: int = 0) -> np.ndarray[Any, Any]:
     return np.arange(start * 4, (start + count) * 4, dtype="<i4").reshape(count, 2, 2)
 
