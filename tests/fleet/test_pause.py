@@ -65,6 +65,23 @@ def test_a_session_that_another_process_closes_meanwhile_gets_no_turn(fleet: Fle
     assert fleet.chats(talk.id) == []
 
 
+def test_a_retry_that_waits_at_another_process_is_the_same_turn(fleet: Fleet) -> None:
+    """Nothing is claimed while both wait: who comes second finds the turn in the log, not in what it had read."""
+    name, key = new_name(), {"Idempotency-Key": new_name()}
+    talk = fleet.apis[0].talk(adapter=name)
+    talks = [api.known(talk.id) for api in fleet.apis]
+    for one in talks:
+        assert one.state()["records"] == [], "both processes have the session in memory"
+    order(fleet.apis[0], f"/adapters/{name}/pause")
+    waiting = [speaking(fleet, one, headers=key) for one in talks]
+    for api in fleet.apis:
+        until_held(api, name)
+    order(fleet.apis[1], f"/adapters/{name}/resume")
+    first, second = (one.result() for one in waiting)
+    assert (first.status_code, first.content) == (200, second.content)
+    assert len(talk.committed()) == len(fleet.chats(talk.id)) == 1
+
+
 def test_a_pause_is_seen_by_the_other_process_at_once(fleet: Fleet) -> None:
     """After `POST pause` has returned, no turn passes anywhere: it returns later than others may take to see it."""
     first, second = fleet.apis
