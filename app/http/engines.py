@@ -58,6 +58,8 @@ async def delete_engine(request: Request, url: Annotated[str | None, Query()] = 
     raw = await whole_body(request)
     if url is not None and raw.strip():
         raise InvalidRequest("url: name the engine in the query or in the body")
+    if url is None and not raw.strip():
+        raise InvalidRequest("url is missing: name the engine in the query or in the body")
     await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url)
     return Response(status_code=204)
 

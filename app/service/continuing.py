@@ -42,7 +42,14 @@ _GRAMMARS = (
     "guided_choice",
     "guided_grammar",
 )
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MESSAGE = msgspec.json.Decoder(_Message)
 
 T = TypeVar("T")
 
@@ -50,13 +57,22 @@ T = TypeVar("T")
 def can_go_on(request: Request, judged: Judged) -> bool:
     """Would an engine that is sent the tokens so far go on behind them?
 
-    vLLM's chat takes no ids. A grammar begins anew with each request, in the middle of what it has to hold.
+    vLLM's chat takes no ids, and SGLang's looks at no images where it gets them. A grammar begins anew with each
+    request, in the middle of what it has to hold.
     """
     if not isinstance(request, ChatRequest):
         return not _has_grammar(request)
+    if judged.reply.dialect != "sglang" or _has_more_than_text(request):
+        return False
     choice = value_of(request.params.get("tool_choice"), "tool_choice")
     forced = choice == "required" or isinstance(choice, dict)
-    return judged.reply.dialect == "sglang" and not forced and not _has_grammar(request)
+    return not forced and not _has_grammar(request)
+
+
+def _has_more_than_text(request: ChatRequest) -> bool:
+    contents = (value_of(_MESSAGE.decode(raw).content, "content") for raw in request.messages)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(not isinstance(part, dict) or part.get("type") not in ("text", "refusal") for part in parts)
 
 
 def _has_grammar(request: Request) -> bool:

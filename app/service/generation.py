@@ -238,10 +238,11 @@ class Generator:
 
         Raises as `Placement.place`.
         """
-        if place.control is None:
-            place = await self._placement.place(opening)
         order = self._engines.order(opening.session.session_id, engine)
-        return msgspec.structs.replace(place, order=order)
+        if place.control is not None:
+            return msgspec.structs.replace(place, order=order)
+        again = await self._placement.place(opening)
+        return msgspec.structs.replace(again, order=order, away=again.away or place.away)
 
     async def _require_still_open(self, opening: Opening) -> None:
         """Raises SessionClosed: another process may have closed the session while this turn waited at a gate."""
@@ -316,11 +317,15 @@ class Generator:
             return answer
 
     async def _pass_gates(self, taken: Taken) -> None:
-        """As long as no engine was asked, nobody waits here for a client that is gone. Raises as `Gates.wait`."""
+        """As long as no engine was asked, nobody waits here for a client that is gone.
+
+        Raises as `Gates.wait`, SessionClosed.
+        """
         adapter = taken.opening.event.adapter
         if not self._gates.may_pass(adapter):
             with contextlib.nullcontext() if taken.flight.asked else taken.flight.held():
                 await self._gates.wait(adapter, taken.ticket)
+            await self._require_still_open(taken.opening)
 
     async def _require_no_drift(self, opening: Opening, judged: Judged, prompt: Prompt | None) -> None:
         """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.

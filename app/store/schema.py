@@ -204,9 +204,9 @@ affinities = Table(
 )
 """What clients asked for by `nvext.session_control`: a truth of its own, that of no log.
 
-`state`: `opening` (the engine is being asked), `bound`, `closing` (no turn goes there any more, and the engine is to be
-told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its end.
-Times are the database's clock. `session_id` is the session whose turn asked for it last.
+`state`: `opening` (the engine is being asked), `bound`, `closing` (its last turn is running), `ending` (the engine is
+being told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its
+end. Times are the database's clock. `session_id` is the session whose turn asked for it last.
 """
 
 turns = Table(

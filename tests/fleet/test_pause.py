@@ -169,6 +169,7 @@ def test_the_fleet_pauses_engines_and_holds_every_turn(fleet: Fleet, mode: str) 
         assert [one["body"] for engine in fleet.engines for one in engine.seen("/pause_generation")] == [
             {"mode": mode}
         ] * 2
+        assert of_fleet(second)["paused"] is True, "asked, it looks; by itself it knows within 100 ms"
         talk = second.talk()
         waiting = speaking(fleet, talk)
         until(lambda: of_fleet(second)["held"] == 1)
@@ -325,6 +326,27 @@ def test_a_process_that_was_frozen_on_its_way_to_the_engine_looks_at_the_gate_ag
     order(first, f"/adapters/{name}/resume")
     assert finish(talk.chat([user("Hello")])) == "stop"
     assert len(armed.chats(talk.id)) == 1
+
+
+def test_a_session_that_another_process_closes_while_its_turn_waits_with_a_claim_is_not_generated_for(
+    armed: Fleet,
+) -> None:
+    """Who closed it has told the engines to abort the generation before there was one."""
+    first, second = armed.apis
+    pid = armed.processes.pids[0]
+    name = new_name()
+    talk = first.talk(adapter=name)
+    turn = speaking(armed, talk)
+    until(lambda: is_stopped(pid))
+    try:
+        order(second, f"/adapters/{name}/pause")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until_held(first, name)
+    assert second.http.delete(talk.path).status_code == 204
+    order(second, f"/adapters/{name}/resume")
+    assert error_of(turn.result()) == (404, "session_closed")
+    assert armed.chats(talk.id) == []
 
 
 def test_pauses_survive_the_end_of_every_process_and_run_out_meanwhile(armed: Fleet) -> None:

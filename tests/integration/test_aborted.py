@@ -200,6 +200,19 @@ def test_what_a_grammar_holds_cannot_be_continued(replaying: Stand, body: dict[s
     assert talk.generations() == 1
 
 
+def test_what_an_engine_does_not_see_beside_ids_cannot_be_continued(replaying: Stand) -> None:
+    """SGLang leaves images out where it gets ids (0.5.23, serving_chat: `input_ids`)."""
+    talk = replaying.talk()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    seen = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
+    response = interrupted(replaying, talk, [5], messages=[seen], **NINE)
+    assert response.json()["choices"][0]["finish_reason"] == "abort"
+    assert talk.generations() == 1
+    said = {"role": "user", "content": [{"type": "text", "text": "And this?"}]}
+    response = interrupted(replaying, replaying.talk(), [5], messages=[said], **NINE)
+    assert len(output_of(response.json())) == 9
+
+
 def test_a_chat_of_vllm_cannot_be_continued(vllm_stand: Stand) -> None:
     talk = vllm_stand.talk(on_abort="continue")
     response = interrupted(vllm_stand, talk, [5], **NINE)
