@@ -29,7 +29,8 @@ from app.service.token_in import Template, TokenIn
 from app.settings import Settings
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
-from app.upstream.engines import Answer, Engines, Withheld
+from app.upstream.client import Withheld
+from app.upstream.engines import Answer, Engines
 from app.upstream.headers import Headers
 from workers import codec
 from workers.codec import Facts

@@ -11,6 +11,7 @@ import mmap
 import select
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
@@ -41,6 +42,10 @@ def _unbounded(size: int) -> None:
     """For small replies, which nobody counts."""
 
 
+def _always() -> bool:
+    return True
+
+
 class EngineReply(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
@@ -67,6 +72,14 @@ class TooLarge(EngineError):
     """The answer is larger than TURNLOG_MAX_UPSTREAM_BYTES."""
 
 
+class Withheld(Exception):
+    """Nothing was sent: at the last moment, with a connection at hand, it should not be any more."""
+
+
+_may_send: ContextVar[Callable[[], bool]] = ContextVar("may_send")
+"""Asked by the request that a task is sending: aiohttp hands its requests nothing of their caller's."""
+
+
 class _Unasked(aiohttp.ClientError):
     """An idle connection has brought bytes that answer no request; nothing was sent on it."""
 
@@ -82,12 +95,17 @@ def _has_come(transport: asyncio.BaseTransport | None) -> bool:
 
 
 class _Request(aiohttp.ClientRequest):
-    """Is not sent where an answer waits already: aiohttp would take that for this request's, whosever it is."""
+    """Is not sent where an answer waits already: aiohttp would take that for this request's, whosever it is.
+
+    Nor where its caller will not have it sent by now: to connect may have taken seconds.
+    """
 
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
         if conn.protocol is not None and (conn.protocol.should_close or _has_come(conn.protocol.transport)):
             conn.close()
             raise _Unasked
+        if not _may_send.get(_always)():
+            raise Withheld
         return await super().send(conn)
 
 
@@ -110,11 +128,27 @@ class EngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = _unbounded) -> EngineReply:
-        """`grow` is told of the reply's bytes before they are read. Raises NotSent, Lost, TimedOut, TooLarge."""
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        grow: Grow = _unbounded,
+        may_send: Callable[[], bool] | None = None,
+    ) -> EngineReply:
+        """`grow` is told of the reply's bytes before they are read, `may_send` asked right before the first is sent.
+
+        Raises NotSent, Lost, TimedOut, TooLarge; Withheld.
+        """
         if len(body) > PIECE:
             headers = [*headers, ("content-length", str(len(body)))]
-        return await self._request("POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow)
+        token = _may_send.set(may_send or _always)
+        try:
+            return await self._request(
+                "POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow
+            )
+        finally:
+            _may_send.reset(token)
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
         """Raises NotSent, Lost, TimedOut, TooLarge."""

@@ -13,7 +13,17 @@ import msgspec
 from app.domain.events import Protocol
 from app.domain.fleet import EngineListed
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.upstream.client import EngineClient, EngineError, EngineReply, Grow, Lost, NotSent, TimedOut, TooLarge
+from app.upstream.client import (
+    EngineClient,
+    EngineError,
+    EngineReply,
+    Grow,
+    Lost,
+    NotSent,
+    TimedOut,
+    TooLarge,
+    Withheld,
+)
 from app.upstream.headers import Headers, to_control
 from app.upstream.member import Member
 
@@ -30,14 +40,6 @@ OnTrouble = Callable[[Member, EngineError], None]
 
 OnFall = Callable[[Member], None]
 """Takes an engine whose weight version is lower than it was."""
-
-
-class Withheld(Exception):
-    """The request was not sent: to make it ready, or to try other engines, took so long that it may not go any more."""
-
-
-def _always() -> bool:
-    return True
 
 
 class Order:
@@ -165,7 +167,7 @@ class Engines:
         rid: str = "",
         version: str | None = None,
         prepare: Callable[[str], Awaitable[None]] | None = None,
-        may_send: Callable[[], bool] = _always,
+        may_send: Callable[[], bool] | None = None,
     ) -> Answer:
         """The first engine of these that can be connected to, and its answer, whatever its status.
 
@@ -176,11 +178,9 @@ class Engines:
         """
 
         def ask(url: str) -> Awaitable[EngineReply]:
-            if not may_send():
-                raise Withheld
             if rid:
                 self._generating[rid] = url
-            return self._client.post(url + PATHS[protocol], body, headers, grow)
+            return self._client.post(url + PATHS[protocol], body, headers, grow, may_send)
 
         async def prepared(url: str) -> EngineReply:
             assert prepare is not None

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from app.upstream.body import Body
-from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut
+from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut, Withheld
 from app.upstream.headers import Headers
 from ops.simulation.weather import Weather
 
@@ -114,7 +114,16 @@ class SimulatedEngine(EngineClient):
         await self._sleep(self._weather.network_s)
         return EngineReply(200, [], Body([b"{}"]))
 
-    async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = lambda size: None) -> EngineReply:
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        grow: Grow = lambda size: None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> EngineReply:
+        if may_send is not None and not may_send():
+            raise Withheld
         engine, _, route = url.removeprefix("http://").partition("/")
         request = msgspec.json.decode(body)
         if route != "v1/chat/completions":

@@ -44,7 +44,14 @@ class Engine(EngineClient):
         self._held[text] = asyncio.Event()
         return self._held[text]
 
-    async def post(self, url: str, body: bytes, headers: Headers, grow: Grow = lambda size: None) -> EngineReply:
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        grow: Grow = lambda size: None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> EngineReply:
         if url.endswith("/abort_request"):
             return EngineReply(200, [], Body([b"{}"]))
         request = msgspec.json.decode(body)
@@ -79,6 +86,10 @@ class Mortal:
     async def read(self, function: Callable[..., Any], *, one_moment: bool = False) -> Any:
         self._require_life()
         return await self._database.read(function, one_moment=one_moment)
+
+    async def glance(self, statement: Any, parameters: Any) -> Any:
+        self._require_life()
+        return await self._database.glance(statement, parameters)
 
     async def write(self, function: Callable[..., Any], *, durable: bool, brief: bool = False, size: int = 0) -> Any:
         self._require_life()

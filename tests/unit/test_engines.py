@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamUnreachable
-from app.upstream.client import EngineClient, EngineError, Lost, NotSent
+from app.upstream.client import EngineClient, EngineError, Lost, NotSent, Withheld
 from app.upstream.engines import Engines
 from app.upstream.member import Member
 from ops.server import reserve_port
@@ -235,3 +235,21 @@ async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineC
     engines.seen("http://elsewhere", "1", None)
     assert fallen == [("5", "4"), ("5", "4")]
     assert engines.members[A].dialect == "sglang"
+
+
+async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(client: EngineClient) -> None:
+    """To connect may take seconds: the question is asked behind that, for each engine."""
+    async with listening() as engine:
+        said: list[bool] = []
+        nobody = f"http://127.0.0.1:{reserve_port(engine)}"
+
+        def no() -> bool:
+            said.append(True)
+            return False
+
+        with pytest.raises(Withheld):
+            await over(client, engine.url).generate(
+                [nobody, engine.url], "chat", b"{}", [], lambda size: None, may_send=no
+            )
+        assert said == [True], "not of the engine that cannot be connected to"
+        assert engine.asked == []
