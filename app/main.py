@@ -72,34 +72,11 @@ DRAIN_S = 10.0
 @contextlib.asynccontextmanager
 async def run_services(settings: Settings, release: str) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
-    database = Database(settings.database_url)
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(database.close)
-        await database.open()
-        incarnation = await register(database)
-        writer = Writer(database)
-        writer.start()
-        # With SQLite the file's lock alone decides who is alive.
-        lease_s = math.inf if database.is_sqlite else settings.lease_s
-        recovery = Recovery(database, writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time)
-        stack.push_async_callback(recovery.stop)
-        stack.push_async_callback(writer.stop)
+        database, incarnation, writer, recovery, cache, followers, claims = await _store(stack, settings)
         client = _client(settings)
         stack.push_async_callback(client.close)
-        cache = SessionCache(database, writer, settings.cache_bytes)
-        stack.push_async_callback(cache.close)
         front = await _front(stack, settings, database, writer, client)
-        followers = Followers()
-        claims = Claims(
-            cache=cache,
-            writer=writer,
-            followers=followers,
-            clock=time.time,
-            incarnation=incarnation,
-            lease_s=recovery.lease_to_judge_by,
-            lease_left=recovery.lease_left,
-        )
-        stack.push_async_callback(claims.close)
         token_in = TokenIn(cache, await _prompts(settings))
         stack.callback(token_in.close)
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
@@ -155,6 +132,47 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             inflight=Inflight(settings.inflight_bytes),
             followers=followers,
         )
+
+
+class _Store(NamedTuple):
+    """The database, this process as it knows it, and who reads, writes and claims for it."""
+
+    database: Database
+    incarnation: int
+    writer: Writer
+    recovery: Recovery
+    cache: SessionCache
+    followers: Followers
+    claims: Claims
+
+
+async def _store(stack: contextlib.AsyncExitStack, settings: Settings) -> _Store:
+    """The writer runs; all are stopped with `stack`. Raises StartupError."""
+    database = Database(settings.database_url)
+    stack.push_async_callback(database.close)
+    await database.open()
+    incarnation = await register(database)
+    writer = Writer(database)
+    writer.start()
+    # With SQLite the file's lock alone decides who is alive.
+    lease_s = math.inf if database.is_sqlite else settings.lease_s
+    recovery = Recovery(database, writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time)
+    stack.push_async_callback(recovery.stop)
+    stack.push_async_callback(writer.stop)
+    cache = SessionCache(database, writer, settings.cache_bytes)
+    stack.push_async_callback(cache.close)
+    followers = Followers()
+    claims = Claims(
+        cache=cache,
+        writer=writer,
+        followers=followers,
+        clock=time.time,
+        incarnation=incarnation,
+        lease_s=recovery.lease_to_judge_by,
+        lease_left=recovery.lease_left,
+    )
+    stack.push_async_callback(claims.close)
+    return _Store(database, incarnation, writer, recovery, cache, followers, claims)
 
 
 class _Front(NamedTuple):
