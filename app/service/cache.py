@@ -106,7 +106,11 @@ class SessionCache:
         )
         # The last event is read again: after a crash of PostgreSQL it may be gone, or another.
         still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.tip)
-        if live.session is known and not (still and live.advance(_decoded(session_id, rows[1:]))):
+        # Meanwhile others may have moved the entry on, by what they wrote or read, which may be less than this.
+        now = live.session
+        still &= all(row.at == now.tip for row in rows if row.seq == now.version)
+        newer = [row for row in rows if row.seq > now.version]
+        if not (still and live.advance(_decoded(session_id, newer))):
             self.drop(session_id)
             return await self._load_anew(session_id)
         self._account(session_id, live)

@@ -103,3 +103,22 @@ async def test_a_refresh_does_not_take_what_others_read_before_it(
     assert live is not None
     assert live.session == await store.session("s")
     await before
+
+
+async def test_of_two_refreshes_the_later_one_knows_what_it_read(store: Store, slow: tuple[Slow, SessionCache]) -> None:
+    """The first to end moves the entry on, to less than the second has read."""
+    database, cache = slow
+    await store.create("s")
+    database.go.set()
+    await cache.get("s")
+    database.go.clear()
+    refreshes = []
+    for _ in range(2):
+        await store.take_turn("s")
+        database.made.clear()
+        refreshes.append(asyncio.create_task(cache.refresh("s")))
+        await database.made.wait()
+    database.go.set()
+    _, live = await asyncio.gather(*refreshes)
+    assert live is not None
+    assert live.session == await store.session("s")

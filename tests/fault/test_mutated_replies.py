@@ -21,7 +21,7 @@ from ops.mutated_replies.reader import Demand, Reading, decode, read, spell
 from ops.mutated_replies.rules import Malformed
 from ops.mutated_replies.run import Plan, run
 
-COUNT = 400
+COUNT = 200
 PLAIN = Demand(judged=False)
 JUDGED = Demand(judged=True)
 

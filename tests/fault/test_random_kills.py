@@ -37,7 +37,7 @@ def test_the_only_process(tally: Tally, tmp_path: Path) -> None:
 @pytest.mark.fault(1, TITLE)
 def test_one_of_several_processes(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
     count(
-        asyncio.run(run(rounds=2, clients=16, seed=2, folder=tmp_path, database_url=postgres_url, processes=2)), tally
+        asyncio.run(run(rounds=1, clients=16, seed=2, folder=tmp_path, database_url=postgres_url, processes=2)), tally
     )
 
 

@@ -11,7 +11,7 @@ from ops.simulation.__main__ import run
 
 TITLE = "simulated schedules of crashes, freezes, lost answers and clocks that jump"
 
-SCHEDULES = 200
+SCHEDULES = 100
 LONG = 20_000
 
 
