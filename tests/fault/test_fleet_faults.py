@@ -129,6 +129,7 @@ def test_a_pause_of_all_ends_with_its_lease_whoever_dies(site: Site, tally: Tall
         dies(lambda: site.dying.http.post("/fleet/resume"))
     died = time.monotonic()
     tally.tried += 1
+    until(lambda: of_fleet(site.other)["paused"])  # asked, a process knows: by itself it may take 100 ms
     talk = site.other.talk()
     turn = speaking(site, talk)
     reply = turn.result(PATIENCE_S)
