@@ -16,7 +16,6 @@ ON_BOTH = frozenset(
         "test_export",
         "test_replay",
         "test_retries",
-        "test_rollback_cases",
         "test_sessions",
         "test_turns",
     }
