@@ -189,7 +189,7 @@ class _Front(NamedTuple):
 async def _front(
     stack: contextlib.AsyncExitStack, settings: Settings, database: Database, writer: Writer, client: EngineClient
 ) -> _Front:
-    """Not started yet; stopped with `stack`. Raises StartupError."""
+    """The fleet's log is followed; health and leases are not watched yet. Raises StartupError."""
     fleet = FleetState(database, writer)
     stack.push_async_callback(fleet.stop)
     engines = Engines(client, settings.placement, settings.upstream_api_key)
