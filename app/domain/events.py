@@ -114,6 +114,21 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """How long a turn spent in each stage before its commit, in microseconds by a clock that does not jump.
+
+    `gate`: waiting for a pause to end. `claim`: until its claim was on disk, matching included. `prepare`: making
+    the prompt and placing it. `engine`: from dispatch to the reply's last byte, all tries and parts together.
+    `validate`: judging the reply.
+    """
+
+    gate: int
+    claim: int
+    prepare: int
+    engine: int
+    validate: int
+
+
 class SessionCreated(Event, frozen=True):
     """`body_hash` tells a repeated create from a conflicting one."""
 
@@ -157,6 +172,8 @@ class TurnCommitted(Event, frozen=True):
 
     Since version 4: `adapter` as in `TurnOpened`; `dispatched` is the weight version that its adapter or engine was
     known to have when the (first) generation began; `parts`, where the reply was joined from several generations.
+
+    Since version 5: `timing`.
     """
 
     turn: int
@@ -193,6 +210,7 @@ class TurnCommitted(Event, frozen=True):
     adapter: str | None = None
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
+    timing: Timing | None = None
 
 
 class TurnRejected(Event, frozen=True):
@@ -300,7 +318,7 @@ VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
     "SessionCreated": 3,
     "TurnOpened": 3,
-    "TurnCommitted": 4,
+    "TurnCommitted": 5,
     "TurnRejected": 2,
     "SessionClosed": 2,
 }

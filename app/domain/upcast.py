@@ -35,6 +35,7 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnCommitted", 1): _only_added,
     ("TurnCommitted", 2): _only_added,
     ("TurnCommitted", 3): _only_added,
+    ("TurnCommitted", 4): _only_added,
     ("TurnRejected", 1): _only_added,
     ("SessionClosed", 1): _only_added,
 }

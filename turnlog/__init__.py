@@ -1,0 +1,1 @@
+"""A small client for rollout code, and the command line."""
