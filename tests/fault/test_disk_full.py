@@ -56,7 +56,7 @@ def environment(url: str) -> dict[str, str]:
 
 def read_all(stand: Stand) -> None:
     """What does not write is served: lists, logs, records, exports in every container."""
-    assert stand.http.get("/ready").status_code == 200
+    until(lambda: stand.http.get("/ready").is_success)
     listed = stand.http.get("/sessions", params={"status": "open", "limit": 1}).json()["sessions"]
     for session_id in [one["session_id"] for one in listed]:
         assert stand.http.get(f"/sessions/{session_id}/events").status_code == 200

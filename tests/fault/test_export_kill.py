@@ -82,8 +82,7 @@ def cursor_of(shape: str, row: Row) -> str:
     return found
 
 
-@pytest.mark.parametrize("explain", ["false", "true"])
-@pytest.mark.parametrize("shape", ["turnlog", "miles", "atropos"])
+@pytest.mark.parametrize(("shape", "explain"), [("turnlog", "true"), ("miles", "false"), ("atropos", "true")])
 def test_the_rest_is_given_once(filled: tuple[Stand, list[Talk]], shape: str, explain: str) -> None:
     stand, talks = filled
     rng = random.Random(f"{shape} {explain}")

@@ -126,7 +126,7 @@ def test_turns_and_exports_go_through_it(cluster: Cluster, pooler: Pooler, proce
     processes.are_the_same()
     with httpx.Client(base_url=processes.urls[0], timeout=60) as http:
         rows = [json.loads(line) for line in http.get("/export").text.splitlines()]
-        assert http.get("/ready").status_code == 200
+        until(lambda: http.get("/ready").is_success)
     assert sum(len(row["turns"]) for row in rows) == len(agents.acknowledged)
     tally.doubled += agents.doubled(processes.urls[1])
     verified(cluster.url_at(pooler.port) + POOLED, agents.acknowledged, tally)

@@ -178,7 +178,7 @@ def test_a_dead_engines_sessions_go_on_elsewhere_with_all_they_had(pool: Pool) -
 
     pool.everywhere(dying.url, health="dead")
     assert "cannot be connected to" in (pool.shown(dying.url) or {})["last_error"]
-    assert first.http.get("/ready").status_code == 200
+    until(lambda: first.http.get("/ready").is_success)
     at(first, moved).say("And at the other process?")
     assert engines_of(moved)[2:] == [pool.other(dying).url] * 2
 

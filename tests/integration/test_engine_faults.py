@@ -8,7 +8,7 @@ import pytest
 from fault.table import Tally
 
 from integration.places import Places
-from integration.stand import FIRST_TURN, Stand, error_of, serving, user
+from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 from integration.tito import checked
 from ops.server import free_port
 from ops.simulator.faults import FAULTS
@@ -175,7 +175,7 @@ def test_a_refused_connection_is_tried_on_another_engine(sglang: SimulatorProces
         for talk in talks:
             talk.say("Hello")
             assert talk.types() == ["SessionCreated", *FIRST_TURN]
-        assert stand.http.get("/ready").status_code == 200
+        until(lambda: stand.http.get("/ready").is_success)
 
 
 def test_without_a_living_engine_a_turn_is_refused(places: Places) -> None:

@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from integration.stand import FIRST_TURN, Stand, error_of, user
+from integration.stand import FIRST_TURN, Stand, error_of, until, user
 
 
 def fresh() -> str:
@@ -269,7 +269,7 @@ def test_following_events_sees_them_as_they_happen(stand: Stand) -> None:
 
 def test_health_ready_and_models(stand: Stand) -> None:
     assert stand.http.get("/health").json()["status"] == "ok"
-    assert stand.http.get("/ready").status_code == 200
+    until(lambda: stand.http.get("/ready").is_success)
     direct = stand.sim.get("/v1/models").content
     assert stand.http.get("/v1/models").content == direct
     assert stand.http.get(f"{stand.talk().path}/v1/models").content == direct

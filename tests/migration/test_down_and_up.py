@@ -77,11 +77,11 @@ def test_turns_are_there_after_down_and_up(empty_url: str, payloads: bool, tmp_p
         with serving(tmp_path, engine.base_url, environment=environment) as stand:
             keepers = fill(stand)
         acknowledged = [one for keeper in keepers for one in keeper.acknowledged]
-        for revision in revisions_below_head():
-            if revision >= WITH_PAYLOADS or not payloads:
-                command.downgrade(alembic_config(empty_url), revision)
-                migrate(empty_url)
-                tally.tried += 1
+        possible = [one for one in revisions_below_head() if one >= WITH_PAYLOADS or not payloads]
+        for revision in (possible[0], possible[-1]):  # The newest step alone, then all of them down and up again.
+            command.downgrade(alembic_config(empty_url), revision)
+            migrate(empty_url)
+            tally.tried += 1
         verified(empty_url, acknowledged, tally)
         with serving(tmp_path, engine.base_url, environment=environment) as stand:
             go_on(stand, keepers)
