@@ -1,0 +1,103 @@
+"""`uvicorn --workers 2`: a scrape meets any of the processes, and each tells of all of them, of one that died too."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from integration.stand import until, user
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
+
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
+
+WORKERS = 2
+START_S = 90.0
+SCRAPES = 6
+
+
+@pytest.fixture
+def server(postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
+    with SimulatorProcess() as engine:
+        made = ServerProcess(
+            tmp_path,
+            upstreams=[engine.base_url],
+            database_url=postgres_url,
+            arguments=["--workers", str(WORKERS)],
+            environment={"TMPDIR": str(tmp_path)},
+        )
+        made.launch()
+        try:
+            until(lambda: said(made, "Application startup complete") == WORKERS, START_S)
+            yield made
+        finally:
+            made.stop()
+
+
+def said(server: ServerProcess, text: str) -> int:
+    return server.log_path.read_text().count(text)
+
+
+def pids(server: ServerProcess) -> list[int]:
+    return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", server.log_path.read_text())]
+
+
+def take_turn(server: ServerProcess, session_id: str, messages: list[dict[str, object]]) -> None:
+    """On a connection of its own, which either process may take."""
+    url = f"{server.base_url}/sessions/{session_id}/v1/chat/completions"
+    response = httpx.post(url, json={"messages": messages}, timeout=60)
+    assert response.status_code == 200, response.text
+    messages += [response.json()["choices"][0]["message"], user("And then?")]
+
+
+def scrape(server: ServerProcess) -> dict[str, float]:
+    """The samples that have no label but `outcome`, by name and outcome; on a connection of its own."""
+    text = httpx.get(f"{server.base_url}/metrics", timeout=60).text
+    return {
+        f"{sample.name}{sample.labels.get('outcome', '')}": sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if set(sample.labels) <= {"outcome"}
+    }
+
+
+def counted_by(folder: Path, pid: int) -> float:
+    """Turns that one process has committed, as its own file has it."""
+    path = folder / f"counter_{pid}.db"
+    if not path.exists():
+        return 0
+    found = MultiProcessCollector.merge([str(path)])
+    return sum(
+        sample.value for metric in found for sample in metric.samples if sample.labels.get("outcome") == "committed"
+    )
+
+
+def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerProcess, tmp_path: Path) -> None:
+    (folder,) = tmp_path.glob("turnlog-metrics-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    session_id = httpx.post(f"{server.base_url}/sessions", timeout=60).json()["session_id"]
+    messages: list[dict[str, object]] = [user("Whose turn is it?")]
+    turns = 0
+    while not all(counted_by(folder, pid) for pid in pids(server)):
+        take_turn(server, session_id, messages)
+        turns += 1
+    for found in [scrape(server) for _ in range(SCRAPES)]:
+        assert found["turnlog_turns_totalcommitted"] == turns
+        assert found["turnlog_turn_overhead_seconds_count"] == turns
+        assert found["turnlog_processes"] == WORKERS
+    assert found["turnlog_database_up"] == 1
+
+    os.kill(pids(server)[0], signal.SIGKILL)
+    until(lambda: said(server, "Application startup complete") == WORKERS + 1, START_S)
+    take_turn(server, session_id, messages)
+    for found in [scrape(server) for _ in range(SCRAPES)]:
+        assert found["turnlog_turns_totalcommitted"] == turns + 1, "a killed process's turns count on"
+        assert found["turnlog_processes"] == WORKERS, "a killed process is not alive"
+    assert "gauge_livesum" in " ".join(path.name for path in folder.iterdir())
+    assert not list(folder.glob(f"gauge_live*_{pids(server)[0]}.db"))

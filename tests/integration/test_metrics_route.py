@@ -1,0 +1,288 @@
+"""`/metrics` and the log of a real server; alert rules and the dashboard name nothing that it does not have."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from integration.places import Places
+from integration.stand import Stand, error_of, standing, until, user
+from ops.server import ROOT
+
+DEPLOY = ROOT / "ops" / "deploy"
+BY_PROMETHEUS = {"job", "instance"}
+"""Labels that Prometheus adds."""
+
+SPOKEN = "canary-said-by-an-agent"
+ANSWERED = "canary-generated-by-an-engine"
+KEY = {"idempotency-key": "canary-key-of-a-client"}
+MODEL = "canary-model"
+
+Samples = dict[str, list[dict[str, str]]]
+"""The labels of each sample, by its name."""
+
+
+@pytest.fixture(scope="module")
+def watched(places: Places) -> Iterator[Stand]:
+    """A server of the module's own, whose counts are those of its tests alone."""
+    environment = {"TURNLOG_LOG_FORMAT": "json", "TURNLOG_STREAM_KEEPALIVE_S": "0"}
+    with standing(places.new("watched"), "--weight-version", "7", environment=environment) as made:
+        yield made
+
+
+def scrape(stand: Stand, **headers: str) -> httpx.Response:
+    response = stand.http.get("/metrics", headers=headers)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def value(stand: Stand, name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families(scrape(stand).text):
+        for sample in family.samples:
+            if sample.name == name and sample.labels == labels:
+                return sample.value
+    raise AssertionError(f"there is no {name} {labels}")
+
+
+def lines(stand: Stand, event: str) -> list[dict[str, Any]]:
+    """The server's log lines whose text begins so."""
+    found = [json.loads(line) for line in stand.server.log_path.read_text().splitlines()]
+    return [line for line in found if line["event"].startswith(event)]
+
+
+def test_each_way_in_which_a_turn_ends_is_counted_once(watched: Stand) -> None:
+    def counted(outcome: str) -> float:
+        return value(watched, "turnlog_turns_total", outcome=outcome)
+
+    outcomes = ("committed", "aborted", "replayed", "joined", "engine_error", "upstream_invalid", "session_not_found")
+    before = {outcome: counted(outcome) for outcome in outcomes}
+    talk = watched.talk()
+    sent = [user("Hello")]
+    assert talk.chat(sent, headers=KEY).status_code == 200
+    assert talk.chat(sent, headers=KEY).headers["x-turnlog-replayed"] == "true"
+    assert talk.say("Stop here", sim={"fault": "abort"}).json()["choices"][0]["finish_reason"] == "abort"
+    assert talk.chat([user("x")], sim={"fault": "status_429"}).status_code == 429
+    assert error_of(talk.chat([user("x")], sim={"fault": "not_json"})) == (502, "upstream_invalid")
+    assert watched.known("nobody").chat(sent).status_code == 404
+    other = watched.talk()
+    slow = {"sim": {"latency_s": 1.0}, "headers": {"idempotency-key": "k"}}
+    leading = watched.meanwhile(other.chat, sent, **slow)
+    watched.until_generating(other)
+    assert other.chat(sent, **slow).headers["x-turnlog-replayed"] == "true"
+    assert leading.result().status_code == 200
+    assert {outcome: counted(outcome) - before[outcome] for outcome in outcomes} == {
+        **dict.fromkeys(outcomes, 1),
+        "committed": 2,
+    }
+
+
+def test_the_stages_are_what_the_log_says_and_add_up_to_what_the_client_waited(watched: Stand) -> None:
+    def spent(stage: str) -> float:
+        return value(watched, "turnlog_turn_stage_seconds_sum", stage=stage)
+
+    stages = ("gate", "claim", "prepare", "engine", "validate")
+    before = {stage: spent(stage) for stage in stages}
+    talk = watched.talk()
+    assert watched.http.post("/fleet/pause", json={"lease_s": 60}).status_code == 200
+    waiting = watched.meanwhile(talk.say, "Hello", sim={"latency_s": 0.3})
+    until(lambda: value(watched, "turnlog_turns_gated") == 1)
+    assert value(watched, "turnlog_gates_shut", scope="fleet") == 1
+    assert value(watched, "turnlog_gate_shut_seconds", scope="fleet") > 0
+    assert value(watched, "turnlog_turns_in_flight") == 1
+    assert watched.http.post("/fleet/resume").status_code == 200
+    response = waiting.result()
+    assert value(watched, "turnlog_gate_shut_seconds", scope="fleet") == 0
+    timing = dict(zip(stages, talk.committed()[0]["timing"], strict=True))
+    for stage in stages:
+        assert timing[stage] / 1e6 == pytest.approx(spent(stage) - before[stage], abs=2e-6), stage
+    assert timing["gate"] > 0
+    assert timing["engine"] >= 300_000
+    assert sum(timing.values()) / 1e6 < response.elapsed.total_seconds()
+
+
+def test_own_overhead_leaves_engine_and_gate_out(watched: Stand) -> None:
+    before = value(watched, "turnlog_turn_overhead_seconds_sum"), value(watched, "turnlog_turn_overhead_seconds_count")
+    elapsed = watched.talk().say("Hello", sim={"latency_s": 0.5}).elapsed.total_seconds()
+    assert value(watched, "turnlog_turn_overhead_seconds_count") == before[1] + 1
+    assert 0 < value(watched, "turnlog_turn_overhead_seconds_sum") - before[0] < elapsed - 0.5
+
+
+def test_the_store_the_engines_and_the_process_are_told_of(watched: Stand) -> None:
+    talk = watched.talk()
+    before = value(watched, "turnlog_events_total", type="TurnCommitted")
+    bytes_before = value(watched, "turnlog_turn_bytes_total", kind="reply")
+    response = talk.say("Hello")
+    assert value(watched, "turnlog_events_total", type="TurnCommitted") == before + 1
+    assert value(watched, "turnlog_turn_bytes_total", kind="reply") == bytes_before + len(response.content)
+    assert value(watched, "turnlog_store_commit_seconds_count") > 0
+    (url,) = (engine["url"] for engine in watched.http.get("/engines").json()["engines"])
+    until(lambda: value(watched, "turnlog_engine_up", engine=url) == 1)
+    assert value(watched, "turnlog_engine_weight_version", engine=url) == 7
+    assert value(watched, "turnlog_database_up") == 1
+    assert value(watched, "turnlog_database_bytes") > 0
+    until(lambda: value(watched, "turnlog_sessions", status="open") > 0)
+    assert value(watched, "turnlog_processes") == 1
+    assert value(watched, "process_start_time_seconds") > 0
+
+
+def test_exports_are_counted_when_they_have_been_read(watched: Stand) -> None:
+    before = [value(watched, f"turnlog_export_{what}_total") for what in ("rows", "bytes")]
+    watched.talk().say("Hello")
+    sent = watched.http.get("/export")
+    assert value(watched, "turnlog_export_rows_total") == before[0] + len(sent.text.splitlines())
+    assert value(watched, "turnlog_export_bytes_total") == before[1] + len(sent.content)
+    assert value(watched, "turnlog_exports_running") == 0
+
+
+def test_openmetrics_is_given_to_who_asks_for_it(watched: Stand) -> None:
+    response = scrape(watched, accept="application/openmetrics-text; version=1.0.0")
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert "turnlog_turns" in {family.name for family in openmetrics(response.text)}
+    assert scrape(watched).headers["content-type"].startswith("text/plain")
+
+
+def test_what_agents_and_engines_say_and_clients_choose_is_in_no_metric_and_no_log(watched: Stand) -> None:
+    talk = watched.talk(group_id="canary-group", adapter="canary-adapter")
+    sim = {"text": ANSWERED}
+    assert talk.say(SPOKEN, model=MODEL, sim=sim, headers=KEY).status_code == 200
+    assert watched.sim.post("/sim/faults", json={"fault": "status_500", "message": ANSWERED}).status_code == 200
+    refused = talk.chat([user(SPOKEN)], model=MODEL)
+    assert (refused.status_code, ANSWERED in refused.text) == (500, True)
+    assert talk.chat([user(SPOKEN)], model=MODEL, sim={**sim, "fault": "bool_id"}).status_code == 502
+    assert watched.http.post(talk.chat_path, content=f'{{"messages": "{SPOKEN}'.encode()).status_code == 400
+    metrics, log = scrape(watched).text, watched.server.log_path.read_text()
+    assert "canary" not in metrics
+    assert talk.id not in metrics
+    assert "canary" not in log
+    assert "Traceback" not in log
+
+
+def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) -> None:
+    talk = watched.talk()
+    response = talk.chat([user("x")], sim={"fault": "not_json"}, headers={"x-request-id": "rollout-7"})
+    assert response.headers["x-request-id"] == "rollout-7"
+    until(lambda: [line for line in lines(watched, "turn failed") if line.get("request_id") == "rollout-7"])
+    (line,) = (line for line in lines(watched, "turn failed") if line.get("request_id") == "rollout-7")
+    assert (line["session_id"], line["code"], line["stage"]) == (talk.id, "upstream_invalid", "validate")
+    assert line["level"] == "info"
+    assert line["duration_ms"] > 0
+
+
+def test_a_good_turn_is_no_line_and_has_a_name_too(watched: Stand) -> None:
+    before = watched.server.log_path.read_text()
+    response = watched.talk().say("Hello")
+    assert re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", response.headers["x-request-id"])
+    assert watched.server.log_path.read_text() == before
+
+
+def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
+    talk = watched.talk()
+    talk.say("Hello")
+    url = "http://127.0.0.1:9"
+    assert watched.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
+    assert watched.http.delete("/engines", params={"url": url}).status_code == 204
+    assert watched.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert len([line for line in lines(watched, "fleet event") if url in line["event"]]) == 2
+    (erased,) = (line for line in lines(watched, "session erased") if line["session_id"] == talk.id)
+    assert erased["request_id"]
+
+
+def expressions() -> list[tuple[str, str]]:
+    """What alerts and panels ask Prometheus for, and who asks."""
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    found = [(rule["alert"], rule["expr"]) for group in rules["groups"] for rule in group["rules"]]
+    dashboard = json.loads((DEPLOY / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"].replace("$__rate_interval", "5m").replace("$instance", ".*")
+            found.append((panel["title"], text))
+    return found
+
+
+def selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
+    """Every selector in a parsed expression."""
+    match node:
+        case promql_parser.VectorSelector():
+            yield node
+        case promql_parser.MatrixSelector():
+            yield node.vector_selector
+        case promql_parser.Call():
+            for argument in node.args:
+                yield from selectors(argument)
+        case promql_parser.BinaryExpr():
+            yield from selectors(node.lhs)
+            yield from selectors(node.rhs)
+        case promql_parser.AggregateExpr() | promql_parser.ParenExpr() | promql_parser.UnaryExpr():
+            yield from selectors(node.expr)
+        case promql_parser.SubqueryExpr():
+            yield from selectors(node.expr)
+        case promql_parser.NumberLiteral() | promql_parser.StringLiteral():
+            return
+        case _:
+            raise AssertionError(f"a kind of expression that this test does not look into: {type(node)}")
+
+
+def missing(selector: promql_parser.VectorSelector, samples: Samples) -> Iterator[str]:
+    """What a selector names and the server does not have."""
+    if selector.name not in samples:
+        yield selector.name
+        return
+    for matcher in selector.matchers.matchers:
+        if matcher.name in BY_PROMETHEUS:
+            continue
+        values = {labels.get(matcher.name) for labels in samples[selector.name]}
+        # Each of the alternatives must be there, or one of them is misspelt.
+        wanted = (
+            matcher.value.split("|")
+            if matcher.op in (promql_parser.MatchOp.Re, promql_parser.MatchOp.NotRe)
+            else [matcher.value]
+        )
+        yield from (f"{selector.name}{{{matcher.name}={one}}}" for one in wanted if one not in values)
+
+
+def labels_by(node: Any) -> Sequence[str]:
+    found = re.findall(r"\bby \(([^)]*)\)", str(node))
+    return [label.strip() for group in found for label in group.split(",") if label.strip()]
+
+
+def test_alerts_and_dashboard_parse_and_name_what_there_is(watched: Stand) -> None:
+    watched.talk().say("Hello")
+    until(lambda: "turnlog_engine_weight_version{" in scrape(watched).text)
+    samples: Samples = {}
+    for family in text_string_to_metric_families(scrape(watched).text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append(sample.labels)
+    used = set()
+    for who, text in expressions():
+        parsed = promql_parser.parse(text)
+        found = list(selectors(parsed))
+        used |= {selector.name for selector in found}
+        assert found, who
+        assert [one for selector in found for one in missing(selector, samples)] == [], who
+        known = {label for selector in found for labels in samples.get(selector.name, ()) for label in labels}
+        assert set(labels_by(parsed)) <= known | BY_PROMETHEUS, who
+    families = {re.sub("_(bucket|count|sum)$", "", name) for name in samples if name.startswith("turnlog_")}
+    shown = {re.sub("_(bucket|count|sum)$", "", name) for name in used}
+    assert families == shown & families, f"nobody looks at {families - shown}"
+
+
+def test_each_alert_says_what_it_is_and_where_to_read_on() -> None:
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) > 10
+    for rule in alerts:
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
+        path, _, anchor = rule["annotations"]["runbook"].partition("#")
+        assert (path, anchor in anchors) == ("docs/runbook.md", True), anchor
+        assert rule["labels"]["severity"] in ("warning", "critical")

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from app import errors
+from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
+from app.metrics import Metrics
+from app.service.stages import OUTCOMES, Recent, Stages, TurnStage
+from app.store.tally import Tally
+
+LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action"}
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics(Recent(time.monotonic))
+
+
+def families(metrics: Metrics) -> dict[str, Metric]:
+    text = generate_latest(metrics.collected()).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    found = metrics.registry.get_sample_value(name, labels)
+    assert found is not None, name
+    return found
+
+
+def turn(**seconds: float) -> Stages:
+    stages = Stages(time.monotonic)
+    stages.seconds = [seconds.get(stage.name.lower(), 0.0) for stage in TurnStage]
+    stages.request_bytes, stages.reply_bytes, stages.stored_bytes = 10, 200, 30
+    return stages
+
+
+def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(metrics: Metrics) -> None:
+    metrics.turn_ended("committed", turn(gate=100, claim=0.001, engine=5, commit=0.004))
+    assert value(metrics, "turnlog_turns_total", outcome="committed") == 1
+    for stage, seconds in (("gate", 100), ("claim", 0.001), ("prepare", 0), ("engine", 5), ("commit", 0.004)):
+        assert value(metrics, "turnlog_turn_stage_seconds_sum", stage=stage) == seconds
+        assert value(metrics, "turnlog_turn_stage_seconds_count", stage=stage) == 1
+    assert value(metrics, "turnlog_turn_overhead_seconds_sum") == pytest.approx(0.005)
+    assert value(metrics, "turnlog_turn_bytes_total", kind="reply") == 200
+    assert metrics.recent.summary().overhead_p50_ms == pytest.approx(5, rel=0.05)
+
+
+def test_a_turn_that_failed_or_was_there_already_is_counted_and_nothing_else(metrics: Metrics) -> None:
+    for outcome in ("session_busy", "engine_error", "replayed", "joined"):
+        metrics.turn_ended(outcome, turn(engine=5))
+        assert value(metrics, "turnlog_turns_total", outcome=outcome) == 1
+    assert value(metrics, "turnlog_turn_stage_seconds_count", stage="engine") == 0
+    assert value(metrics, "turnlog_turn_overhead_seconds_count") == 0
+    assert value(metrics, "turnlog_turn_bytes_total", kind="request") == 0
+
+
+def test_each_error_that_a_client_can_meet_has_its_label_from_the_start(metrics: Metrics) -> None:
+    codes = {
+        error.code for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.AppError)
+    }
+    outcomes = {sample.labels["outcome"] for sample in families(metrics)["turnlog_turns"].samples}
+    assert outcomes == codes | set(OUTCOMES)
+    assert len(outcomes) < 50
+
+
+def test_names_have_their_unit_and_labels_few_values(metrics: Metrics) -> None:
+    found = [family for name, family in families(metrics).items() if not name.startswith("process_")]
+    assert len(found) > 30
+    for family in found:
+        assert re.fullmatch(r"turnlog(_[a-z]+)+", family.name)
+        assert family.documentation.endswith("."), family.name
+        assert family.name.endswith(("seconds", "bytes")) or not re.search("second|byte|_ms|milli", family.name)
+        for sample in family.samples:
+            assert set(sample.labels) - {"le"} <= LABELS, sample
+            assert family.type != "counter" or sample.name.endswith("_total"), "no series beside it"
+
+
+def test_a_total_that_somebody_else_counts_is_brought_up_to_date(metrics: Metrics) -> None:
+    for counted in (3, 3, 10):
+        metrics.total(metrics.pool_jobs, counted)
+        metrics.totals(metrics.janitor, {"closed": counted})
+        assert value(metrics, "turnlog_pool_jobs_total") == counted
+        assert value(metrics, "turnlog_janitor_sessions_total", action="closed") == counted
+
+
+def test_series_that_alerts_rest_on_are_there_before_the_first_of_them(metrics: Metrics) -> None:
+    assert value(metrics, "turnlog_turns_abandoned_total", reason="owner_dead") == 0
+    assert value(metrics, "turnlog_turns_tombstoned_total", reason="window") == 0
+    assert value(metrics, "turnlog_events_total", type="TurnRejected") == 0
+
+
+def test_what_is_appended_is_tallied_by_type_and_reason() -> None:
+    tally = Tally()
+    events = (
+        TurnAbandoned(2, 7, "disconnect"),
+        TurnRejected(3, 9, "upstream_invalid"),
+        BlobsTombstoned((1, 2), ((3, 0), (3, 1), (5, 0))),
+    )
+    tally.add(Recorded(seq, 0.0, event) for seq, event in enumerate(events, 1))
+    tally.abandoned_dead(4)
+    assert tally.events == {"TurnAbandoned": 5, "TurnRejected": 1, "BlobsTombstoned": 1}
+    assert tally.abandoned == {"disconnect": 1, "owner_dead": 4}
+    assert (tally.tombstoned, tally.chunks_freed) == ({"window": 2}, 3)
