@@ -27,12 +27,12 @@ def _migrate(connection: Connection) -> None:
 async def _online(url: str) -> None:
     engine = create_engine(url)
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.dispose)
         try:
             connection = await stack.enter_async_context(engine.begin())
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             sys.exit(f"turnlog: the database cannot be opened: {error}".splitlines()[0])
         await connection.run_sync(_migrate)
-    await engine.dispose()
 
 
 def run() -> None:

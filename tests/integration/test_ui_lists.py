@@ -1,0 +1,173 @@
+"""What the page shows of all sessions: the overview, groups, and what an export would leave out."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+import pytest
+
+from integration.stand import Stand, error_of, until, user
+
+
+def get(stand: Stand, path: str, **parameters: Any) -> Any:
+    response = stand.http.get(f"/ui/api/{path}", params=parameters)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
+    before = get(stand, "overview")["sessions"]
+    talk = stand.talk()
+    talk.say("Hello", sim={"weight_version": "123456"})
+    assert talk.chat([*talk.messages, user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
+    slow = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 30.0})
+    stand.until_generating(talk, 3)
+
+    def now() -> dict[str, Any]:
+        found: dict[str, Any] = get(stand, "overview")
+        return found
+
+    until(lambda: now()["sessions"]["claimed"] == before["claimed"] + 1)
+    until(lambda: now()["sessions"]["open"] == before["open"] + 1)
+    found = now()
+    assert found["weight_version"] >= 123456
+    assert found["sessions"]["idle"] <= found["sessions"]["open"] - 1
+    assert found["sessions"]["active"] >= 1
+    assert found["turns_per_s"] > 0
+    assert 0 < found["overhead_ms"]["p50"] <= found["overhead_ms"]["p99"]
+    assert found["engine_ms"]["p50"] > 0
+    assert found["errors"]["upstream_invalid"] >= 1
+    assert found["errors_total"]["upstream_invalid"] >= found["errors"]["upstream_invalid"]
+    assert found["engines"] == stand.http.get("/engines").json()["engines"]
+    assert found["gate"].keys() == stand.http.get("/fleet").json().keys()
+    assert found["database"]["bytes"] > 0
+    assert abs(found["at"] - time.time()) < 60
+    stand.http.delete(talk.path).raise_for_status()
+    slow.result()
+
+
+def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
+    talk = stand.talk(adapter="gated-one")
+    stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
+    waiting = stand.meanwhile(talk.say, "Wait")
+    try:
+        until(lambda: get(stand, "sessions", state="gated")["total"] == 1)
+        [row] = get(stand, "sessions", state="gated")["sessions"]
+        assert (row["session_id"], row["state"], row["claimed_since"]) == (talk.id, "gated", None)
+        assert get(stand, f"sessions/{talk.id}")["state"] == "gated"
+        assert talk.id not in [row["session_id"] for row in get(stand, "sessions", state="idle")["sessions"]]
+        until(lambda: get(stand, "overview")["sessions"]["gated"] == 1)
+        assert "gated-one" in [one["name"] for one in get(stand, "overview")["adapters"] if one["paused"]]
+    finally:
+        stand.http.post("/adapters/gated-one/resume").raise_for_status()
+    waiting.result()
+    assert get(stand, "sessions", state="gated")["sessions"] == []
+
+
+def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> None:
+    group = uuid.uuid4().hex
+    talks = [stand.talk(group_id=group, attempt=number) for number in range(5)]
+    stand.http.put(f"{talks[3].path}/reward", json={"reward": 2.0}).raise_for_status()
+    found: list[str] = []
+    cursor: str | None = None
+    while True:
+        parameters = {} if cursor is None else {"cursor": cursor}
+        page = get(stand, "sessions", group_id=group, limit=2, order="asc", **parameters)
+        assert (page["total"], page["total_is_exact"]) == (5, True)
+        found += [row["session_id"] for row in page["sessions"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert found == [talk.id for talk in talks]
+    [rewarded] = get(stand, "sessions", group_id=group, min_reward=1)["sessions"]
+    assert (rewarded["session_id"], rewarded["reward"], rewarded["attempt"]) == (talks[3].id, 2.0, 3)
+    for wrong in (
+        {"state": "odd"},
+        {"sort": "name"},
+        {"limit": 0},
+        {"limit": 501},
+        {"min_reward": "nan"},
+        {"q": "a b"},
+        {"cursor": "x"},
+        {"group_id": "a\0b"},
+        {"stuck_s": "-1"},
+    ):
+        refused = stand.http.get("/ui/api/sessions", params=wrong)
+        assert error_of(refused) == (400, "invalid_request"), wrong
+
+
+def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
+    name = uuid.uuid4().hex
+    rewards = {"alike": (1.0, 1.0), "differ": (0.0, 1.0), "lacking": (None, 1.0)}
+    for group, values in rewards.items():
+        for attempt, value in enumerate(values):
+            talk = stand.talk(group_id=f"{name}-{group}", attempt=2 * attempt)
+            if value is not None:
+                stand.http.put(f"{talk.path}/reward", json={"reward": value}).raise_for_status()
+            stand.http.delete(talk.path).raise_for_status()
+    found: dict[str, Any] = {}
+    cursor: str | None = None
+    while True:
+        page = get(stand, "groups", limit=2, **({} if cursor is None else {"cursor": cursor}))
+        found |= {group["group_id"]: group for group in page["groups"]}
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert list(found) == sorted(found)
+    alike, differ, lacking = (found[f"{name}-{group}"] for group in rewards)
+    assert (alike["zero_variance"], alike["std"], alike["state"]) == (True, 0.0, "complete")
+    assert (differ["zero_variance"], differ["mean"], differ["std"]) == (False, 0.5, 0.5)
+    assert (differ["min"], differ["max"], differ["missing_attempts"]) == (0.0, 1.0, [1])
+    assert (lacking["sessions"], lacking["closed"], lacking["rewarded"], lacking["state"]) == (2, 2, 1, "open")
+    taken = {"consumer": "ui", "size": 1000}
+    stand.http.get("/export/groups", params=taken).raise_for_status()
+    assert next(one for one in get(stand, "groups", limit=500)["groups"] if one["group_id"] == alike["group_id"])[
+        "state"
+    ] == ("leased")
+    acknowledged = {"consumer": "ui", "groups": [alike["group_id"]]}
+    stand.http.post("/export/groups/ack", json=acknowledged).raise_for_status()
+    states = {one["group_id"]: one["state"] for one in get(stand, "groups", limit=500)["groups"]}
+    assert states[alike["group_id"]] == "acknowledged"
+    assert stand.http.get("/ui/api/groups", params={"cursor": "é"}).status_code == 400
+
+
+SHAPES = [{}, {"shape": "verl"}, {"shape": "atropos"}, {"min_reward": 0.75}, {"max_seq_len": 60}, {"status": "aborted"}]
+
+
+@pytest.mark.parametrize("asked", SHAPES, ids=lambda asked: "-".join(map(str, asked.values())) or "all")
+def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, Any]) -> None:
+    """Of one group, so that others' sessions on this server do not come between."""
+    group = uuid.uuid4().hex
+    talks = [stand.talk(group_id=group, attempt=number) for number in range(4)]
+    for number, talk in enumerate(talks[:3]):
+        talk.say("One")
+        if number:
+            talk.say("Two")
+            talk.messages = talk.messages[:2]
+            talk.say("Other")
+        stand.http.put(f"{talk.path}/reward", json={"reward": number / 2}).raise_for_status()
+        stand.http.delete(talk.path).raise_for_status()
+    found = get(stand, "exports", group_id=group, **asked)
+    rows = stand.rows(group_id=group, explain=True, **asked)
+    names = {talk.id for talk in talks}
+    left_out = [row["excluded"] for row in rows if row.get("excluded") is not None and row["session_id"] in names]
+    given = [row for row in rows if row.get("excluded") is None]
+    assert found["complete"]
+    assert found["cursor"] is None
+    assert found["rows"] == len(given)
+    if "shape" not in asked:
+        assert found["tokens"] == sum(len(row["tokens"]) for row in given)
+        assert found["sampled_tokens"] == sum(sum(row["sampled_mask"]) for row in given)
+        assert found["sessions"] == len({row["session_id"] for row in given})
+    details = [example["detail"] for one in found["missing"] for example in one["examples"]]
+    assert sorted(details) == sorted(left_out)
+    assert [one["count"] for one in found["missing"]] == [len(one["examples"]) for one in found["missing"]]
+    assert left_out
+
+
+def test_a_parameter_that_an_export_does_not_have_is_refused(stand: Stand) -> None:
+    assert error_of(stand.http.get("/ui/api/exports", params={"min_rewards": 1})) == (400, "invalid_request")
+    assert error_of(stand.http.get("/ui/api/exports", params={"shape": "odd"})) == (400, "invalid_request")
+    assert error_of(stand.http.get("/ui/api/exports", params={"cursor": "x"})) == (400, "invalid_request")

@@ -1,0 +1,231 @@
+"""What the page shows of a session: every turn, as of any event, the tokens as an export gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers.looking import change
+
+from integration.stand import WEATHER, Stand, Talk, error_of, user
+
+
+def get(stand: Stand, path: str, **parameters: Any) -> Any:
+    response = stand.http.get(f"/ui/api/sessions/{path}", params=parameters)
+    assert response.status_code == 200, response.text
+    assert response.headers["cache-control"] == "no-store"
+    return response.json()
+
+
+@pytest.fixture(scope="module")
+def walked(shared: Stand) -> Talk:
+    """A session with a rollback, a refused reply, a tool call, rewards, and a drifted segment."""
+    talk = shared.talk(group_id="ui", attempt=3, metadata={"task": "<b>one</b>"}, rollback_window=1)
+    talk.say("One", sim={"weight_version": "7"})
+    talk.say("Two", tools=[WEATHER], sim={"tool_calls": True, "weight_version": "7"})
+    kept = talk.messages[:2]
+    assert talk.chat([*kept, user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
+    talk.messages = kept
+    talk.say("Other", sim={"weight_versions": ["7", "8"]})
+    path = f"/sessions/{talk.id}/reward"
+    shared.http.put(path, json={"reward": 0.5, "components": {"a": 1.0}}).raise_for_status()
+    shared.http.put(path, json={"reward": 0.25, "turn": 1}).raise_for_status()
+    return talk
+
+
+def test_turns_failures_and_rollbacks_stand_in_their_places(shared: Stand, walked: Talk) -> None:
+    found = get(shared, walked.id)
+    events = walked.events()
+    assert (found["seq"], found["last_seq"], found["state"]) == (len(events), len(events), "idle")
+    assert found["metadata"] == {"task": "<b>one</b>"}
+    assert (found["config"]["group_id"], found["config"]["attempt"], found["config"]["matcher"]) == (
+        "ui",
+        3,
+        "tolerant",
+    )
+    assert found["reward"] == {"reward": 0.5, "components": {"a": 1.0}}
+    assert found["turn_rewards"] == {"1": {"reward": 0.25, "components": {}}}
+    assert found["problems"] == []
+    committed = {event["turn"]: event for event in events if event["type"] == "TurnCommitted"}
+    assert [turn["turn"] for turn in found["turns"]] == [1, 2, 3]
+    assert [turn["live"] for turn in found["turns"]] == [True, False, True]
+    opened = {event["seq"]: event for event in events if event["type"] == "TurnOpened"}
+    for turn in found["turns"]:
+        event = committed[turn["turn"]]
+        assert turn["prompt_tokens"] == turn["base_tokens"] + event["suffix_tokens"]
+        for name in ("seq", "fence", "engine", "suffix_tokens", "output_tokens", "weight_versions", "finish_reason"):
+            assert turn[name] == event[name], name
+        assert turn["opened_at"] == opened[event["fence"]]["at"] <= turn["committed_at"] == event["at"]
+        assert turn["timing"] is not None
+        assert turn["timing"]["engine"] > 0
+    [rollback] = [event for event in events if event["type"] == "RolledBack"]
+    assert found["turns"][1]["discarded_by"] == rollback["seq"]
+    assert found["rollbacks"] == [{"seq": rollback["seq"], "at": rollback["at"], "to_turn": 1, "discarded": [2]}]
+    [failed] = found["failed"]
+    assert (failed["kind"], failed["reason"], failed["turn"]) == ("rejected", "upstream_invalid", 3)
+    kept = shared.http.get(f"/sessions/{walked.id}/rejected/{failed['fence']}")
+    assert len(kept.content) == failed["kept_bytes"]
+
+
+def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) -> None:
+    """As of each event, the view knows nothing of what came later."""
+    events = walked.events()
+    for seq, event in enumerate(events, 1):
+        found = get(shared, walked.id, seq=seq)
+        past = events[:seq]
+        assert (found["seq"], found["last_seq"]) == (seq, len(events))
+        committed = [one["turn"] for one in past if one["type"] == "TurnCommitted"]
+        assert [turn["turn"] for turn in found["turns"]] == committed
+        assert len(found["failed"]) == sum(one["type"] == "TurnRejected" for one in past)
+        assert len(found["rollbacks"]) == sum(one["type"] == "RolledBack" for one in past)
+        assert (found["open_turn"] is not None) == (event["type"] in ("TurnOpened", "AffinityBound", "RolledBack"))
+        assert (found["reward"] is None) == all(one["type"] != "RewardAssigned" for one in past)
+    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}", params={"seq": len(events) + 1})) == (
+        400,
+        "invalid_request",
+    )
+
+
+def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand, walked: Talk) -> None:
+    found = get(shared, f"{walked.id}/conversation")
+    assert found["turn"] == 3
+    assert [one["message"] for one in found["messages"]] == walked.messages
+    assert [one["index"] for one in found["messages"]] == [0, 1, 2, 3]
+    assert [one["turn"] for one in found["messages"]] == [1, 1, 3, 3]
+    assert [one["sampled"] for one in found["messages"]] == [False, True, False, True]
+    assert (found["omitted"], found["tools"], found["errors"]) == (0, None, {})
+    assert found["params"]["model"] == "simulator"
+    discarded = get(shared, f"{walked.id}/conversation", turn=2)
+    assert discarded["messages"][-1]["message"]["tool_calls"]
+    assert discarded["messages"][:2] == found["messages"][:2]
+    assert discarded["tools"] == [WEATHER]
+    early = get(shared, f"{walked.id}/conversation", seq=5)
+    assert early["turn"] == 1
+    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/conversation", params={"turn": 9})) == (
+        404,
+        "not_found",
+    )
+
+
+def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
+    [row] = walked.rows()
+    found = get(shared, f"{walked.id}/tokens")
+    assert found["total"] == len(row["tokens"])
+    for place, name in enumerate(("tokens", "sampled_mask", "loss_mask")):
+        assert [token[place] for token in found["tokens"]] == row[name]
+    assert [token[3] or 0.0 for token in found["tokens"]] == row["logprobs"]
+    versions = [-1 if token[4] < 0 else int(found["versions"][token[4]]) for token in found["tokens"]]
+    assert versions == row["weight_versions"]
+    assert found["versions"] == ["7", "8"]
+    by_place = {at: token[5] for at, token in enumerate(found["tokens"])}
+    for turn in found["turns"]:
+        assert {by_place[at] for at in range(turn["start"], turn["end"])} == {turn["turn"]}
+    assert [turn["turn"] for turn in found["turns"]] == [1, 3]
+    assert found["boundaries"][0] == {"at": row["prompt_length"], "version": "7"}
+    assert [one["version"] for one in found["boundaries"]] == ["7", "8"]
+    [segment] = found["segments"]
+    assert (segment["cause"], segment["tokens"], segment["prompt_tokens"]) == (
+        None,
+        found["total"],
+        row["prompt_length"],
+    )
+    page = get(shared, f"{walked.id}/tokens", start=5, limit=20)
+    assert page["tokens"] == found["tokens"][5:25]
+    assert page["texts"] == found["texts"][5:25]
+    assert get(shared, f"{walked.id}/tokens", start=10**9)["tokens"] == []
+
+
+def test_the_engine_tells_the_texts_of_what_it_sampled(shared: Stand, walked: Talk, vllm_stand: Stand) -> None:
+    talk = vllm_stand.talk()
+    talk.say("Hello")
+    for stand, one in ((shared, walked), (vllm_stand, talk)):
+        found = get(stand, f"{one.id}/tokens")
+        last = found["turns"][-1]
+        told = found["texts"][last["output_start"] : last["end"]]
+        assert all(text is not None for text in told)
+        said = one.messages[-1]["content"].replace(" ", "")
+        assert said[:10] in "".join(told).replace(" ", "")
+        assert all(text is None for text in found["texts"][: found["turns"][0]["output_start"]])
+
+
+def test_a_tokenizer_tells_the_texts_of_all(tito: Stand) -> None:
+    talk = tito.talk()
+    talk.say("Hello there")
+    found = get(tito, f"{talk.id}/tokens")
+    assert len(found["texts"]) == len(found["tokens"])
+    assert "Hello there" in "".join(found["texts"])
+
+
+def test_a_new_segment_says_why_it_began(stand: Stand) -> None:
+    talk = stand.talk(on_divergence="segment", rollback_window=0)
+    talk.say("One")
+    talk.messages = []
+    talk.say("Something else")
+    found = get(stand, f"{talk.id}/tokens")
+    assert [(one["segment"], one["cause"], one["turns"]) for one in found["segments"]] == [
+        (0, None, [1]),
+        (1, "divergence", [2]),
+    ]
+    assert found["segment"] == 1
+    first = get(stand, f"{talk.id}/tokens", segment=0)
+    assert {token[5] for token in first["tokens"]} == {1}
+    missing = stand.http.get(f"/ui/api/sessions/{talk.id}/tokens", params={"segment": 7})
+    assert error_of(missing) == (404, "not_found")
+
+
+def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> None:
+    talk = stand.talk()
+    slow = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 30.0})
+    stand.until_generating(talk)
+    found = get(stand, talk.id)
+    assert (found["state"], found["open_turn"]["turn"]) == ("claimed", 1)
+    assert found["open_turn"]["opened_at"] >= found["created_at"]
+    [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "claimed"}).json()["sessions"]
+    assert row["claimed_since"] == found["open_turn"]["opened_at"]
+    stand.http.delete(talk.path).raise_for_status()
+    assert error_of(slow.result()) == (404, "session_closed")
+    found = get(stand, talk.id)
+    assert (found["state"], found["open_turn"]) == ("closed", None)
+    assert [(one["kind"], one["reason"]) for one in found["failed"]] == [("abandoned", "session_closed")]
+
+
+def test_of_an_erased_session_there_is_its_skeleton(stand: Stand) -> None:
+    talk = stand.talk(metadata={"a": 1})
+    talk.say("One")
+    stand.http.delete(talk.path, params={"erase": True}).raise_for_status()
+    found = get(stand, talk.id)
+    assert (found["erased"], found["state"], found["metadata"], len(found["turns"])) == (True, "erased", None, 1)
+    said = get(stand, f"{talk.id}/conversation")
+    assert [one["message"] for one in said["messages"]] == [None, None]
+    assert all(one["error"] for one in said["messages"])
+    tokens = get(stand, f"{talk.id}/tokens")
+    assert tokens["error"]
+    assert tokens["tokens"] == []
+    assert tokens["segments"][0]["tokens"] > 0
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
+    talk = stand.talk(metadata={"a": 1})
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    last = talk.events()[-1]["seq"]
+    where = f"session_id = '{talk.id}'"
+    change(stand.url, f"UPDATE turns SET wire = facts, facts = wire WHERE {where} AND turn = 2")
+    change(stand.url, f"UPDATE blobs SET data = :junk WHERE {where} AND number = 0", junk=b"junk")
+    said = get(stand, f"{talk.id}/conversation")
+    assert [one["message"] is None for one in said["messages"]] == [False, False, True, True, False, False]
+    assert [bool(one.get("error")) for one in said["messages"]] == [False, False, True, True, False, False]
+    assert get(stand, f"{talk.id}/tokens")["error"]
+    assert [one["part"] for one in get(stand, talk.id)["problems"]] == ["metadata"]
+    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = {last}", junk=b"{junk")
+    found = get(stand, talk.id)
+    assert (found["seq"], found["last_seq"]) == (last - 1, last)
+    assert [one["part"] for one in found["problems"]] == ["log", "metadata"]
+    assert [turn["turn"] for turn in found["turns"]] == [1, 2]
+    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = 1", junk=b"{junk")
+    assert error_of(stand.http.get(f"/ui/api/sessions/{talk.id}")) == (500, "session_unreadable")
+
+
+def test_an_unknown_session_is_not_found(stand: Stand) -> None:
+    for path in ("nobody", "nobody/conversation", "nobody/tokens"):
+        assert error_of(stand.http.get(f"/ui/api/sessions/{path}")) == (404, "session_not_found")
