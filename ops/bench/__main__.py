@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
@@ -20,6 +21,8 @@ from ops.bench import (
     large,
     latency,
     memory,
+    observed,
+    page,
     postgres,
     prefix,
     prepare,
@@ -53,15 +56,18 @@ BENCHMARKS = {
     "prefix": prefix,
     "gated": gated,
     "fleet": fleet,
+    "observed": observed,
+    "page": page,
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m ops.bench", description=__doc__)
+def main(given: Sequence[str] | None = None, prog: str = "python -m ops.bench") -> int:
+    """The command, called `prog` in its help; `given` are its arguments, by default the process's."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     names = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
         module.add_arguments(names.add_parser(name, help=module.__doc__))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then too
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code: int = runner.run(BENCHMARKS[arguments.name].main(arguments))

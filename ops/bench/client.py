@@ -44,14 +44,16 @@ class Connection(asyncio.Protocol):
         self._head = b""
         self._missing = -1
         self._host = b""
+        self._headers = b""
 
     @classmethod
-    async def connect(cls, base_url: str) -> Connection:
-        """Raises OSError."""
+    async def connect(cls, base_url: str, headers: str = "") -> Connection:
+        """`headers` are sent with each request: whole lines, each with CRLF. Raises OSError."""
         parts = urlsplit(base_url)
         host, port = parts.hostname or "", parts.port or 80
         _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
         connection._host = f"{host}:{port}".encode()
+        connection._headers = headers.encode()
         return connection
 
     @property
@@ -66,11 +68,12 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._waiting is not None:
             raise Broken("the connection is closed or busy")
         pieces = body if isinstance(body, tuple) else (body,)
-        head = b"%s %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n" % (
+        head = b"%s %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n" % (
             method.encode(),
             path.encode(),
             self._host,
             sum(map(len, pieces)),
+            self._headers,
             headers.encode(),
         )
         self._waiting = asyncio.get_running_loop().create_future()
@@ -113,7 +116,7 @@ class Connection(asyncio.Protocol):
                 self._pieces = [data]
                 return
             self._head, data = data[:end].lower(), data[end + 4 :]
-            length = Response(0, self._head, b"").header("content-length")
+            length = "0" if self._head[9:12] == b"204" else Response(0, self._head, b"").header("content-length")
             if length is None:
                 self._fail("a response without Content-Length")
                 return

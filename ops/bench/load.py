@@ -133,10 +133,16 @@ class Tally(msgspec.Struct):
 
 
 class Load:
-    """`clients` concurrent clients of `base_url`, started once, tallied over any number of stretches."""
+    """`clients` concurrent clients of `base_url`, started once, tallied over any number of stretches.
 
-    def __init__(self, base_url: str, script: Script, *, clients: int, turns_per_session: int) -> None:
+    `headers` are further ones of each request: whole lines, each with CRLF.
+    """
+
+    def __init__(
+        self, base_url: str, script: Script, *, clients: int, turns_per_session: int, headers: str = ""
+    ) -> None:
         self._base_url = base_url
+        self._headers = headers
         self._name = f"bench-{secrets.token_hex(3)}"
         self._script = script
         self._clients = clients
@@ -167,7 +173,7 @@ class Load:
                 group.create_task(self._create(share))
 
     async def _create(self, count: int) -> None:
-        async with await Connection.connect(self._base_url) as connection:
+        async with await Connection.connect(self._base_url, self._headers) as connection:
             for _ in range(count):
                 self._ready.append(await self._new_session(connection))
 
@@ -180,7 +186,7 @@ class Load:
         """Turns until the time is over, on a new connection after one has broken."""
         while time.perf_counter() < self._until:
             try:
-                async with await Connection.connect(self._base_url) as connection:
+                async with await Connection.connect(self._base_url, self._headers) as connection:
                     while time.perf_counter() < self._until:
                         await self._session(connection)
             except (Broken, OSError) as error:

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 import pytest
 from integration.stand import Stand, Talk, standing
 
+from e2e.page import browser as browser
+from e2e.page import page_stand as page_stand
+from e2e.page import watch as watch
+
 
 @pytest.fixture(scope="session")
 def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:

@@ -1,0 +1,136 @@
+/** Small charts as inline SVG. */
+
+import { decimal, svg } from "./dom.js";
+import { sessionHref } from "./route.js";
+
+/** A line of the last values; the newest is at the right. */
+export class Sparkline {
+  /** @param {string} label @param {number} places how many values it holds */
+  constructor(label, places) {
+    this.label = label;
+    this.places = places;
+    /** @type {(number|null)[]} */
+    this.values = [];
+    this.line = svg("path");
+    this.area = svg("path", { class: "area" });
+    this.title = svg("title");
+    this.element = svg(
+      "svg",
+      { class: "sparkline", viewBox: `0 0 ${places - 1} 30`, preserveAspectRatio: "none", role: "img" },
+      this.title,
+      this.area,
+      this.line,
+    );
+  }
+
+  /** @param {number|null} value null: not known */
+  add(value) {
+    this.values.push(value);
+    if (this.values.length > this.places) this.values.shift();
+    const known = this.values.filter((one) => one !== null);
+    const most = Math.max(1e-9, ...known);
+    const left = this.places - this.values.length;
+    const points = this.values.map((one, index) => `${left + index} ${(28 - (26 * (one ?? 0)) / most).toFixed(1)}`);
+    this.line.setAttribute("d", `M${points.join("L")}`);
+    this.area.setAttribute("d", `M${left} 30L${points.join("L")}L${this.places - 1} 30Z`);
+    this.title.textContent = `${this.label}, last ${this.values.length} s: at most ${decimal(most, 1)}`;
+  }
+}
+
+const WIDE = 640;
+const LEFT = 34;
+const RIGHT = 20;
+const DOT = 6;
+const LANE = 15;
+const MOST_LANES = 12;
+
+/**
+ * @typedef {{session_id: string, attempt: number|null, reward: number|null, status: string}} Attempt
+ */
+
+/**
+ * The rewards of a group on one axis, dots of near values above each other, each a link to its session.
+ * @param {Attempt[]} attempts
+ * @param {{mean: number}|null} statistics
+ * @returns {Element}
+ */
+export function rewardPlot(attempts, statistics) {
+  const rewarded = attempts.filter((one) => one.reward !== null).sort((a, b) => Number(a.reward) - Number(b.reward));
+  const axis = axisOf(rewarded.map((one) => Number(one.reward)));
+  const lanes = lanesOf(rewarded.map((one) => axis.place(Number(one.reward))));
+  const floor = 30 + Math.min(MOST_LANES, Math.max(2, ...lanes)) * LANE;
+  const dots = rewarded.map((one, index) => dot(one, axis.place(Number(one.reward)), floor - 12 - lanes[index] * LANE));
+  const ticks = axis.ticks.map((value) => [
+    svg("path", { class: "grid", d: `M${axis.place(value)} 18V${floor + 4}` }),
+    svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, tidy(value)),
+  ]);
+  return svg(
+    "svg",
+    { class: "plot", viewBox: `0 0 ${WIDE} ${floor + 26}`, role: "group", "aria-label": "Rewards of the group's sessions" },
+    ticks,
+    svg("path", { class: "axis", d: `M${LEFT - 10} ${floor}H${WIDE - RIGHT + 10}` }),
+    statistics && meanLine(axis.place(statistics.mean), floor, statistics.mean),
+    dots,
+  );
+}
+
+/** @param {number} x @param {number} floor @param {number} mean */
+function meanLine(x, floor, mean) {
+  const anchor = x > WIDE * 0.8 ? "end" : x < WIDE * 0.2 ? "start" : "middle";
+  return svg(
+    "g",
+    null,
+    svg("path", { class: "mean", d: `M${x} 16V${floor}` }),
+    svg("text", { x, y: 11, "text-anchor": anchor }, `mean ${decimal(mean)}`),
+  );
+}
+
+/** @param {Attempt} one @param {number} x @param {number} y */
+function dot(one, x, y) {
+  const name = `attempt ${one.attempt ?? "–"}: ${decimal(one.reward)} (${one.status}), ${one.session_id}`;
+  const mark = svg("circle", { class: one.status === "open" ? "dot open" : "dot", cx: x, cy: Math.max(8, y), r: DOT });
+  return svg("a", { href: sessionHref(one.session_id), "aria-label": name }, svg("title", null, name), mark);
+}
+
+/**
+ * @param {number[]} values in order
+ * @returns {{place: (value: number) => number, ticks: number[]}}
+ */
+function axisOf(values) {
+  let low = Math.min(0, ...values);
+  let high = Math.max(...values, low);
+  if (low === high) high = low + 1;
+  const step = stepOf((high - low) / 5);
+  low = Math.floor(low / step) * step;
+  high = Math.ceil(high / step) * step;
+  const ticks = Array.from({ length: Math.round((high - low) / step) + 1 }, (_, index) => low + index * step);
+  const place = (/** @type {number} */ value) => LEFT + ((value - low) / (high - low)) * (WIDE - LEFT - RIGHT);
+  return { place, ticks };
+}
+
+/** @param {number} raw @returns {number} 1, 2 or 5 times a power of ten */
+function stepOf(raw) {
+  const power = 10 ** Math.floor(Math.log10(raw));
+  return power * ([1, 2, 5, 10].find((one) => one * power >= raw) ?? 10);
+}
+
+/** @param {number} value @returns {string} without the noise of binary fractions */
+function tidy(value) {
+  return String(Number(value.toPrecision(6)));
+}
+
+/**
+ * How high each dot stands, so that none hides another.
+ * @param {number[]} places in order
+ * @returns {number[]}
+ */
+function lanesOf(places) {
+  /** @type {number[]} the last place taken in each lane */
+  const taken = [];
+  return places.map((place) => {
+    let lane = taken.findIndex((last) => place - last >= 2 * DOT + 1);
+    if (lane < 0) lane = taken.length;
+    taken[lane] = place;
+    return lane;
+  });
+}

@@ -1,0 +1,152 @@
+/** Numbers, sizes and times as people read them; times that tick without rendering anything anew. */
+
+const DASH = "–";
+const TICK_MS = 1000;
+
+const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3, notation: "compact" });
+const moment = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
+
+let aheadS = 0;
+
+/**
+ * Tell how the server's clock stands to this one, so that "3 s ago" is right on a laptop whose clock is not.
+ * @param {number} serverNow epoch seconds
+ */
+export function setServerNow(serverNow) {
+  aheadS = serverNow - Date.now() / 1000;
+}
+
+/** @returns {number} the server's time, epoch seconds */
+export function serverNow() {
+  return Date.now() / 1000 + aheadS;
+}
+
+/** @param {number|null|undefined} value @returns {string} 12,345 */
+export function count(value) {
+  return value == null ? DASH : whole.format(value);
+}
+
+/** @param {number|null|undefined} value @returns {string} 12.3K */
+export function compact(value) {
+  return value == null ? DASH : short.format(value);
+}
+
+/**
+ * A number with a fixed count of decimals, so that a column of them is aligned.
+ * @param {number|null|undefined} value
+ * @param {number} [decimals]
+ * @returns {string}
+ */
+export function decimal(value, decimals = 3) {
+  if (value == null) return DASH;
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e6 || size < 10 ** -decimals)) return value.toExponential(2);
+  return value.toFixed(decimals);
+}
+
+/** @param {number|null|undefined} value milliseconds @returns {string} */
+export function milliseconds(value) {
+  if (value == null) return DASH;
+  if (value < 10) return `${value.toFixed(2)} ms`;
+  if (value < 1000) return `${value.toFixed(value < 100 ? 1 : 0)} ms`;
+  return duration(value / 1000);
+}
+
+/** @param {number|null|undefined} value bytes @returns {string} in powers of 1024 */
+export function bytes(value) {
+  if (value == null) return DASH;
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let size = value;
+  let unit = 0;
+  while (size >= 1024 && unit < units.length - 1) {
+    size /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 || size >= 100 ? size.toFixed(0) : size.toFixed(1)} ${units[unit]}`;
+}
+
+/** @param {number|null|undefined} seconds @returns {string} 850 ms, 12 s, 3 min 05 s, 2 h 10 min, 4 d 3 h */
+export function duration(seconds) {
+  if (seconds == null) return DASH;
+  const s = Math.max(0, seconds);
+  if (s < 1) return `${Math.round(s * 1000)} ms`;
+  if (s < 10) return `${s.toFixed(1)} s`;
+  if (s < 60) return `${Math.floor(s)} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${pad(Math.floor(s % 60))} s`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${pad(Math.floor((s % 3600) / 60))} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+}
+
+/** @param {number|null|undefined} at epoch seconds @returns {string} date and time of this computer's zone */
+export function clock(at) {
+  return at == null ? DASH : moment.format(at * 1000);
+}
+
+/** @param {number} at epoch seconds @returns {string} ISO 8601, UTC */
+export function iso(at) {
+  return new Date(at * 1000).toISOString();
+}
+
+/**
+ * A `<time>` that says how long ago something was and goes on saying so.
+ * @param {number|null|undefined} at epoch seconds
+ * @param {"ago"|"for"} [style] "3 s ago", or "3 s" for what is still going on
+ * @returns {HTMLElement}
+ */
+export function since(at, style = "ago") {
+  const element = document.createElement("time");
+  setSince(element, at, style);
+  return element;
+}
+
+/**
+ * Point such a `<time>` at another moment, in place.
+ * @param {HTMLElement} element
+ * @param {number|null|undefined} at
+ * @param {"ago"|"for"} [style]
+ */
+export function setSince(element, at, style = "ago") {
+  if (at == null) {
+    delete element.dataset.at;
+    element.removeAttribute("datetime");
+    element.removeAttribute("title");
+    element.textContent = DASH;
+    return;
+  }
+  element.dataset.at = String(at);
+  element.dataset.style = style;
+  element.setAttribute("datetime", iso(at));
+  element.title = clock(at);
+  tick(element);
+}
+
+/** Let every `<time>` of the document tick. @returns {() => void} stop */
+export function startTicking() {
+  const timer = setInterval(() => {
+    if (document.hidden) return;
+    for (const element of document.querySelectorAll("time[data-at]")) tick(/** @type {HTMLElement} */ (element));
+  }, TICK_MS);
+  return () => clearInterval(timer);
+}
+
+/** @param {HTMLElement} element */
+function tick(element) {
+  const passed = serverNow() - Number(element.dataset.at);
+  const text = element.dataset.style === "for" ? coarse(passed) : passed < 1 ? "now" : `${coarse(passed)} ago`;
+  if (element.textContent !== text) element.textContent = text;
+}
+
+/** @param {number} seconds @returns {string} one or two units: what ticks should not flicker */
+function coarse(seconds) {
+  const s = Math.max(0, Math.floor(seconds));
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${pad(Math.floor((s % 3600) / 60))} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+}
+
+/** @param {number} value @returns {string} */
+function pad(value) {
+  return String(value).padStart(2, "0");
+}

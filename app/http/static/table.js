@@ -1,0 +1,219 @@
+/** A long table of which only what is seen is in the document; sorted by its headers, walked by j and k. */
+
+import { h, replace } from "./dom.js";
+import { isWriting } from "./keys.js";
+import { headerRow, Rows } from "./rows.js";
+
+const ROW_PX = 28;
+const HEAD_PX = 30;
+const OVERSCAN = 12;
+/** So near to the end of what is loaded, the next page is asked for. */
+const NEAR_ROWS = 40;
+/** A pointer that has lain still for so long is not about to click. */
+const POINTED_MS = 3000;
+
+/**
+ * @typedef {object} TableOptions
+ * @property {string} label
+ * @property {import("./rows.js").Column[]} columns
+ * @property {(row: any) => string} keyOf
+ * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
+ * @property {() => void} [onNearEnd]
+ * @property {() => void} [onRest] the user lets go of the rows: what waited may be shown
+ */
+
+/** @param {import("./rows.js").Column} column @returns {HTMLElement} */
+function newColumn(column) {
+  return h("col", { class: column.isExtra ? "extra" : null, style: column.width ? { width: column.width } : null });
+}
+
+export class LongTable {
+  /** @param {TableOptions} options */
+  constructor(options) {
+    this.options = options;
+    /** @type {any[]} */
+    this.rows = [];
+    /** @type {string|null} */
+    this.current = null;
+    this.frame = 0;
+    this.isBusy = true;
+    this.pointedAt = -POINTED_MS;
+    this.resting = 0;
+    /** @type {(row: any) => boolean} */
+    this.isDim = () => false;
+    this.above = h("td");
+    this.below = h("td");
+    this.body = h("tbody");
+    this.head = headerRow(options.columns, (column) => this.#press(column));
+    this.table = h(
+      "table",
+      { class: "virtual", "aria-label": options.label },
+      h("colgroup", null, options.columns.map(newColumn)),
+      h("thead", null, this.head),
+      h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.above)),
+      this.body,
+      h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.below)),
+    );
+    this.foot = h("div", { class: "foot" });
+    this.element = h(
+      "div",
+      { class: "table-scroll fill", tabindex: "0", role: "region", "aria-label": options.label },
+      this.table,
+      this.foot,
+    );
+    this.lines = new Rows(this.body, options.columns, options.keyOf);
+    this.sizes = new ResizeObserver(() => this.#soon());
+    this.onKey = (/** @type {KeyboardEvent} */ event) => this.#keyed(event);
+    this.#listen();
+  }
+
+  /** No row is above what is seen. @returns {boolean} */
+  get isAtTop() {
+    return this.element.scrollTop < ROW_PX;
+  }
+
+  /** Is the user about to point at a row, or has chosen one? Then rows must not move. @returns {boolean} */
+  get isHeld() {
+    return performance.now() - this.pointedAt < POINTED_MS || this.body.contains(document.activeElement);
+  }
+
+  /**
+   * @param {any[]} rows
+   * @param {number} total how many there are on the server
+   * @param {boolean} isBusy are others on their way?
+   */
+  show(rows, total, isBusy) {
+    this.rows = rows;
+    this.isBusy = isBusy;
+    this.table.setAttribute("aria-rowcount", String(total + 1));
+    this.#soon();
+  }
+
+  /** Fill what is seen again, for columns that hang on more than the row. */
+  refill() {
+    this.lines.refill();
+  }
+
+  /** @param {...import("./dom.js").Child} children what is behind the last row */
+  setFoot(...children) {
+    replace(this.foot, ...children);
+  }
+
+  /** @param {string} sort @param {string} order */
+  setOrder(sort, order) {
+    for (const cell of this.head.children) {
+      const isIt = cell instanceof HTMLElement && cell.dataset.sort === sort && sort !== "";
+      const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
+      const button = cell.querySelector("button");
+      if (!button) continue;
+      button.dataset.mark = mark;
+      if (isIt) cell.setAttribute("aria-sort", order === "asc" ? "ascending" : "descending");
+      else cell.removeAttribute("aria-sort");
+    }
+  }
+
+  scrollToTop() {
+    this.element.scrollTop = 0;
+  }
+
+  close() {
+    cancelAnimationFrame(this.frame);
+    clearTimeout(this.resting);
+    this.sizes.disconnect();
+    document.removeEventListener("keydown", this.onKey);
+  }
+
+  #listen() {
+    this.element.addEventListener("scroll", () => this.#soon(), { passive: true });
+    this.sizes.observe(this.element);
+    document.addEventListener("keydown", this.onKey);
+    const rest = () => setTimeout(() => this.isHeld || this.options.onRest?.());
+    this.body.addEventListener("pointermove", () => {
+      this.pointedAt = performance.now();
+      clearTimeout(this.resting);
+      this.resting = setTimeout(rest, POINTED_MS);
+    });
+    this.body.addEventListener("pointerleave", () => {
+      this.pointedAt = -POINTED_MS;
+      rest();
+    });
+    this.body.addEventListener("focusout", rest);
+    this.element.addEventListener("scrollend", rest);
+    this.body.addEventListener("focusin", (event) => {
+      const line = /** @type {Element} */ (event.target).closest("tr");
+      this.#mark(line?.dataset.key ?? null);
+    });
+  }
+
+  #soon() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.#render());
+  }
+
+  #render() {
+    const { scrollTop, clientHeight } = this.element;
+    const first = Math.max(0, Math.floor((scrollTop - HEAD_PX) / ROW_PX) - OVERSCAN);
+    const end = Math.min(this.rows.length, Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN);
+    this.above.style.height = `${Math.min(first, this.rows.length) * ROW_PX}px`;
+    this.below.style.height = `${Math.max(0, this.rows.length - end) * ROW_PX}px`;
+    this.lines.show(this.rows.slice(first, end), (element, row, index) => {
+      element.setAttribute("aria-rowindex", String(first + index + 2));
+      element.classList.toggle("gone", this.isDim(row));
+      this.#dress(element);
+    });
+    this.element.setAttribute("aria-busy", String(this.isBusy));
+    if (end > this.rows.length - NEAR_ROWS) this.options.onNearEnd?.();
+  }
+
+  /** @param {HTMLTableRowElement} element */
+  #dress(element) {
+    if (element.dataset.key === this.current) element.setAttribute("aria-current", "true");
+    else element.removeAttribute("aria-current");
+  }
+
+  /** @param {string|null} key */
+  #mark(key) {
+    this.current = key;
+    for (const line of this.lines.lines.values()) this.#dress(line.element);
+  }
+
+  /** @param {import("./rows.js").Column} column */
+  #press(column) {
+    const cell = [...this.head.children].find((one) => /** @type {HTMLElement} */ (one).dataset.sort === column.sort);
+    const now = cell?.getAttribute("aria-sort");
+    const turned = now === "ascending" ? "desc" : "asc";
+    this.options.onSort?.(column.sort ?? "", now ? turned : (column.first ?? "desc"));
+  }
+
+  /** @param {KeyboardEvent} event */
+  #keyed(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || !this.rows.length) return;
+    if (document.querySelector("dialog[open]")) return;
+    const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
+    const last = this.rows.length - 1;
+    const isInside = this.element.contains(document.activeElement);
+    let to;
+    if (event.key === "j") to = Math.min(last, at + 1);
+    else if (event.key === "k") to = Math.max(0, at - 1);
+    else if (event.key === "Home" && isInside) to = 0;
+    else if (event.key === "End" && isInside) to = last;
+    else return;
+    event.preventDefault();
+    this.#walk(to);
+  }
+
+  /** @param {number} index */
+  #walk(index) {
+    const top = index * ROW_PX;
+    const { scrollTop, clientHeight } = this.element;
+    if (top < scrollTop) this.element.scrollTop = top;
+    else if (top + 2 * HEAD_PX + ROW_PX > scrollTop + clientHeight) {
+      this.element.scrollTop = top + 2 * HEAD_PX + ROW_PX - clientHeight;
+    }
+    cancelAnimationFrame(this.frame);
+    this.#render();
+    const line = this.lines.lines.get(this.options.keyOf(this.rows[index]));
+    this.#mark(line?.element.dataset.key ?? null);
+    line?.element.querySelector("a")?.focus({ preventScroll: true });
+  }
+}

@@ -1,0 +1,137 @@
+/**
+ * Text of agents and engines, as a person can see it.
+ *
+ * All of it goes into text nodes. Characters that are invisible, move a terminal's cursor or turn the direction of what
+ * stands around them are shown by name instead, so that nothing looks like what it is not.
+ */
+import { h } from "./dom.js";
+
+/* Of control characters, tab and line feed are what they seem; a carriage return is odd where no line feed follows.
+   With the `u` flag a surrogate matches where it lacks its other half. */
+const ODD = new RegExp(
+  [
+    "[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f]|\\r(?!\\n)", // controls
+    "[\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069]", // direction
+    "[\\u00ad\\u200b\\u2028\\u2029\\u2060-\\u2065\\ufeff\\u{e0000}-\\u{e007f}]", // invisible
+    "[\\ud800-\\udfff]",
+  ].join("|"),
+  "gu",
+);
+
+/** How many odd characters of one text get an element of their own; the rest are named in the text. */
+const MOST_MARKS = 500;
+
+/** Characters of a long text that are shown at once, and how many more a press of the button adds. */
+const SHOWN = 2000;
+const MORE = 200000;
+
+/** Characters of a name that are shown. */
+const NAMED = 300;
+
+const CONTROLS = (
+  "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI " +
+  "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US"
+).split(" ");
+
+/** @param {string} character @returns {string} its name among the control characters, or its code point */
+function nameOf(character) {
+  const code = character.codePointAt(0);
+  if (code < CONTROLS.length) return CONTROLS[code];
+  if (code === 0x7f) return "DEL";
+  return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
+/**
+ * @param {string} text of any origin
+ * @returns {(string|Element)[]} children for an element
+ */
+export function visible(text) {
+  const parts = [];
+  let end = 0;
+  let marks = 0;
+  for (const found of text.matchAll(ODD)) {
+    if (found.index > end) parts.push(text.slice(end, found.index));
+    const name = nameOf(found[0]);
+    parts.push(
+      marks++ < MOST_MARKS ? h("span", { class: "odd", title: "a character that cannot be seen" }, name) : name,
+    );
+    end = found.index + found[0].length;
+  }
+  if (end < text.length) parts.push(text.slice(end));
+  return parts;
+}
+
+/**
+ * The same of a name, where a line is all the room there is: a long one is cut, and says how long it is.
+ * @param {unknown} name
+ * @returns {(string|Element)[]}
+ */
+export function named(name) {
+  const text = String(name);
+  if (text.length <= NAMED) return visible(text);
+  return [...visible(text.slice(0, boundary(text, NAMED))), `… (${text.length} characters)`];
+}
+
+/** @param {string} text @returns {string} the same for attributes and titles, where no element can be */
+export function visibleText(text) {
+  return text.replace(ODD, nameOf);
+}
+
+/** @param {*} value @returns {string} JSON in which no odd character is left, to be pasted anywhere */
+export function safeJson(value) {
+  return JSON.stringify(value).replace(ODD, (character) =>
+    [...Array(character.length).keys()]
+      .map((at) => `\\u${character.charCodeAt(at).toString(16).padStart(4, "0")}`)
+      .join(""),
+  );
+}
+
+/** @param {string} text @param {number} at @returns {number} `at`, or one more where it would split a character */
+function boundary(text, at) {
+  const code = text.charCodeAt(at - 1);
+  return code >= 0xd800 && code < 0xdc00 ? at + 1 : at;
+}
+
+/**
+ * A block of text, of which a long one shows its beginning and a button for more.
+ *
+ * @param {string} text
+ * @param {string} [kind] a class
+ * @returns {HTMLElement}
+ */
+export function textBlock(text, kind = "") {
+  const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SHOWN ? "0" : null });
+  const whole = h("div", { class: "textblock" }, block);
+  let shown = text.length > SHOWN * 1.5 ? boundary(text, SHOWN) : text.length;
+  block.append(...visible(text.slice(0, shown)));
+  if (shown === text.length) return whole;
+  const button = h("button", { type: "button", class: "link" });
+  const label = () => {
+    const left = text.length - shown;
+    button.textContent =
+      left > MORE ? `show ${MORE} more of ${text.length} characters` : `show all ${text.length} characters`;
+  };
+  button.addEventListener("click", () => {
+    const to = Math.min(boundary(text, shown + MORE), text.length);
+    block.append(...visible(text.slice(shown, to)));
+    shown = to;
+    if (shown === text.length) {
+      block.focus({ preventScroll: true });
+      button.remove();
+    } else label();
+  });
+  label();
+  whole.append(button);
+  return whole;
+}
+
+/** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */
+export function pretty(text) {
+  try {
+    const value = JSON.parse(text);
+    return value !== null && typeof value === "object" ? JSON.stringify(value, null, 2) : text;
+  } catch (error) {
+    if (error instanceof SyntaxError) return text;
+    throw error;
+  }
+}

@@ -1,0 +1,146 @@
+"""Sessions such as a rollout leaves them: for tests of the page and for its pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from integration.stand import WEATHER, Stand, Talk, until, user
+
+SCORED: dict[str, Sequence[float]] = {
+    "gsm8k/train-04127": (0.0, 1.0, 1.0, 0.25, 0.5, 1.0, 0.75, 0.0),
+    "swe/django-11099": (0.0, 0.0, 0.0, 0.0),
+    "aime/2025-I-13": (0.1, 0.9, 0.4, 0.35),
+}
+"""The rewards of each group's sessions; the second group's are all equal."""
+
+MISSING = (1, 3)
+"""Attempts of the third group that nobody made."""
+
+ADAPTER = "code-lora"
+TASKS = (
+    "How many apples are left if 23 of 60 were sold in the morning and half of the rest later?",
+    "The test suite fails in one place. Find out why and propose a patch.",
+    "Find all integers n for which n^2 + 19 n + 130 is a square.",
+)
+
+
+@dataclass
+class Filled:
+    """What is in the store: ids by what is special about them."""
+
+    talks: list[Talk] = field(default_factory=list)
+    groups: dict[str, list[str]] = field(default_factory=dict)
+    rolled_back: str = ""
+    refused: str = ""
+    erased: str = ""
+    idle: str = ""
+    held: str = ""
+    in_turn: list[str] = field(default_factory=list)
+    waiting: list[HTTPConnection] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Give up on the turns that wait."""
+        for connection in self.waiting:
+            connection.close()
+
+
+def filled(stand: Stand) -> Filled:
+    """Fill the stand's store through its own routes.
+
+    Some turns stay open: at the engine, which is told to take its time, and at an adapter's gate.
+    """
+    found = Filled()
+    for task, (group, rewards) in zip(TASKS, SCORED.items(), strict=True):
+        found.groups[group] = [_scored(stand, found, group, task, at, reward) for at, reward in enumerate(rewards)]
+    found.rolled_back = _rolled_back(stand)
+    found.refused = _refused(stand)
+    found.idle = _idle(stand)
+    found.erased = stand.talk(session_id="withdrawn-1").id
+    assert stand.http.delete(f"/sessions/{found.erased}", params={"erase": True}).status_code == 204
+    _waiting(stand, found)
+    return found
+
+
+def _scored(stand: Stand, found: Filled, group: str, task: str, at: int, reward: float) -> str:
+    attempt = at
+    if group == "aime/2025-I-13":
+        attempt = [n for n in range(9) if n not in MISSING][at]
+    name = f"{group.split('/')[0]}-{attempt:02}"
+    talk = stand.talk(session_id=name, group_id=group, attempt=attempt, metadata={"task": group, "harness": "demo"})
+    talk.say(task, tools=[WEATHER], max_tokens=48)
+    for _ in range(1 + at % 3):
+        last = talk.messages[-1]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "sunny, 21 degrees"}
+            for call in last.get("tool_calls") or []
+        ]
+        talk.add(*(results or [user("Are you sure?")]), tools=[WEATHER], max_tokens=48)
+    body: dict[str, Any] = {"reward": reward}
+    if at % 2:
+        body["components"] = {"correct": reward, "length": -0.05}
+    assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+    assert stand.http.delete(talk.path).status_code == 204
+    found.talks.append(talk)
+    return talk.id
+
+
+def _rolled_back(stand: Stand) -> str:
+    """The client took its last turn back once."""
+    talk = stand.talk(session_id="terminal-bench-7", group_id="terminal-bench/chess", attempt=0)
+    talk.say("Write a chess engine.", max_tokens=32)
+    history = list(talk.messages)
+    talk.say("Now test it.", max_tokens=32)
+    talk.messages = history
+    talk.say("First, list the files.", max_tokens=32)
+    return talk.id
+
+
+def _refused(stand: Stand) -> str:
+    """The engine failed a turn, and its reply to another was no good."""
+    talk = stand.talk(session_id="flaky-engine-3", group_id="terminal-bench/chess", attempt=1)
+    talk.say("Begin.", max_tokens=24)
+    for fault in ("status_500", "nan_logprob"):
+        stand.sim.post("/sim/faults", json={"fault": fault})
+        assert talk.chat([*talk.messages, user("Go on.")]).status_code >= 500
+    return talk.id
+
+
+def _idle(stand: Stand) -> str:
+    talk = stand.talk(session_id="notebook-12", group_id="dabench/plots", attempt=0)
+    talk.say("Plot the sales by month.", max_tokens=24)
+    return talk.id
+
+
+def _waiting(stand: Stand, found: Filled) -> None:
+    """Turns that do not end by themselves; nobody waits for their replies."""
+    held = stand.talk(session_id="lora-coder-1", group_id="lora/refactor", attempt=0, adapter=ADAPTER)
+    held.say("Rename the class.", max_tokens=24)
+    assert stand.http.post(f"/adapters/{ADAPTER}/pause", json={"lease_s": 600}).status_code == 200
+    found.waiting.append(_asked(stand, held, [*held.messages, user("And its tests.")]))
+    found.held = held.id
+    stand.sim.post("/sim/latency", json={"latency_s": 600})
+    for number in range(3):
+        talk = stand.talk(session_id=f"swe-long-{number}", group_id="swe/astropy-6938", attempt=number)
+        found.waiting.append(_asked(stand, talk, [user("Read the whole repository.")]))
+        stand.until_generating(talk)
+        found.in_turn.append(talk.id)
+    stand.sim.post("/sim/latency", json={"latency_s": 0})
+    until(lambda: _gated(stand) == 1)
+
+
+def _asked(stand: Stand, talk: Talk, messages: Sequence[dict[str, Any]]) -> HTTPConnection:
+    """A turn's request without its reply; closing the connection is giving up."""
+    connection = HTTPConnection(urlsplit(stand.server.base_url).netloc)
+    body = json.dumps({"model": "simulator", "messages": list(messages)})
+    connection.request("POST", talk.chat_path, body, {"content-type": "application/json"})
+    return connection
+
+
+def _gated(stand: Stand) -> int:
+    count: int = stand.http.get("/ui/api/overview").json()["sessions"]["gated"]
+    return count

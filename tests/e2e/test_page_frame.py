@@ -1,0 +1,134 @@
+"""Signing in, a lost connection, and a long list: on a server with a token and without engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from integration.stand import TIMEOUT_S, Stand, serving
+from playwright.sync_api import expect
+
+from e2e.page import TIMEOUT_MS, Watched, chromium
+
+Watch = Callable[..., Watched]
+
+TOKEN = "an-admin-token-of-the-page-tests"
+MANY = 450
+"""More than two pages of the list."""
+
+ROWS = "main tbody tr[data-key]"
+expect.set_options(timeout=TIMEOUT_MS)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    if chromium() is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    with serving(tmp_path_factory.mktemp("guarded"), environment={"TURNLOG_ADMIN_TOKEN": TOKEN}) as stand:
+        stand.http.close()
+        stand.http = httpx.Client(
+            base_url=stand.server.base_url, timeout=TIMEOUT_S, headers={"authorization": f"Bearer {TOKEN}"}
+        )
+        with ThreadPoolExecutor(16) as threads:
+            made = threads.map(lambda number: stand.talk(session_id=f"many-{number:04}"), range(MANY))
+            assert len(list(made)) == MANY
+        yield stand
+
+
+@pytest.fixture
+def watched(guarded: Stand, watch: Watch) -> Watched:
+    """The server first: its database is migrated by `asyncio.run`, which cannot be once Playwright's loop runs."""
+    made: Watched = watch(guarded.server.base_url)
+    made.expected = ("401 (Unauthorized)",)
+    return made
+
+
+def signed_in(watched: Watched, place: str = "#/") -> None:
+    page = watched.page
+    page.goto(f"{watched.base_url}/ui{place}")
+    page.fill("#token", TOKEN)
+    page.click("button.primary")
+    page.wait_for_selector("#connection[data-state=live]")
+
+
+def test_sign_in_and_out(watched: Watched) -> None:
+    page = watched.page
+    page.goto(f"{watched.base_url}/ui#/groups")
+    page.fill("#token", "not the token")
+    page.click("button.primary")
+    page.wait_for_selector("text=The server does not know this token.")
+    assert not page.context.cookies()
+    page.fill("#token", TOKEN)
+    page.click("button.primary")
+    page.wait_for_selector("text=There are no groups yet")
+    assert page.evaluate("document.cookie") == ""
+    (cookie,) = page.context.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.click("text=Copy as curl")
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert '-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"' in copied
+    assert TOKEN not in copied
+    assert TOKEN not in page.content()
+
+    page.click("#sign-out")
+    page.wait_for_selector("#token")
+    assert not page.context.cookies()
+    page.reload()
+    page.wait_for_selector("#token")
+
+
+def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) -> None:
+    signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
+    page = watched.page
+    expect(page.locator("main [role=status]").first).to_have_text(f"{MANY} sessions")
+    scroller = page.locator("main .table-scroll")
+    for _ in range(2):
+        scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
+        page.wait_for_timeout(200)
+    page.wait_for_selector(f"text=All {MANY} shown")
+    scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
+    parameters = {"q": "many-", "sort": "created_at", "order": "asc", "limit": 500}
+    in_order = [row["session_id"] for row in guarded.http.get("/ui/api/sessions", params=parameters).json()["sessions"]]
+    last = in_order[-1]
+    page.wait_for_selector(f"{ROWS}[data-key={last}][aria-rowindex='{MANY + 1}']")
+    assert page.locator(ROWS).count() < 80
+    page.locator(f"{ROWS}[data-key={last}] th a").focus()
+    page.keyboard.press("Home")
+    page.wait_for_selector(f"{ROWS}[data-key={in_order[0]}][aria-current]")
+
+
+def test_what_changes_on_a_later_page_is_not_new(watched: Watched, guarded: Stand) -> None:
+    signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
+    page = watched.page
+    first = page.locator(ROWS).first
+    key = first.get_attribute("data-key")
+    later = guarded.http.get("/ui/api/sessions", params={"q": "many-", "limit": 1}).json()["sessions"][0]["session_id"]
+    for session_id in (later, key):
+        assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
+    expect(first.locator("td").nth(4)).to_have_text("0.500")
+    expect(page.locator("button.changed")).to_be_hidden()
+
+    watched.go("#/?q=many-")
+    top = page.locator(ROWS).first
+    expect(top).to_have_attribute("data-key", str(key))
+    assert guarded.http.put(f"/sessions/{later}/reward", json={"reward": 1}).status_code == 200
+    expect(top).to_have_attribute("data-key", later)
+    expect(page.locator("main .bar [role=status]")).to_have_text(f"{MANY} sessions")
+
+
+def test_a_lost_connection_is_said_and_made_good(watched: Watched, guarded: Stand) -> None:
+    watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+    signed_in(watched, "#/?q=later-")
+    page = watched.page
+    page.wait_for_selector("text=No session matches these filters")
+    guarded.server.stop()
+    page.wait_for_selector("#banner:has-text('No connection to the server')")
+    guarded.server.start()
+    assert guarded.http.post("/sessions", json={"session_id": "later-1"}).status_code == 200
+    page.wait_for_selector(f"{ROWS}[data-key=later-1]")
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#connection")).to_have_text("live")

@@ -1,0 +1,295 @@
+"""The page's frame and lists in a real browser, on a store such as a rollout leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from e2e.page import TIMEOUT_MS, PageStand, Watched
+from e2e.page_data import ADAPTER, MISSING, SCORED
+
+Watch = Callable[..., Watched]
+
+ROWS = "main tbody tr[data-key]"
+MARKUP = '<img src=x onerror="window.__pwned=1"><script>window.__pwned=1</script>'
+expect.set_options(timeout=TIMEOUT_MS)
+
+
+@pytest.fixture
+def watched(watch: Watch, page_stand: PageStand) -> Watched:
+    return watch(page_stand.stand.server.base_url)
+
+
+@pytest.fixture(scope="module")
+def api(page_stand: PageStand) -> Callable[..., Any]:
+    """What the server says, to compare the page with."""
+
+    def ask(path: str, **parameters: Any) -> Any:
+        response = page_stand.stand.http.get(path, params=parameters)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return ask
+
+
+def keys(page: Page) -> list[str]:
+    """The ids of the rows that are shown, in their order."""
+    found: list[str] = page.eval_on_selector_all(ROWS, "rows => rows.map(row => row.dataset.key)")
+    return found
+
+
+def settled(page: Page) -> Page:
+    """Once the list is what was asked for."""
+    page.wait_for_selector(".table-scroll[aria-busy=false] .foot:not(:empty)")
+    return page
+
+
+def test_list_filters_and_orders_are_the_servers(watched: Watched, api: Callable[..., Any]) -> None:
+    page = settled(watched.open())
+    everything = api("/ui/api/sessions", sort="updated_at", limit=500)
+    assert keys(page) == [row["session_id"] for row in everything["sessions"]]
+    assert page.inner_text(f"{ROWS}[data-key=withdrawn-1] .badge").endswith("erased")
+
+    page.select_option("select[name=state]", "closed")
+    page.fill("input[name=min_reward]", "0.9")
+    expect(page.locator(ROWS)).to_have_count(4)
+    closed = api("/ui/api/sessions", sort="updated_at", state="closed", min_reward=0.9, limit=500)
+    assert keys(page) == [row["session_id"] for row in closed["sessions"]]
+    assert parse_qs(urlsplit(page.url).fragment.partition("?")[2]) == {"state": ["closed"], "min_reward": ["0.9"]}
+
+    page.click("th button:has-text('Turns')")
+    page.wait_for_selector("th[aria-sort=descending]:has-text('Turns')")
+    page.click("th button:has-text('Turns')")
+    page.wait_for_selector("th[aria-sort=ascending]:has-text('Turns')")
+    by_turns = api("/ui/api/sessions", sort="turns", order="asc", state="closed", min_reward=0.9, limit=500)
+    settled(page)
+    assert keys(page) == [row["session_id"] for row in by_turns["sessions"]]
+    page.reload()
+    settled(page)
+    assert page.input_value("select[name=state]") == "closed"
+    assert keys(page) == [row["session_id"] for row in by_turns["sessions"]]
+
+
+def test_what_is_stuck_and_what_is_held(watched: Watched, page_stand: PageStand) -> None:
+    page = settled(watched.open("#/?state=claimed&sort=claimed_since&order=asc"))
+    assert keys(page) == page_stand.filled.in_turn, "the longest first"
+    assert page.inner_text(f"{ROWS} .badge").endswith("claimed")
+    page.click("text=Held at a gate")
+    expect(page.locator(ROWS)).to_have_count(1)
+    assert keys(page) == [page_stand.filled.held]
+    watched.go("#/?q=nobody")
+    page.wait_for_selector("text=No session matches these filters")
+    page.click("text=Show all sessions")
+    page.wait_for_selector(f"{ROWS}[data-key='{page_stand.filled.held}']")
+
+
+def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> None:
+    stand = page_stand.stand
+    talk = stand.talk(session_id="live-1")
+    page = settled(watched.open())
+    row = f"{ROWS}[data-key=live-1]"
+    page.eval_on_selector(row, "row => { row.isTheSame = true }")
+    talk.say("one", max_tokens=8)
+    talk.say("two", max_tokens=8)
+    page.wait_for_function("row => document.querySelector(row).cells[3].textContent === '2'", arg=row)
+    assert page.eval_on_selector(row, "row => row.isTheSame")
+    stand.talk(session_id="live-2")
+    page.wait_for_function("rows => document.querySelector(rows)?.dataset.key === 'live-2'", arg=ROWS)
+
+    settled(watched.go("#/?sort=created_at&order=desc"))
+    page.wait_for_selector("th[aria-sort=descending]:has-text('Created')")
+    expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-2")
+    stand.talk(session_id="live-3")
+    page.wait_for_selector("button.changed:has-text('1 new')")
+    assert "live-3" not in keys(page)
+    page.click("button.changed")
+    expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-3")
+    expect(page.locator("button.changed")).to_be_hidden()
+
+
+def test_all_by_keyboard(watched: Watched) -> None:
+    page = settled(watched.open("#/?sort=created_at&order=asc"))
+    first, second = keys(page)[:2]
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.wait_for_selector(f"tr[data-key='{second}'][aria-current]")
+    page.keyboard.press("k")
+    page.wait_for_selector(f"tr[data-key='{first}'][aria-current]")
+    page.keyboard.press("/")
+    page.keyboard.type("jk")
+    assert page.input_value("input[name=q]") == "jk"
+    page.fill("input[name=q]", "")
+    page.keyboard.press("Escape")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open] >> text=go to the filter")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    settled(page)
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/ui#/session/{second}")
+    page.keyboard.press("g")
+    page.keyboard.press("g")
+    page.wait_for_url("**/ui#/groups")
+
+
+def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
+    page = watched.open()
+    dead = urlsplit(page_stand.dead_engine).netloc
+    page.wait_for_selector(f".engines summary:has-text('1 dead: {dead}')")
+    page.wait_for_selector(f"#fleet >> text=paused adapters: {ADAPTER}")
+    page.wait_for_selector("#fleet a.figure.alert:has-text('Held') >> text=1")
+    page.wait_for_selector("#fleet .figure:has-text('Weights') >> text=12")
+    page.click(".engines summary")
+    line = page.locator(f".engines tr[data-key='{page_stand.dead_engine}']")
+    expect(line.locator(".badge")).to_contain_text("dead")
+    expect(line.locator("td").last).not_to_have_text("–")
+    line.locator("a").click()
+    page.wait_for_selector("text=No session matches these filters")
+    assert page.input_value("select[name=engine]") == page_stand.dead_engine
+
+
+def test_groups(watched: Watched, page_stand: PageStand) -> None:
+    flat, missing = list(SCORED)[1:]
+    page = settled(watched.open("#/groups"))
+    assert set(SCORED) <= set(keys(page))
+    assert "zero variance" in page.inner_text(f"{ROWS}[data-key='{flat}']")
+    gaps = ", ".join(map(str, MISSING))
+    expect(page.locator(f"{ROWS}[data-key='{missing}'] td").last).to_have_text(gaps)
+    page.click("text=Zero variance")
+    expect(page.locator(ROWS)).to_have_count(1)
+    assert keys(page) == [flat]
+    page.click(f"text={flat}")
+    page.wait_for_selector(".flag:has-text('zero')")
+
+    watched.go(f"#/group/{quote(missing, safe='')}")
+    page.wait_for_selector(f".flag:has-text('{gaps}')")
+    assert page.locator("svg.plot a").count() == len(SCORED[missing])
+    names = [page.locator("svg.plot a").nth(at).get_attribute("aria-label") or "" for at in range(4)]
+    assert sorted(float(name.split(": ")[1].split(" ")[0]) for name in names) == sorted(SCORED[missing])
+    assert len(keys(page)) == len(SCORED[missing])
+    page.locator("svg.plot a").first.click()
+    page.wait_for_url("**/ui#/session/aime-0*")
+
+
+def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any]) -> None:
+    group = next(iter(SCORED))
+    preview = api("/ui/api/exports", group_id=group, min_reward=0.5)
+    assert preview["complete"]
+    page = watched.open(f"#/exports?group_id={quote(group, safe='')}&min_reward=0.5")
+    page.wait_for_selector("text=sessions looked at: all")
+    assert page.inner_text(".facts .figure:has-text('Rows') .value") == str(preview["rows"])
+    rows = page_stand.stand.rows(group_id=group, min_reward=0.5)
+    assert preview["rows"] == len(rows)
+
+    links = page.eval_on_selector_all("a[download]", "links => links.map(link => link.href)")
+    assert len(links) == len(set(links)) == 10 * 4 + 2
+    for link in (links[0], links[-1]):
+        query = {name: values[0] for name, values in parse_qs(urlsplit(link).query).items()}
+        assert query["group_id"] == group
+        response = page_stand.stand.http.get(link)
+        assert response.status_code == 200
+        assert len(response.text.splitlines()) == len(rows)
+
+    watched.go("#/exports?max_staleness=0&weight_version=20")
+    page.wait_for_selector("main th:has-text('stale')")
+    page.locator("main td a").first.click()
+    page.wait_for_url("**/ui#/session/*")
+
+
+def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> None:
+    stand = page_stand.stand
+    talk = stand.talk(session_id="hostile-1", group_id=MARKUP, metadata={"note": MARKUP}, adapter=MARKUP)
+    stand.sim.post("/update_weight_version", json={"new_version": MARKUP})
+    talk.say(MARKUP, max_tokens=8)
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1, "components": {MARKUP: 1}}).status_code == 200
+    assert stand.http.post(f"/adapters/{quote(MARKUP)}/pause", json={}).status_code == 200
+    try:
+        page = watched.open("#/?q=hostile")
+        page.wait_for_selector(f"{ROWS} >> text=<img src=x")
+        page.wait_for_selector("#fleet .figure >> text=<img src=x")
+        page.click(".engines summary")
+        page.wait_for_selector(".engines td >> text=<img src=x")
+        page.click(f"{ROWS}[data-key=hostile-1] td a")
+        page.wait_for_selector("h1 >> text=<script>")
+        for place in (
+            "#/groups",
+            "#/exports",
+            "#/?engine=javascript:alert(1)",
+            f"#/group/{quote(MARKUP, safe='')}?x={quote(MARKUP)}",
+        ):
+            watched.go(place)
+            page.wait_for_selector("main :text('<img')" if "group" in place else "main form")
+        assert page.locator("main img, main script, #fleet img").count() == 0
+    finally:
+        stand.http.post(f"/adapters/{quote(MARKUP)}/resume", json={})
+        stand.sim.post("/update_weight_version", json={"new_version": "12"})
+        stand.talk(session_id="back-to-12").say("again", max_tokens=8)
+
+
+def test_theme_is_the_systems_or_the_chosen_one(watch: Watch, page_stand: PageStand) -> None:
+    page = watch(page_stand.stand.server.base_url, scheme="dark").open()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.select_option("select[aria-label=Theme]", "light")
+    light = page.evaluate(ground)
+    assert light != dark
+    page.reload()
+    page.wait_for_selector("#connection[data-state=live]")
+    assert page.evaluate(ground) == light
+    page.select_option("select[aria-label=Theme]", "")
+    assert page.evaluate(ground) == dark
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_view_has_a_barrier_that_axe_finds(watch: Watch, page_stand: PageStand, scheme: str) -> None:
+    watched = watch(page_stand.stand.server.base_url, scheme=scheme)
+    page = watched.open()
+    found = []
+    group = quote(next(iter(SCORED)), safe="")
+    for place, ready in (
+        ("#/", ROWS),
+        ("#/groups", ROWS),
+        (f"#/group/{group}", "svg.plot"),
+        ("#/exports", "a[download]"),
+    ):
+        watched.go(place)
+        page.wait_for_selector(ready)
+        report = Axe().run(page, options=None if scheme == "light" else {"runOnly": ["color-contrast"]})
+        found += [f"{place}: {one['id']}: {one['nodes'][0]['html'][:200]}" for one in report.response["violations"]]
+    assert not found, "\n".join(found)
+
+
+def test_scripts_are_what_they_say(watched: Watched) -> None:
+    """The pure parts, called by the browser that will run them."""
+    page = watched.open()
+    assert page.evaluate(
+        """async () => {
+            const route = await import("/ui/static/route.js");
+            const format = await import("/ui/static/format.js");
+            const { ranges } = await import("/ui/static/groups.js");
+            const id = "a/b?c#d%";
+            return {
+                back: route.parse(route.groupHref(id)).id,
+                none: ["#/nowhere", "#/session/", "#/session/%", "#/session/a/b"].map((hash) => route.parse(hash)),
+                tokens: route.parse(route.tokensHref("x", { seq: 4 })).query.get("seq"),
+                durations: [0.25, 9.5, 59, 61, 7260, 90000].map(format.duration),
+                bytes: [0, 1023, 1536, 2 ** 31].map(format.bytes),
+                decimals: [null, 0, 0.5, -12.25, 1e-9, 12345678].map((one) => format.decimal(one)),
+                ranges: ranges([7, 1, 2, 3, 9]),
+            };
+        }"""
+    ) == {
+        "back": "a/b?c#d%",
+        "none": [None] * 4,
+        "tokens": "4",
+        "durations": ["250 ms", "9.5 s", "59 s", "1 min 01 s", "2 h 01 min", "1 d 1 h"],
+        "bytes": ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"],
+        "decimals": ["–", "0.000", "0.500", "-12.250", "1.00e-9", "1.23e+7"],
+        "ranges": "1–3, 7, 9",
+    }
