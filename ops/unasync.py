@@ -1,0 +1,78 @@
+"""The sync client, made from the async one: `python -m ops.unasync`; with `--check`, only says if it is current."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import unasync
+
+from ops.server import ROOT
+
+CLIENT = ROOT / "turnlog" / "client"
+SOURCE, MADE = "_async", "_sync"
+
+NAMES = {
+    "AsyncClient": "Client",
+    "AsyncExport": "Export",
+    "AsyncOpenAI": "OpenAI",
+    "AsyncSession": "Session",
+    "AsyncTransport": "Transport",
+    "AsyncTurnlog": "Turnlog",
+    "aclose": "close",
+    "aiter_bytes": "iter_bytes",
+    "aread": "read",
+    "asyncio": "time",
+    SOURCE: MADE,
+}
+"""Beside those that unasync knows: `await`, `async`, `AsyncIterator`, `__aenter__`, ..."""
+
+NOTICE = "# Made from turnlog/client/_async by `python -m ops.unasync`. Do not edit.\n"
+
+
+def made() -> dict[str, str]:
+    """The sync files' texts by name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source, target = folder / SOURCE, folder / MADE
+        shutil.copytree(CLIENT / SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in source.glob("*.py"):
+            text = file.read_text()
+            for asynchronous, synchronous in NAMES.items():
+                # unasync changes names, and leaves docstrings as they are.
+                text = text.replace(f"`{asynchronous}", f"`{synchronous}")
+            file.write_text(text)
+        rule = unasync.Rule(f"/{SOURCE}/", f"/{MADE}/", NAMES)
+        unasync.unasync_files([str(file) for file in source.glob("*.py")], [rule])
+        return {file.name: _tidy(file.name, NOTICE + file.read_text()) for file in sorted(target.glob("*.py"))}
+
+
+def _tidy(name: str, text: str) -> str:
+    """Without `await`, lines are shorter, and imports are sorted differently."""
+    for command in (["check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet"], ["format", "--quiet"]):
+        place = ["--stdin-filename", f"turnlog/client/{MADE}/{name}", "-"]
+        ruff = [sys.executable, "-m", "ruff", *command, *place]
+        text = subprocess.run(ruff, input=text, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    return text
+
+
+def is_current() -> bool:
+    return made() == {file.name: file.read_text() for file in sorted((CLIENT / MADE).glob("*.py"))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.unasync", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the sync client is old")
+    if parser.parse_args().check:
+        return 0 if is_current() else 1
+    for name, text in made().items():
+        (CLIENT / MADE / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

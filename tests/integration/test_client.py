@@ -1,0 +1,298 @@
+"""The client against a real server and engine, sync and async, and the openai client that it hands out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from integration.cutting import CuttingRelay
+from integration.places import Places
+from integration.stand import Stand, serving, user
+from ops.server import free_port
+from ops.simulator.process import SimulatorProcess
+from turnlog import AsyncTurnlog, Turnlog
+from turnlog.client import (
+    Conflict,
+    EnginesFailed,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    NotTurnlog,
+    Session,
+    SessionClosed,
+    Unauthorized,
+    Unreachable,
+)
+
+PATIENCE_S = 120.0
+"""On a machine that has much else to do, a restart takes long."""
+
+SHAPES = ("turnlog", "slime", "miles", "verl", "areal", "skyrl", "trl", "prime-rl", "tinker")
+
+
+@pytest.fixture
+def client(stand: Stand) -> Iterator[Turnlog]:
+    with Turnlog(stand.server.base_url) as made:
+        yield made
+
+
+def converse(session: Session, *texts: str) -> list[Any]:
+    """A turn for each text, by the openai client."""
+    messages: list[Any] = []
+    with session.openai() as client:
+        for text in texts:
+            messages.append(user(text))
+            reply = client.chat.completions.create(model="simulator", messages=messages)
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+    return messages
+
+
+def finished(client: Turnlog, group: str, reward: float, *texts: str) -> Session:
+    with client.create_session(group_id=group) as session:
+        converse(session, *texts)
+        session.set_reward(reward)
+    return session
+
+
+def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stand) -> None:
+    with client.create_session(group_id="task-17", attempt=2, metadata={"a": [1]}, on_drift="reject") as session:
+        assert session.base_url == f"{stand.server.base_url}/sessions/{session.id}/v1"
+        assert session.token is None
+        messages = converse(session, "What is 6 times 7?", "And times 2?")
+        found = session.samples()
+        records = session.get()["records"]
+        assert session.set_reward(1.0, {"tests": 0.5}, turn=1) < session.set_reward(0.25)
+        assert session.get()["metadata"]["reward"] == 0.25
+    [sample] = found.samples
+    [row] = client.export(session_id=session.id)
+    assert [row["metadata"], row["group_id"], row["attempt"], row["reward"]] == [{"a": [1]}, "task-17", 2, 0.25]
+    assert row["turn_rewards"] == {"1": {"reward": 1.0, "components": {"tests": 0.5}}}
+    assert [message["content"] for message in row["messages"]] == [message["content"] for message in messages]
+    assert sample.arrays["tokens"].tolist() == row["tokens"]
+    assert sample.arrays["loss_mask"].tolist() == row["loss_mask"][row["prompt_length"] :]
+    np.testing.assert_array_equal(sample.arrays["rollout_log_probs"], row["logprobs"][row["prompt_length"] :])
+    assert (sample.fields["response_length"], found.session["status"], found.empty_reason) == (
+        row["response_length"],
+        "open",
+        None,
+    )
+    assert len(records) == 2
+    assert [event["type"] for event in session.events()][-1] == "SessionClosed"
+    with client.create_session() as other:
+        converse(other, "Hello")
+        assert (other.samples(max_seq_len=1).samples, other.samples(1).empty_reason) == ([], "all_truncated")
+
+
+def test_closing_ends_with_the_context_also_after_an_exception(client: Turnlog) -> None:
+    with pytest.raises(RuntimeError, match="the agent failed"), client.create_session() as session:
+        raise RuntimeError("the agent failed")
+    with pytest.raises(SessionClosed) as caught:
+        session.get()
+    assert (caught.value.status, caught.value.code) == (404, "session_closed")
+    session.close()
+    with session.openai() as agent, pytest.raises(openai.NotFoundError, match="closed"):
+        agent.chat.completions.create(model="simulator", messages=[{"role": "user", "content": "Hello"}])
+    session.set_reward(0.0)
+    session.erase()
+    with pytest.raises(NotFound):
+        session.set_reward(1.0)
+
+
+def test_a_named_session_is_the_same_one_again(client: Turnlog) -> None:
+    name = uuid.uuid4().hex
+    first = client.create_session(session_id=name, group_id="g")
+    assert client.create_session(session_id=name, group_id="g").id == first.id
+    with pytest.raises(Conflict, match="another body"):
+        client.create_session(session_id=name)
+    converse(client.attach(name), "Hello")
+    assert [one["turns"] for one in client.sessions(group_id="g") if one["session_id"] == name] == [1]
+    with pytest.raises(InvalidRequest, match="rollback_window"):
+        client.create_session(rollback_window=-1)
+    with pytest.raises(NotFound):
+        client.attach("never-seen").get()
+    with pytest.raises(ValueError, match="nan"):
+        first.set_reward(float("nan"))
+
+
+def test_wrong_addresses(stand: Stand) -> None:
+    with Turnlog(f"http://127.0.0.1:{free_port()}", retry_for_s=0.2) as client, pytest.raises(Unreachable):
+        client.create_session()
+    for wrong in (str(stand.sim.base_url), stand.server.base_url + "/v1"):
+        with Turnlog(wrong) as client, pytest.raises((NotTurnlog, NotFound)):
+            client.create_session()
+
+
+def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, stand: Stand) -> None:
+    group = uuid.uuid4().hex
+    texts = ("Line\u2028ends\x85elsewhere", "Two")
+    made = [finished(client, group, 1.0, *texts).id for _ in range(4)]
+    whole = list(client.export(group_id=group))
+    assert [row["session_id"] for row in whole] == made
+    assert whole[0]["messages"][0]["content"] == texts[0]
+    size = len(stand.http.get("/export", params={"group_id": group}).content)
+    with (
+        CuttingRelay(stand.server.port, size // 3, 20, size // 2, 600) as relay,
+        Turnlog(relay.base_url) as broken,
+    ):
+        export = broken.export(group_id=group)
+        rows = list(export)
+        assert (relay.left, relay.made) == (0, 5)
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in whole]
+    assert export.next_cursor is not None
+    assert list(client.export(group_id=group, cursor=export.next_cursor)) == []
+    some = client.export(group_id=group, limit=3)
+    assert [row["session_id"] for row in some] == made[:3]
+    assert [row["session_id"] for row in client.export(group_id=group, cursor=some.cursor)] == made[3:]
+    with pytest.raises(InvalidRequest, match="min_rewards is not a parameter"):
+        list(client.export(min_rewards=1))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_every_shape_say_where_to_go_on(client: Turnlog, shape: str) -> None:
+    group = uuid.uuid4().hex
+    for _ in range(2):
+        finished(client, group, 1.0, "Hello")
+    export = client.export(group_id=group, shape=shape, limit=1)
+    assert len(list(export)) == 1
+    assert len(list(client.export(group_id=group, shape=shape, cursor=export.cursor))) == 1
+
+
+def test_the_training_feed(client: Turnlog) -> None:
+    group, consumer = f"task/{uuid.uuid4().hex}\n%41 ", uuid.uuid4().hex
+    sessions = [finished(client, group, reward, "Hello") for reward in (0.0, 1.0)]
+    found = {one["group_id"]: one for one in client.hand_out(consumer, size=1000, lease_s=60, attempts=2)}
+    assert sorted(row["session_id"] for row in found[group]["rows"]) == sorted(session.id for session in sessions)
+    assert found[group]["statistics"]["mean"] == 0.5
+    assert client.group(group)["complete"]
+    assert not any(one["group_id"] == group for one in client.hand_out(uuid.uuid4().hex, size=1000))
+    assert client.acknowledge(consumer, [group])["acknowledged"] == [group]
+    assert client.acknowledge(consumer, [group])["already"] == [group]
+
+
+def test_a_followed_log_goes_on_over_a_restart_and_over_broken_connections(
+    sglang: SimulatorProcess, places: Places
+) -> None:
+    with (
+        serving(places.new("client"), sglang.base_url) as stand,
+        Turnlog(stand.server.base_url, retry_for_s=PATIENCE_S) as client,
+        CuttingRelay(stand.server.port, 400, 300) as relay,
+        Turnlog(relay.base_url, retry_for_s=PATIENCE_S) as follower,
+    ):
+        session = client.create_session()
+        log = stand.meanwhile(list, follower.attach(session.id).events(follow=True))
+        converse(session, "One")
+        stand.server.kill()
+        reward = stand.meanwhile(session.set_reward, 0.5)
+        stand.server.start()
+        assert reward.result() > 1
+        converse(client.create_session(), "Another")
+        session.erase()
+        seen = [event["seq"] for event in log.result(PATIENCE_S)]
+        assert seen == list(range(1, len(seen) + 1))
+        assert len(seen) == len(list(session.events()))
+
+
+def test_a_reply_that_was_lost_is_no_error(client: Turnlog, stand: Stand) -> None:
+    """The close arrived, its reply did not: the second try finds the session closed, and that is what was wanted."""
+    session = client.create_session()
+    with CuttingRelay(stand.server.port, 10) as relay, Turnlog(relay.base_url) as broken:
+        broken.attach(session.id).close()
+        assert (relay.left, relay.made) == (0, 2)
+    assert [event["type"] for event in session.events()].count("SessionClosed") == 1
+    with CuttingRelay(stand.server.port, 10) as relay, Turnlog(relay.base_url) as broken:
+        group = uuid.uuid4().hex
+        made = broken.create_session(group_id=group)
+        assert relay.made == 2
+    assert [one["session_id"] for one in client.sessions(group_id=group)] == [made.id]
+
+
+def test_gates(client: Turnlog) -> None:
+    name = f"org/adapter\n{uuid.uuid4().hex}?#%2F\u2028/"
+    assert client.pause_adapter(name, lease_s=60)["paused"]
+    assert client.resume_adapter(name, version="7")["version"] == "7"
+    try:
+        assert client.pause_fleet(mode="in_place", lease_s=60)["mode"] == "in_place"
+    finally:
+        assert not client.resume_fleet()["paused"]
+
+
+def test_an_engine_that_does_not_hear_of_a_pause(places: Places) -> None:
+    with (
+        serving(places.new("deaf"), f"http://127.0.0.1:{free_port()}") as stand,
+        Turnlog(stand.server.base_url) as client,
+        pytest.raises(EnginesFailed) as caught,
+    ):
+        client.pause_fleet(lease_s=60)
+    assert (caught.value.body["paused"], len(caught.value.body["engines"])) == (True, 1)
+
+
+def test_the_async_client(stand: Stand) -> None:
+    async def one(client: AsyncTurnlog, group: str, number: int) -> str:
+        async with await client.create_session(group_id=group, attempt=number) as session:
+            async with session.openai() as agent:
+                await agent.chat.completions.create(
+                    model="simulator", messages=[{"role": "user", "content": f"Question {number}"}]
+                )
+            assert len((await session.samples()).samples) == 1
+            await session.set_reward(number)
+        return session.id
+
+    async def rollout() -> tuple[list[str], list[str], list[str]]:
+        group = uuid.uuid4().hex
+        async with AsyncTurnlog(stand.server.base_url) as client:
+            made = await asyncio.gather(*(one(client, group, number) for number in range(8)))
+            listed = [found["session_id"] async for found in client.sessions(group_id=group, status="closed")]
+            rows = [row["session_id"] async for row in client.export(group_id=group, min_reward=4)]
+            with pytest.raises(SessionClosed):
+                await client.attach(made[0]).get()
+        return made, listed, rows
+
+    made, listed, rows = asyncio.run(rollout())
+    assert sorted(listed) == sorted(made)
+    assert sorted(rows) == sorted(made[4:])
+
+
+def test_an_open_stream_ends_when_it_is_left(client: Turnlog) -> None:
+    session = client.create_session()
+    started = time.monotonic()
+    for event in session.events(follow=True):
+        assert event["type"] == "SessionCreated"
+        break
+    assert time.monotonic() - started < 30
+
+
+def test_tokens(sglang: SimulatorProcess, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin = "an-admin-token-of-the-tests"
+    with serving(places.new("tokens"), sglang.base_url, environment={"TURNLOG_ADMIN_TOKEN": f"{admin},old"}) as stand:
+        base = stand.server.base_url
+        with Turnlog(base) as nobody, pytest.raises(Unauthorized):
+            nobody.create_session()
+        with Turnlog(base, token="guessed") as guesser, pytest.raises(Unauthorized) as caught:
+            guesser.create_session()
+        assert "guessed" not in str(caught.value)
+        monkeypatch.setenv("TURNLOG_ADMIN_TOKEN", f"{admin},old")
+        with Turnlog(base) as client:
+            session = client.create_session(session_id="mine")
+            other = client.create_session()
+            assert session.token is not None
+            assert session.token not in (admin, other.token)
+            assert client.create_session(session_id="mine").token == session.token
+            converse(session, "Hello")
+            assert len(list(client.export())) == 1
+        with Turnlog(base, token=session.token) as agent:
+            own = agent.attach("mine")
+            own.set_reward(1.0)
+            assert own.samples().session["reward"] == 1.0
+            with pytest.raises(NotFound):
+                agent.attach(other.id).get()
+            with pytest.raises(Forbidden):
+                list(agent.export())
+            with pytest.raises(Forbidden):
+                agent.pause_fleet()

@@ -1,0 +1,138 @@
+"""The OpenAPI document against the application's own routes, errors and models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import schemathesis
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+
+from app import errors
+from app.errors import AppError
+from app.http import engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
+from app.http.openapi.meanings import ERRORS
+from app.http.openapi.operations import OPERATIONS
+from app.main import create_app
+from app.settings import Settings
+from app.upstream.engines import PATHS
+
+ROUTERS: tuple[APIRouter, ...] = (
+    *(
+        module.router
+        for module in (engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl, ui, ui_live)
+    ),
+    ui_files.page_routes(),
+)
+
+
+KIND = re.compile(r":\w+(?=})")
+"""What a parameter in a path may be, which a document does not say."""
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return openapi.document(create_app(Settings()))
+
+
+def tree(root: type[AppError]) -> Iterator[type[AppError]]:
+    for sub in root.__subclasses__():
+        yield from (sub, *tree(sub))
+
+
+def operations(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        f"{method.upper()} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+
+
+def test_every_route_is_in_it(document: dict[str, Any]) -> None:
+    routes = {
+        f"{method} {KIND.sub('', route.path)}"
+        for router in ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods - {"HEAD"}
+    }
+    turns = {f"POST {prefix}{route}" for route in PATHS.values() for prefix in ("", "/sessions/{session_id}")}
+    # A redirect to the page is nothing to call.
+    assert set(operations(document)) == (routes - {"GET /ui/"}) | turns
+
+
+def test_the_table_names_no_route_that_there_is_not(document: dict[str, Any]) -> None:
+    assert set(OPERATIONS) <= set(operations(document))
+
+
+def test_only_what_the_page_asks_for_is_not_in_the_table(document: dict[str, Any]) -> None:
+    others = set(operations(document)) - set(OPERATIONS)
+    assert all(name.startswith("GET /ui/api/") or name.endswith("completions") for name in others)
+
+
+def test_every_parameter_is_explained(document: dict[str, Any]) -> None:
+    for name, operation in operations(document).items():
+        for parameter in operation.get("parameters", ()):
+            assert parameter["description"], (name, parameter["name"])
+
+
+def test_every_error_is_explained() -> None:
+    codes = {error.code for error in tree(AppError) if error.__module__ == errors.__name__} | {AppError.code}
+    assert set(ERRORS) == codes
+
+
+def test_it_is_openapi(document: dict[str, Any]) -> None:
+    schemathesis.openapi.from_dict(document).validate()
+    assert document["openapi"] == "3.1.0"
+
+
+def test_no_reference_leads_nowhere(document: dict[str, Any]) -> None:
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            for one in value.values():
+                yield from references(one)
+        elif isinstance(value, list):
+            for one in value:
+                yield from references(one)
+
+    found = set(references(document))
+    assert len(found) > 30
+    for reference in found:
+        place = document
+        for part in reference.removeprefix("#/").split("/"):
+            place = place[part]
+
+
+def test_examples_are_what_their_schemas_say(document: dict[str, Any]) -> None:
+    checked = 0
+    for name, operation in operations(document).items():
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        if "example" in content:
+            schema = {**content["schema"], "components": document["components"]}
+            assert jsonschema_rs.is_valid(schema, content["example"]), name
+            checked += 1
+    assert checked > 10
+
+
+def test_422_is_one_code_of_turns(document: dict[str, Any]) -> None:
+    with_422 = {name for name, operation in operations(document).items() if "422" in operation["responses"]}
+    assert with_422 == {name for name in operations(document) if name.endswith("completions")}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_everything_but_what_anyone_may_needs_a_token(document: dict[str, Any]) -> None:
+    open_to_all = {name for name, operation in operations(document).items() if not operation["security"]}
+    assert open_to_all == {
+        "GET /health",
+        "GET /ready",
+        "GET /ui",
+        "GET /ui/static/{name}",
+        "POST /ui/sign-in",
+        "POST /ui/sign-out",
+    }

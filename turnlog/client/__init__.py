@@ -1,0 +1,42 @@
+"""A small client for rollout code and trainers: sync and async alike, over httpx and numpy."""
+
+from turnlog.client._async.client import AsyncExport, AsyncTurnlog
+from turnlog.client._async.session import AsyncSession
+from turnlog.client._sync.client import Export, Turnlog
+from turnlog.client._sync.session import Session
+from turnlog.client.errors import (
+    Conflict,
+    EnginesFailed,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    NotTurnlog,
+    SessionClosed,
+    TurnlogError,
+    Unauthorized,
+    Unavailable,
+    Unreachable,
+)
+from turnlog.client.samples import Sample, Samples
+
+__all__ = [
+    "AsyncExport",
+    "AsyncSession",
+    "AsyncTurnlog",
+    "Conflict",
+    "EnginesFailed",
+    "Export",
+    "Forbidden",
+    "InvalidRequest",
+    "NotFound",
+    "NotTurnlog",
+    "Sample",
+    "Samples",
+    "Session",
+    "SessionClosed",
+    "Turnlog",
+    "TurnlogError",
+    "Unauthorized",
+    "Unavailable",
+    "Unreachable",
+]

@@ -1,0 +1,1 @@
+"""The client. `turnlog.client._sync` is made from this package by `python -m ops.unasync`."""

@@ -1,0 +1,220 @@
+"""The client: sessions for rollout code, exports and the feed for trainers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+from turnlog.client._async.session import AsyncSession
+from turnlog.client._async.transport import AsyncTransport
+from turnlog.client.address import default_address, default_token, segment
+from turnlog.client.lines import ExportPlace, Object, decode
+
+
+class AsyncTurnlog:
+    """A server of Turnlog's. Close it, or use it as a context manager.
+
+    base_url: its address; by default `TURNLOG_URL`, else http://127.0.0.1:8000.
+    token: the admin's, or a session's; by default `TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`.
+    retry_for_s: how long a request is tried again that failed for a reason which may pass, such as a server that is
+        being restarted.
+    timeout_s: how long one reply may take.
+
+    Raises ValueError for an address that is none.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        token: str | None = None,
+        retry_for_s: float = 15.0,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._transport = AsyncTransport(
+            base_url or default_address(), token or default_token(), retry_for_s, timeout_s
+        )
+
+    @property
+    def base_url(self) -> str:
+        return self._transport.base_url
+
+    async def create_session(
+        self,
+        *,
+        session_id: str | None = None,
+        group_id: str | None = None,
+        attempt: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        rollback_window: int | None = None,
+        retain: Literal["window", "all"] | None = None,
+        history: Literal["linear"] | None = None,
+        on_divergence: Literal["reject", "segment"] | None = None,
+        on_drift: Literal["segment", "reject"] | None = None,
+        matcher: Literal["tolerant", "strict", "role_content_only"] | None = None,
+        adapter: str | None = None,
+        on_abort: Literal["return", "continue", "fail"] | None = None,
+        parent_session_id: str | None = None,
+    ) -> AsyncSession:
+        """A new session; what is None is left to the server. docs/api.md says what each does.
+
+        The id is random unless given. The same id with the same fields gives the same session again. Raises Conflict
+        where the id is taken, InvalidRequest, Unavailable.
+        """
+        given = {
+            "session_id": session_id or uuid.uuid4().hex,
+            "group_id": group_id,
+            "attempt": attempt,
+            "metadata": None if metadata is None else dict(metadata),
+            "rollback_window": rollback_window,
+            "retain": retain,
+            "history": history,
+            "on_divergence": on_divergence,
+            "on_drift": on_drift,
+            "matcher": matcher,
+            "adapter": adapter,
+            "on_abort": on_abort,
+            "parent_session_id": parent_session_id,
+        }
+        body = {name: value for name, value in given.items() if value is not None}
+        made = await self._transport.read("POST", "/sessions", body=body)
+        return AsyncSession(self._transport, made["session_id"], made.get("token"))
+
+    def attach(self, session_id: str, token: str | None = None) -> AsyncSession:
+        """A session that exists already; asks the server nothing. Raises ValueError for an id that none can have."""
+        return AsyncSession(self._transport, session_id, token)
+
+    async def sessions(
+        self, *, status: Literal["open", "closed", "erased"] | None = None, group_id: str | None = None
+    ) -> AsyncIterator[Object]:
+        """All sessions, newest first: id, status, turns, reward, times."""
+        given: Object = {"status": status, "group_id": group_id, "limit": 1000}
+        parameters = _present(given)
+        while True:
+            page = await self._transport.read("GET", "/sessions", parameters=parameters)
+            for one in page["sessions"]:
+                yield one
+            if page["next_cursor"] is None:
+                return
+            parameters["cursor"] = page["next_cursor"]
+
+    async def group(self, group_id: str) -> Object:
+        """A group's sessions, and the statistics of their rewards. Raises NotFound."""
+        return await self._transport.read("GET", f"/groups/{segment(group_id)}")
+
+    def export(self, **parameters: Any) -> AsyncExport:
+        """Training rows as they come; `parameters` are those of `GET /export` but for `format`.
+
+        `shape`, `session_id`, `group_id`, `status`, `session_status`, `since`, `until`, `min_reward`, `max_reward`,
+        `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `advantage`.
+        """
+        return AsyncExport(self._transport, ExportPlace(_present(parameters)))
+
+    async def hand_out(
+        self,
+        consumer: str,
+        *,
+        size: int = 1,
+        lease_s: float | None = None,
+        attempts: int | None = None,
+        max_staleness: int | None = None,
+        weight_version: int | None = None,
+        new_only: bool = False,
+        explain: bool = False,
+        shape: str | None = None,
+        max_seq_len: int | None = None,
+    ) -> list[Object]:
+        """Up to `size` complete groups with their rows, leased to `consumer` until it acknowledges them.
+
+        First those that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded` for
+        each other group that waits. With `new_only`, groups of a reply that was lost wait for the end of their lease.
+        """
+        parameters = _present(
+            {
+                "consumer": consumer,
+                "size": size,
+                "lease_s": lease_s,
+                "attempts": attempts,
+                "max_staleness": max_staleness,
+                "weight_version": weight_version,
+                "new_only": new_only,
+                "explain": explain,
+                "shape": shape,
+                "max_seq_len": max_seq_len,
+            }
+        )
+        reply = await self._transport.call("GET", "/export/groups", parameters=parameters, slow=True, once=new_only)
+        return [decode(line) for line in reply.content.split(b"\n") if line]
+
+    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Object:
+        """Groups that are trained on, for good: which were `acknowledged`, `already`, `not_leased`, `unknown`."""
+        body = {"consumer": consumer, "groups": list(group_ids)}
+        return await self._transport.read("POST", "/export/groups/ack", body=body)
+
+    async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> Object:
+        """Hold the adapter's turns back and abort its generations, until `resume_adapter` or the lease's end.
+
+        Raises EnginesFailed: the gate is shut, but not every engine took the order.
+        """
+        path = f"/adapters/{segment(name)}/pause"
+        return await self._transport.read("POST", path, body=_present({"lease_s": lease_s}), slow=True)
+
+    async def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
+        """Let the adapter's turns go on; `version` is that of its weights now."""
+        path = f"/adapters/{segment(name)}/resume"
+        return await self._transport.read("POST", path, body=_present({"version": version}))
+
+    async def pause_fleet(
+        self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
+    ) -> Object:
+        """Hold all turns back and have every engine pause. Raises EnginesFailed: the gate is shut all the same."""
+        body = _present({"mode": mode, "lease_s": lease_s})
+        return await self._transport.read("POST", "/fleet/pause", body=body, slow=True)
+
+    async def resume_fleet(self) -> Object:
+        """Have every engine go on, and let all turns pass. Raises EnginesFailed: the gate is open all the same."""
+        return await self._transport.read("POST", "/fleet/resume", slow=True)
+
+    async def aclose(self) -> None:
+        """Sessions stay as they are."""
+        await self._transport.aclose()
+
+    async def __aenter__(self) -> AsyncTurnlog:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncExport:
+    """Rows of one export, each a dict; a connection that breaks costs no row and repeats none.
+
+    Raises InvalidRequest while it is read, for a parameter or a cursor that the server does not take.
+    """
+
+    def __init__(self, transport: AsyncTransport, place: ExportPlace) -> None:
+        self._transport = transport
+        self._place = place
+
+    @property
+    def cursor(self) -> str | None:
+        """Goes on behind the last row that was given."""
+        return self._place.cursor
+
+    @property
+    def next_cursor(self) -> str | None:
+        """Goes on behind the whole export, with what has changed since it began. With `limit`: None until it is read
+        to its end."""
+        return self._place.next_cursor
+
+    def __aiter__(self) -> AsyncIterator[Object]:
+        return self._transport.lines("/export", self._place)
+
+
+def _present(given: Mapping[str, Any]) -> Object:
+    """Without what is left to the server."""
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,113 @@
+# Made from turnlog/client/_async by `python -m ops.unasync`. Do not edit.
+"""One session, as rollout code sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from turnlog.client._sync.transport import Transport
+from turnlog.client.address import session_path
+from turnlog.client.errors import SessionClosed
+from turnlog.client.lines import EventsPlace, Object
+from turnlog.client.samples import Samples, parse
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+OPENAI_RETRIES = 5
+"""The SDK waits 0.5 s, then twice as long each time: 15 s in all, in which a server is back from a restart."""
+
+
+class Session:
+    """Made by `Turnlog.create_session` and `attach`. As a context manager it closes the session at the end.
+
+    token: the session's own, which may do nothing but what is this session's; None where the server wants none. It is
+        what an agent gets.
+    """
+
+    def __init__(self, transport: Transport, session_id: str, token: str | None) -> None:
+        self.id = session_id
+        self.token = token
+        self._transport = transport
+        self._path = session_path(session_id)
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes."""
+        return f"{self._transport.base_url}{self._path}/v1"
+
+    def openai(self, **options: Any) -> OpenAI:
+        """An OpenAI client for this session; `options` are its own. The caller closes it.
+
+        Raises ImportError where the package `openai` is missing.
+        """
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ImportError("session.openai() needs the package openai: pip install openai") from error
+        given = {"api_key": self.token or "unused", "max_retries": OPENAI_RETRIES, **options}
+        return OpenAI(base_url=self.base_url, **given)
+
+    def set_reward(self, reward: float, components: Mapping[str, float] | None = None, turn: int | None = None) -> int:
+        """Of the session, or of one of its turns; the last one counts. Also after the close.
+
+        Returns the number of the event. Raises ValueError for what is not finite, NotFound, InvalidRequest (no such
+        turn).
+        """
+        body: Object = {"reward": _finite(reward)}
+        if components is not None:
+            body["components"] = {name: _finite(value) for name, value in components.items()}
+        if turn is not None:
+            body["turn"] = turn
+        reply = self._transport.read("PUT", f"{self._path}/reward", body=body, token=self.token)
+        seq: int = reply["seq"]
+        return seq
+
+    def get(self) -> Object:
+        """`session_id`, `records` (a live turn each: its request as sent to the engine, the engine's reply) and
+        `metadata`. Raises NotFound, SessionClosed."""
+        return self._transport.read("GET", self._path, token=self.token)
+
+    def samples(self, max_seq_len: int | None = None) -> Samples:
+        """The training samples of an open session; `max_seq_len` cuts between turns. Raises NotFound, SessionClosed."""
+        body = {"max_seq_len": max_seq_len}
+        path = f"{self._path}/samples"
+        response = self._transport.call("POST", path, body=body, token=self.token, slow=True)
+        return parse(response.content)
+
+    def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Object]:
+        """The log behind the event `after`; with `follow` also what comes, until the session is erased.
+
+        A connection that breaks leaves no gap and repeats nothing. Raises NotFound.
+        """
+        return self._transport.lines(f"{self._path}/events", EventsPlace(after, follow), self.token)
+
+    def close(self) -> None:
+        """No further turn; one in flight is aborted. A session that is closed already stays so. Raises NotFound."""
+        try:
+            self._transport.call("DELETE", self._path, token=self.token)
+        except SessionClosed:
+            return
+
+    def erase(self) -> None:
+        """Close it and delete its content for good. Raises NotFound."""
+        self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self.token, slow=True)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _finite(number: float) -> float:
+    """Also of a numpy scalar or a tensor of one number. Raises ValueError."""
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(f"a reward must be finite, not {found}")
+    return found

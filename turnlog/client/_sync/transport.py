@@ -1,0 +1,129 @@
+# Made from turnlog/client/_async by `python -m ops.unasync`. Do not edit.
+"""Requests to one server, tried again where that can help."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from turnlog.client.address import address
+from turnlog.client.errors import TurnlogError, Unreachable, refusal
+from turnlog.client.lines import Lines, Object, Place, decode
+from turnlog.client.waits import Waits
+
+CONNECT_S = 5.0
+SILENCE_S = 60.0
+"""After which a log that is followed and says nothing is asked for anew: its connection may be dead."""
+
+SLOW_S = 600.0
+"""For what may take long: erasing a large session, aborting a fleet's generations, making an export's first row."""
+
+
+class Transport:
+    """`token` goes with every request that brings none of its own. Raises ValueError for an address that is none."""
+
+    def __init__(self, base_url: str, token: str | None, patience_s: float, timeout_s: float) -> None:
+        self.base_url = address(base_url)
+        self._token = token
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        self._client = httpx.Client(limits=limits)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        token: str | None = None,
+        slow: bool = False,
+        once: bool = False,
+    ) -> httpx.Response:
+        """A reply that is a success. With `once` nothing is sent again that may have arrived.
+
+        Raises TurnlogError.
+        """
+        waits = Waits(self._patience_s)
+        while True:
+            try:
+                response = self._client.request(
+                    method,
+                    self.base_url + path,
+                    json=None if body is None else dict(body),
+                    params=parameters,
+                    headers=self._headers(token),
+                    timeout=self._timeout(SLOW_S if slow else self._timeout_s),
+                )
+                if response.is_success:
+                    return response
+                raise refusal(response.status_code, response.headers, response.content)
+            except httpx.TransportError as cause:
+                if once and not isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise self._unreachable(cause) from cause
+                self._pause(waits, self._unreachable(cause), cause)
+            except TurnlogError as error:
+                self._pause(waits, error, None)
+
+    def read(self, method: str, path: str, **options: Any) -> Object:
+        """The reply's JSON object. Options as `call`'s. Raises TurnlogError."""
+        response = self.call(method, path, **options)
+        return decode(response.content)
+
+    def lines(self, path: str, place: Place, token: str | None = None) -> Iterator[Object]:
+        """The objects of a reply of lines; where it breaks off, it is asked for again from that place.
+
+        Raises TurnlogError.
+        """
+        waits = Waits(self._patience_s)
+        while True:
+            try:
+                with self._client.stream(
+                    "GET",
+                    self.base_url + path,
+                    params=place.parameters(),
+                    headers=self._headers(token),
+                    timeout=self._timeout(SILENCE_S if place.is_open_ended else SLOW_S),
+                ) as response:
+                    if not response.is_success:
+                        raise refusal(response.status_code, response.headers, response.read())
+                    place.begin(response.headers)
+                    lines = Lines()
+                    for data in response.iter_bytes():
+                        for line in lines.feed(data):
+                            place.read(line)
+                            waits.reset()
+                            yield line
+                if place.is_done:
+                    return
+                self._pause(waits, Unreachable("the server ended the stream"), None)
+            except httpx.TransportError as cause:
+                if isinstance(cause, httpx.ReadTimeout) and place.is_open_ended:
+                    continue
+                self._pause(waits, self._unreachable(cause), cause)
+            except TurnlogError as error:
+                self._pause(waits, error, None)
+
+    def _pause(self, waits: Waits, error: TurnlogError, cause: Exception | None) -> None:
+        """Raises the error where another try cannot help."""
+        wait_s = waits.after(error)
+        if wait_s is None:
+            raise error from cause
+        time.sleep(wait_s)
+
+    def _headers(self, token: str | None) -> dict[str, str]:
+        token = token or self._token
+        return {} if token is None else {"authorization": f"Bearer {token}"}
+
+    def _timeout(self, read_s: float) -> httpx.Timeout:
+        return httpx.Timeout(read_s, connect=CONNECT_S)
+
+    def _unreachable(self, cause: httpx.TransportError) -> Unreachable:
+        return Unreachable(f"{self.base_url} cannot be reached: {cause or type(cause).__name__}")

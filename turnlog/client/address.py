@@ -1,0 +1,48 @@
+"""Where the server is, and who asks: arguments first, then the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import quote, urlsplit
+
+DEFAULT = "http://127.0.0.1:8000"
+"""Where `turnlog serve` and uvicorn listen unless they are told otherwise."""
+
+SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def default_address() -> str:
+    return os.environ.get("TURNLOG_URL") or DEFAULT
+
+
+def default_token() -> str | None:
+    """`TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`, which is the current one."""
+    given = os.environ.get("TURNLOG_TOKEN") or os.environ.get("TURNLOG_ADMIN_TOKEN", "").split(",")[0].strip()
+    return given or None
+
+
+def address(base_url: str) -> str:
+    """Without a slash at the end. Raises ValueError for what is no http address, or holds a password."""
+    try:
+        url = urlsplit(base_url)
+        has_host = bool(url.hostname) and url.port != 0
+    except ValueError as error:
+        raise ValueError("the server's address cannot be read") from error
+    if "@" in url.netloc:
+        raise ValueError("the server's address holds a name or a password: use token=")
+    if url.scheme not in ("http", "https") or not has_host or url.query or url.fragment:
+        raise ValueError(f"{base_url} is not an address like {DEFAULT}")
+    return base_url.rstrip("/")
+
+
+def session_path(session_id: str) -> str:
+    """Raises ValueError for an id that no session can have."""
+    if not SESSION_ID.fullmatch(session_id) or not session_id.strip("."):
+        raise ValueError("a session's id is 1 to 128 letters, digits, dots, underscores, colons or hyphens")
+    return f"/sessions/{quote(session_id, safe=':')}"
+
+
+def segment(name: str) -> str:
+    """A name in a path, whatever is in it."""
+    return quote(name, safe="")

@@ -1,0 +1,147 @@
+"""Replies of one JSON object a line that may be long, and where to go on when one breaks off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from turnlog.client.errors import NotTurnlog
+
+Object = dict[str, Any]
+
+
+class Place(Protocol):
+    """How far a stream of lines has been read."""
+
+    def parameters(self) -> Mapping[str, Any]:
+        """What to ask for in order to get what has not been read yet."""
+        ...
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """A reply has begun."""
+        ...
+
+    def read(self, line: Object) -> None:
+        """The line is about to be given to the caller."""
+        ...
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Silence is nothing unusual."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing can follow what has been read, if the reply ended whole."""
+        ...
+
+
+class Lines:
+    """Cuts a reply's bytes into objects.
+
+    At line feeds alone: a string in JSON may hold other characters that end a line elsewhere (U+2028, U+0085).
+    """
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+
+    def feed(self, data: bytes) -> Iterator[Object]:
+        """The objects that are whole by now. Raises NotTurnlog."""
+        *whole, rest = data.split(b"\n")
+        if whole:
+            whole[0] = b"".join((*self._rest, whole[0]))
+            self._rest.clear()
+        if rest:
+            self._rest.append(rest)
+        for line in whole:
+            if line:
+                yield decode(line)
+
+
+def decode(content: bytes) -> Object:
+    """A JSON object. Raises NotTurnlog."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise NotTurnlog("a reply that is not JSON: is this Turnlog's address?") from error
+    if not isinstance(found, dict):
+        raise NotTurnlog("a reply that is no JSON object: is this Turnlog's address?")
+    return found
+
+
+class EventsPlace:
+    """A session's log, behind the event `after`."""
+
+    def __init__(self, after: int, follow: bool) -> None:
+        self._after = after
+        self._follow = follow
+        self._is_erased = False
+
+    def parameters(self) -> Mapping[str, Any]:
+        return {"after": self._after, "follow": "true" if self._follow else "false"}
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        pass
+
+    def read(self, line: Object) -> None:
+        self._after = line["seq"]
+        self._is_erased = line["type"] == "SessionErased"
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self._follow
+
+    @property
+    def is_done(self) -> bool:
+        """A log that is followed ends with the session's content; else the server was stopped."""
+        return self._is_erased or not self._follow
+
+
+class ExportPlace:
+    """An export, in which each row says how to go on behind it."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = dict(parameters)
+        self.cursor: str | None = self._parameters.pop("cursor", None)
+        self.next_cursor: str | None = None
+        self._left: int | None = self._parameters.pop("limit", None)
+
+    def parameters(self) -> Mapping[str, Any]:
+        place = {"cursor": self.cursor, "limit": self._left}
+        return {**self._parameters, **{name: value for name, value in place.items() if value is not None}}
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        self.cursor = self.cursor or headers.get("x-turnlog-cursor")
+        self.next_cursor = headers.get("x-turnlog-next-cursor")
+
+    def read(self, line: Object) -> None:
+        self.cursor = cursor_of(line)
+        if self._left is not None:
+            self._left -= 1
+
+    @property
+    def is_open_ended(self) -> bool:
+        return False
+
+    @property
+    def is_done(self) -> bool:
+        return True
+
+
+def cursor_of(row: Object) -> str:
+    """Where an export goes on behind this row; the trainers' shapes have a place of their own for it.
+
+    Raises NotTurnlog.
+    """
+    metadata = row.get("metadata")
+    places = (
+        row,
+        metadata.get("turnlog") if isinstance(metadata, dict) else None,
+        row.get("extra_fields"),
+        row.get("extra"),
+    )
+    for place in places:
+        if isinstance(place, dict) and isinstance(found := place.get("cursor"), str):
+            return found
+    raise NotTurnlog("a row without a cursor")

@@ -1,0 +1,83 @@
+"""A session's samples, read from the safetensors that the server sends.
+
+The format is 8 bytes of the header's length, a JSON header and the data
+(https://github.com/huggingface/safetensors); numpy is all that it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from turnlog.client.errors import NotTurnlog
+
+META = "_samples_meta"
+
+DTYPES = {"I64": "<i8", "I32": "<i4", "F64": "<f8", "F32": "<f4", "U8": "u1"}
+"""Those that samples have."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One segment of the session: T tokens, of which the last R are the response.
+
+    arrays: `tokens` int64 [T], `loss_mask` uint8 [R], `rollout_log_probs` float64 [R], and where the engines sent
+        them `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k].
+        They can be written to, and share one buffer.
+    fields: `response`, `response_length`, `status`, `weight_versions`, `prefix_cache_info`, `metadata`.
+    """
+
+    arrays: Mapping[str, Array]
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All segments of a session.
+
+    session: what the server says of the session beside its records: `status`, `reward`, `group_id`, ...
+    empty_reason: None, or why there is no sample: `no_records`, or `all_truncated` by `max_seq_len`.
+    """
+
+    samples: list[Sample]
+    session: Mapping[str, Any]
+    empty_reason: str | None
+
+
+def parse(content: bytes) -> Samples:
+    """Raises NotTurnlog for bytes that are not samples."""
+    try:
+        tensors = _tensors(bytearray(content))
+        meta = json.loads(tensors.pop(META).tobytes())
+        samples = [
+            Sample(_of(tensors, index), {name: value for name, value in fields.items() if name != "nulls"})
+            for index, fields in enumerate(meta["samples"])
+        ]
+        return Samples(samples, meta["session_metadata"], meta["empty_reason"])
+    except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
+        raise NotTurnlog("a reply that does not hold samples") from error
+
+
+def _tensors(content: bytearray) -> dict[str, Array]:
+    (size,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + size])
+    header.pop("__metadata__", None)
+    data = memoryview(content)[8 + size :]
+    found: dict[str, Array] = {}
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        found[name] = np.frombuffer(data[start:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def _of(tensors: Mapping[str, Array], index: int) -> dict[str, Array]:
+    suffix = f".{index}"
+    return {name.removesuffix(suffix): array for name, array in tensors.items() if name.endswith(suffix)}

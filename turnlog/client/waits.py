@@ -1,0 +1,52 @@
+"""How long to wait before a request is sent again, and whether at all.
+
+Every request of this client can be sent twice without harm: a session is created under an id that the client chose, a
+reward replaces the last one, and what is closed stays closed.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from turnlog.client.errors import NotTurnlog, TurnlogError, Unavailable, Unreachable
+
+FIRST_S, MOST_S = 0.1, 5.0
+"""A restarted server answers within seconds; a thousand clients that wait for it must not come all at once."""
+
+FULL = "store_full"
+GATEWAYS = frozenset({502, 503, 504})
+"""What a proxy says while the server behind it starts."""
+
+
+class Waits:
+    """The pauses between the tries of one request, for `patience_s` seconds in all."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.reset()
+
+    def reset(self) -> None:
+        """There was progress: patience begins anew."""
+        self._until = time.monotonic() + self._patience_s
+        self._next_s = FIRST_S
+
+    def after(self, error: TurnlogError) -> float | None:
+        """Seconds to wait; None: it cannot help, or would take too long."""
+        if not may_help(error):
+            return None
+        own_s = self._next_s * random.uniform(0.5, 1.0)  # not for secrets
+        self._next_s = min(2 * self._next_s, MOST_S)
+        wait_s = max(own_s, error.retry_after_s or 0.0)
+        return None if time.monotonic() + wait_s > self._until else wait_s
+
+
+def may_help(error: TurnlogError) -> bool:
+    """Can the same request succeed later? The server's own word counts first."""
+    if error.should_retry is not None:
+        return error.should_retry
+    if isinstance(error, NotTurnlog):
+        return error.status in GATEWAYS
+    if isinstance(error, Unavailable):
+        return error.status in (429, 503) and error.code != FULL
+    return isinstance(error, Unreachable)
