@@ -1,0 +1,91 @@
+"""What the pages name exists: files, anchors, settings, commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import app
+from app.settings import Settings
+
+ROOT = Path(app.__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+ELSEWHERE = frozenset(
+    {"TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_CRASH_POINT", "TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"}
+)
+"""Variables that are not the server's settings: the client's and the command line's, and the tests'."""
+
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_VARIABLE = re.compile(r"\bTURNLOG_[A-Z0-9_]+\b")
+_MODULE = re.compile(r"python -m ((?:ops|app|turnlog)[\w.]*)")
+
+
+@cache
+def prose(path: Path) -> str:
+    """A page without its code blocks."""
+    return _FENCE.sub("", path.read_text())
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """As GitHub makes them: lower case, punctuation left out, spaces as hyphens, a repeated one numbered."""
+    found: list[str] = []
+    for heading in _HEADING.findall(prose(path)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        found.append(slug if slug not in found else f"{slug}-{found.count(slug)}")
+    return frozenset(found)
+
+
+def settings() -> set[str]:
+    return {f"TURNLOG_{name.upper()}" for name in Settings.model_fields}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    lost = []
+    for link in _LINK.findall(prose(path)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file).resolve() if file else path
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            lost.append(link)
+    assert lost == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_named_variables_and_commands_exist(path: Path) -> None:
+    text = path.read_text()
+    unknown = sorted(set(_VARIABLE.findall(text)) - settings() - ELSEWHERE)
+    assert [name for name in unknown if not name.endswith("_")] == []
+    assert [name for name in set(_MODULE.findall(text)) if importlib.util.find_spec(name.rstrip(".")) is None] == []
+
+
+def test_every_setting_is_in_the_table() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    table = text[text.index("\n## Settings\n") :]
+    rows = {name for line in table.splitlines() if line.startswith("| `TURNLOG_") for name in _VARIABLE.findall(line)}
+    named = {name for line in table.splitlines() if line.startswith("| `TURNLOG_") for name in _first(line)}
+    assert sorted(settings() - rows) == []
+    assert sorted(named - settings()) == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    guides = (ROOT / "docs" / "guides" / "README.md").read_text()
+    docs = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
+    assert [name for name in docs if f"({name}" not in index] == []
+    inner = [path.name for path in (ROOT / "docs" / "guides").glob("*.md") if path.name != "README.md"]
+    assert [name for name in inner if f"({name}" not in guides] == []
+
+
+def _first(row: str) -> list[str]:
+    return _VARIABLE.findall(row.split("|")[1])
