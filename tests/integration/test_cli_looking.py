@@ -1,0 +1,145 @@
+"""`turnlog sessions`, `show`, `tail`, `groups`, `engines`, `pause`, `resume`: before a real server and engine."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from integration.cli import answer, complaint, run
+from integration.stand import Stand, user
+
+
+@pytest.fixture
+def cli(stand: Stand, clean_environment: Callable[..., None]) -> Stand:
+    """The stand whose server the command line finds in the environment."""
+    clean_environment(URL=stand.server.base_url)
+    return stand
+
+
+def test_sessions_are_listed_filtered_and_paged(cli: Stand) -> None:
+    group = uuid.uuid4().hex
+    talks = [cli.talk(group_id=group) for _ in range(5)]
+    for number, talk in enumerate(talks):
+        cli.http.put(f"{talk.path}/reward", json={"reward": float(number)})
+    newest_first = [talk.id for talk in reversed(talks)]
+    found = answer("sessions", "--group", group)
+    assert [row["session_id"] for row in found["sessions"]] == newest_first
+    assert (found["total"], found["next_cursor"]) == (5, None)
+    first = answer("sessions", "--group", group, "--limit", "2")
+    rest = answer("sessions", "--group", group, "--all", "--cursor", first["next_cursor"])
+    assert [row["session_id"] for row in first["sessions"] + rest["sessions"]] == newest_first
+    best = answer("sessions", "--group", group, "--min-reward", "3", "--sort", "reward", "--order", "asc")
+    assert [row["reward"] for row in best["sessions"]] == [3.0, 4.0]
+    shown = run("sessions", "--group", group, "--limit", "2")
+    title, *lines = shown.stdout.splitlines()
+    assert title.split()[:4] == ["session", "state", "turns", "reward"]
+    assert [line.split()[:4] for line in lines] == [
+        [newest_first[0], "idle", "0", "4"],
+        [newest_first[1], "idle", "0", "3"],
+    ]
+    assert shown.stderr.startswith("turnlog: 2 of 5; more with --all, or --cursor ")
+
+
+def test_a_session_is_shown_as_it_is_and_as_it_was(cli: Stand) -> None:
+    talk = cli.talk(metadata={"task": "\x1b[31mred"})
+    talk.say("One")
+    talk.say("Two")
+    assert cli.http.post(talk.chat_path, json={"model": "simulator", "messages": "none"}).status_code == 400
+    assert talk.chat([*talk.messages[:2], user("Another two")]).status_code == 200
+    state = answer("show", talk.id)
+    assert [(turn["turn"], turn["live"]) for turn in state["turns"]] == [(1, True), (2, False), (3, True)]
+    lines = run("show", talk.id).stdout.splitlines()
+    assert lines[0] == f"session {talk.id}: idle, at event {state['last_seq']}"
+    assert "metadata: task=\\x1b[31mred" in lines
+    turns = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
+    assert [turn[2] for turn in turns] == ["live", "rolled", "live"]
+    assert any("engine ms" in line for line in lines)
+    then = run("show", talk.id, "--at", str(state["turns"][0]["seq"])).stdout.splitlines()
+    assert then[0].endswith(f"at event {state['turns'][0]['seq']} of {state['last_seq']}")
+    assert "rollbacks" not in then
+    assert "session_not_found" in complaint("show", "never-seen")
+
+
+def test_a_refused_turn_is_among_the_failed(cli: Stand) -> None:
+    talk = cli.talk()
+    assert cli.sim.post("/sim/faults", json={"fault": "not_json"}).status_code == 200
+    assert talk.chat([user("Hello")]).status_code == 502
+    [failed] = answer("show", talk.id)["failed"]
+    assert (failed["kind"], failed["turn"], failed["reason"]) == ("rejected", 1, "upstream_invalid")
+    lines = run("show", talk.id).stdout.splitlines()
+    assert lines[lines.index("failed turns") + 2].split()[:2] == ["1", str(failed["fence"])]
+
+
+def test_a_log_is_printed_for_people_and_for_machines(cli: Stand) -> None:
+    talk = cli.talk()
+    talk.say("Hello")
+    events = talk.events()
+    lines = run("tail", talk.id, "--json").stdout.splitlines()
+    assert [json.loads(line) for line in lines] == events
+    lines = run("tail", talk.id, "--after", "1").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [str(event["seq"]) for event in events[1:]]
+    assert [line.split()[3] for line in lines] == [event["type"] for event in events[1:]]
+    assert "session_not_found" in complaint("tail", "never-seen")
+    assert "session_not_found" in complaint("tail", "-f", "never-seen")
+
+
+def test_a_followed_log_ends_with_the_sessions_erasure(cli: Stand) -> None:
+    talk = cli.talk()
+    cli.http.delete(talk.path, params={"erase": "true"})
+    lines = run("tail", "-f", talk.id, "--json").stdout.splitlines()
+    assert [json.loads(line)["type"] for line in lines] == talk.types()
+
+
+def test_a_groups_rewards(cli: Stand) -> None:
+    group = f"g/{uuid.uuid4().hex}"
+    for attempt in range(2):
+        talk = cli.talk(group_id=group, attempt=attempt)
+        cli.http.put(f"{talk.path}/reward", json={"reward": 1.0})
+        cli.http.delete(talk.path)
+    found = answer("groups", group)
+    assert (found["complete"], found["statistics"]["zero_variance"]) == (True, True)
+    lines = run("groups", group).stdout.splitlines()
+    assert lines[0] == f"group {group}: complete"
+    assert "all rewards are equal: the group's advantages are 0" in lines
+    assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]
+    assert any(group in line for line in run("groups", "--limit", "500").stdout.splitlines())
+
+
+def test_engines_are_added_drained_and_removed(cli: Stand) -> None:
+    engine = "http://127.0.0.1:9"
+    assert answer("engines", "add", f"{engine}/v1")["url"] == engine
+    assert {one["url"]: one["state"] for one in answer("engines")["engines"]}[engine] == "serving"
+    assert run("engines", "drain", engine).stdout.splitlines()[1].split()[:2] == [engine, "draining"]
+    assert engine in run("engines", "list").stdout
+    assert answer("engines", "remove", engine) == {"url": engine, "state": "removed"}
+    assert "not_found" in complaint("engines", "remove", engine)
+    assert "invalid_request" in complaint("engines", "add", "nonsense")
+
+
+def test_an_adapter_and_the_fleet_are_paused_and_go_on(cli: Stand) -> None:
+    adapter = f"lora/{uuid.uuid4().hex}"
+    assert answer("pause", adapter, "--lease-s", "60")["paused"] is True
+    assert cli.http.get(f"/adapters/{adapter}").json()["paused"] is True
+    assert answer("resume", adapter, "--version", "7")["version"] == "7"
+    lines = run("pause", "--fleet").stdout.splitlines()
+    try:
+        assert lines[0] == "the fleet: paused, opens by itself in 10 min"
+        assert [line.split()[1] for line in lines[3:]] == ["yes"]
+    finally:
+        assert run("resume", "--fleet").stdout.splitlines()[0] == "the fleet: open"
+
+
+def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli: Stand) -> None:
+    dead = "http://127.0.0.1:9"
+    run("engines", "add", dead)
+    try:
+        result = run("pause", "--fleet", code=1)
+        assert any(line.split()[:2] == [dead, "no"] for line in result.stdout.splitlines())
+        assert result.stderr.startswith("turnlog: 502 engines_failed: ")
+        assert answer("resume", "--fleet", code=1)["engines"][dead]["ok"] is False
+    finally:
+        run("engines", "remove", dead)
+        run("resume", "--fleet")

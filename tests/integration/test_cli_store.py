@@ -1,0 +1,118 @@
+"""The commands that keep a store, in a folder that has nothing but it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from app.store.engine import sqlite_lock
+from integration.cli import answer, complaint, run, started
+from integration.stand import serving
+from ops.simulator.process import SimulatorProcess
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def store(tmp_path: Path, clean_environment: Callable[..., None]) -> Path:
+    """A store that the command line finds in the environment; it is not there yet."""
+    file = tmp_path / "kept" / "turnlog.db"
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{file}")
+    return file
+
+
+@pytest.fixture(scope="module")
+def written(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a session of two turns in it, as a server left it."""
+    with serving(tmp_path_factory.mktemp("written"), sglang.base_url) as made:
+        talk = made.talk(session_id="kept")
+        talk.say("One")
+        talk.say("Two")
+        made.server.stop()
+        return made.server.database_path
+
+
+@pytest.fixture
+def talked(store: Path, written: Path) -> Path:
+    """That store, as the test's own."""
+    store.parent.mkdir()
+    shutil.copyfile(written, store)
+    return store
+
+
+def test_migrate_makes_the_store_where_no_checkout_is(store: Path) -> None:
+    process = started(
+        "migrate",
+        "--json",
+        folder=store.parent.parent,
+        environment={"TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{store}"},
+    )
+    said, complaints = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, complaints
+    reached = json.loads(said)["revision"]
+    with closing(sqlite3.connect(store)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [(reached,)]
+    assert answer("verify")["problems"] == []
+    assert "Can't locate revision" in complaint("migrate", "9999")
+
+
+def test_what_is_not_there_is_said(store: Path) -> None:
+    for command in (("verify",), ("vacuum",), ("retain",), ("backup", store.parent / "copy"), ("replay", "s")):
+        assert str(store) in complaint(*command, code=2)
+    assert "there is no copy" in complaint("restore", store.parent / "copy", code=2)
+    assert not store.exists()
+
+
+def test_a_store_is_verified_copied_and_put_back(talked: Path) -> None:
+    report = answer("verify")
+    assert (report["sessions"], report["turns"], report["problems"]) == (1, 2, [])
+    copy = talked.parent / "copy.db"
+    made = answer("backup", copy)
+    assert (made["copy"], made["bytes"], made["sessions"]) == (str(copy), copy.stat().st_size, 1)
+    assert "is there already" in complaint("backup", copy, code=2)
+    put = answer("restore", copy)
+    assert put["store"] == str(talked)
+    assert Path(put["kept"]).is_file()
+    assert answer("retain") == {"closed": 0, "freed": 0, "erased": 0}
+    assert answer("vacuum", "--full")["store"] == str(talked)
+    assert run("verify").stdout.endswith("1 sessions, 6 events, 2 turns, 0 groups: 0 problems\n")
+
+
+def test_what_no_server_may_run_beside_is_refused(talked: Path) -> None:
+    """A server is whoever has the file's lock."""
+    copy = talked.parent / "copy.db"
+    lock = sqlite_lock(f"sqlite+aiosqlite:///{talked}")
+    assert lock is not None
+    with lock:
+        run("backup", copy)
+        assert answer("vacuum")["bytes"] == talked.stat().st_size
+        assert answer("verify")["problems"] == []
+        for command in (("restore", copy), ("vacuum", "--full"), ("retain",)):
+            assert "stop" in complaint(*command, code=2)
+        assert (
+            complaint("migrate") == "turnlog: a server is running on this database: stop it before changing its schema"
+        )
+
+
+def test_a_damaged_store_is_not_well(talked: Path) -> None:
+    with closing(sqlite3.connect(talked)) as connection:
+        connection.execute("UPDATE sessions SET turns = 7")
+        connection.commit()
+    assert [one["session_id"] for one in answer("verify", code=1)["problems"]] == ["kept"]
+    assert "kept: sessions.turns" in run("replay", "--heads", code=1).stdout
+    [difference] = [json.loads(line) for line in run("replay", "--heads", "--fix", "--json").stdout.splitlines()]
+    assert difference["fixed"] is True
+    assert answer("verify")["problems"] == []
+
+
+def test_a_session_is_replayed(talked: Path) -> None:
+    assert [turn["turn"] for turn in answer("replay", "kept")["turns"]] == [1, 2]
+    assert [turn["turn"] for turn in answer("replay", "kept", "--at", "4")["turns"]] == [1]
+    assert "SessionCreated" in run("replay", "kept", "--events").stdout
+    assert complaint("replay", "never") == "replay: no session never"

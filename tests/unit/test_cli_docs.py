@@ -1,0 +1,43 @@
+"""docs/cli.md names every command and every option there is, and none that there is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer.main
+
+from turnlog.cli.commands import app
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+COMMON = {"--url", "--token", "--json", "--help", "-h"}
+ELSEWHERE = {"--install-completion", "--shell", "--stop-timeout"}
+
+
+def options() -> dict[str, set[str]]:
+    """Of each command, its own."""
+    found = {}
+    for name, command in typer.main.get_group(app).commands.items():
+        every = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+        found[name] = every - COMMON
+    return found
+
+
+def row_of(command: str) -> str:
+    """The command's row, or of one that has a section of its own, that."""
+    if command == "export":
+        return TEXT.partition("\n## Export\n")[2].partition("\n## ")[0]
+    [row] = [line for line in TEXT.splitlines() if re.match(rf"\| `{command}[ `]", line) and "engines add" not in line]
+    return row
+
+
+def test_every_command_and_option_is_told() -> None:
+    for command, flags in options().items():
+        told = set(re.findall(r"`(-[a-z-]+)", row_of(command)))
+        assert flags <= told, command
+
+
+def test_nothing_else_is_told() -> None:
+    every = set().union(*options().values(), COMMON, ELSEWHERE)
+    assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) <= every
+    assert {line.split()[1] for line in re.findall(r"^turnlog .*", TEXT, re.M)} <= set(options())

@@ -1,0 +1,182 @@
+"""`turnlog doctor`: each thing that can be wrong is found, and said with what to do; no secret is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from app.store.engine import sqlite_lock
+from ops.server import free_port
+from turnlog.cli.commands import app
+from turnlog.cli.doctor import host, postgres, store
+from turnlog.cli.doctor.findings import Level
+
+Environment = Callable[..., None]
+
+
+def examined(*arguments: str, code: int) -> list[dict[str, Any]]:
+    """What the command found. The address is one where nobody listens."""
+    given = ["--url", f"http://127.0.0.1:{free_port()}", "doctor", "--json", *arguments]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.stderr == ""
+    said = json.loads(result.stdout)
+    findings: list[dict[str, Any]] = said["findings"]
+    assert {level: said[level] for level in Level} == {
+        level: sum(one["level"] == level for one in findings) for level in Level
+    }
+    assert all(one["todo"] for one in findings if one["level"] != "ok")
+    return findings
+
+
+def of(findings: list[dict[str, Any]], area: str, level: str) -> list[str]:
+    return [one["what"] for one in findings if one["area"].startswith(area) and one["level"] == level]
+
+
+def test_every_mistake_in_the_settings_is_found_at_once(clean_environment: Environment) -> None:
+    clean_environment(WORKERS="many", LEASE_S="0", UPSTREMS="http://x", ADMIN_TOKEN="canary,,", CRASH_POINT="nonsense")
+    findings = examined(code=1)
+    problems = " | ".join(of(findings, "settings", "problem"))
+    for variable in ("WORKERS", "LEASE_S", "ADMIN_TOKEN", "CRASH_POINT"):
+        assert f"TURNLOG_{variable}" in problems
+    [unknown] = [one for one in findings if "UPSTREMS" in one["what"]]
+    assert (unknown["level"], unknown["todo"]) == ("warning", "did you mean TURNLOG_UPSTREAMS?")
+    assert "canary" not in json.dumps(findings)
+    assert os.environ["TURNLOG_WORKERS"] == "many"
+
+
+def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Path) -> None:
+    url = f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}"
+    clean_environment(DATABASE_URL=url, ADMIN_TOKEN=f"canary,{'a' * 40},a-good-one-of-thirty-characters")
+    findings = examined(code=1)
+    [weak] = of(findings, "tokens", "warning")
+    assert weak.startswith("TURNLOG_ADMIN_TOKEN: number 1, 2 ")
+    assert of(findings, "tokens", "ok") == ["an admin token is set, and 2 older ones that still count"]
+    assert "canary" not in json.dumps(findings)
+
+
+def test_everybody_is_an_admin(clean_environment: Environment, tmp_path: Path) -> None:
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}", TRUSTED_NETWORKS="0.0.0.0/0")
+    [open_to_all] = of(examined(code=1), "tokens", "problem")
+    assert "whoever reaches the port is an admin" in open_to_all
+
+
+def test_what_is_sound_and_what_will_be_made(clean_environment: Environment, tmp_path: Path) -> None:
+    file = tmp_path / "turnlog.db"
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{file}", REPLAY="routed_experts")
+    findings = examined(code=1)
+    assert of(findings, "engines", "problem") == ["there is none"]
+    assert of(findings, "database", "ok") == [f"{file} is not there yet: turnlog serve makes it"]
+    assert len(of(findings, "disk", "ok")) == 2
+    assert any("TURNLOG_REPLAY" in what for what in of(findings, "settings", "warning"))
+    assert not file.exists()
+
+
+def test_a_store_of_another_revision(clean_environment: Environment, sqlite_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "turnlog.db"
+    file.chmod(0o600)
+    clean_environment(DATABASE_URL=sqlite_url)
+    findings = examined(code=1)
+    assert of(findings, "database", "problem") + of(findings, "database", "warning") == []
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '0001'")
+        connection.commit()
+    file.chmod(0o644)
+    findings = examined(code=1)
+    assert [what.startswith("at revision 0001, ") for what in of(findings, "database", "problem")] == [True]
+    assert of(findings, "database", "warning") == [f"{file} may be read by other users; it holds prompts and replies"]
+
+
+def test_a_file_that_is_no_store(clean_environment: Environment, tmp_path: Path) -> None:
+    file = tmp_path / "turnlog.db"
+    file.write_bytes(b"no database" * 1000)
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{file}")
+    assert "file is not a database" in of(examined(code=1), "database", "problem")[0]
+
+
+def test_who_serves_the_store(clean_environment: Environment, sqlite_url: str) -> None:
+    clean_environment(DATABASE_URL=sqlite_url)
+    assert "no process serves it" in of(examined(code=1), "database", "ok")
+    lock = sqlite_lock(sqlite_url)
+    assert lock is not None
+    with lock:
+        served = [what for what in of(examined(code=1), "database", "ok") if "serves it: a second" in what]
+    assert served == [f"process {os.getpid()} serves it: a second one would refuse to start"]
+
+
+def test_what_cannot_be_reached(clean_environment: Environment, tmp_path: Path) -> None:
+    port = free_port()
+    clean_environment(
+        DATABASE_URL=f"postgresql+asyncpg://u:canary@127.0.0.1:{port}/x", UPSTREAMS=f"http://127.0.0.1:{port}"
+    )
+    findings = examined("--no-generate", code=1)
+    [database] = of(findings, "database", "problem")
+    assert database.startswith("it cannot be reached: ")
+    [engine] = of(findings, "engine", "problem")
+    assert engine.startswith("it cannot be reached (NotSent")
+    assert "canary" not in json.dumps(findings)
+
+
+def test_a_tokenizer_that_is_none(clean_environment: Environment, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    url = f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}"
+    clean_environment(DATABASE_URL=url, TOKENIZER=str(tmp_path))
+    [what] = of(examined(code=1), "tokenizer", "problem")
+    assert "no tokenizer can be loaded" in what
+
+
+@pytest.mark.parametrize(
+    ("found", "requirement", "beyond"),
+    [
+        ("1.2", "a>=1.2,<2", None),
+        ("1.10.1", "a>=1.9,<2", None),
+        ("2.0.0", "a[x]<2,>=1.2", "<2"),
+        ("1.1.9", "a>=1.2,<2", ">=1.2"),
+        ("3", "a>=3.0", None),
+        ("3.11.7", ">=3.11", None),
+    ],
+)
+def test_versions_are_compared_as_numbers(found: str, requirement: str, beyond: str | None) -> None:
+    assert host._beyond(found, requirement) == beyond
+
+
+SOUND = postgres.Server(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({}, None, ""),
+        ({"version": 120000}, Level.PROBLEM, "13 or newer"),
+        ({"in_recovery": True}, Level.PROBLEM, "primary"),
+        ({"fsync": "off"}, Level.PROBLEM, "fsync = on"),
+        ({"standbys": 2}, Level.WARNING, "synchronous_standby_names"),
+        ({"standbys": 2, "sync": 1}, None, ""),
+        ({"max_connections": 27}, Level.WARNING, "max_connections"),
+        ({"max_connections": 20, "in_use": 12}, Level.PROBLEM, "max_connections"),
+    ],
+)
+def test_what_postgresql_says_is_judged(change: dict[str, Any], level: Level | None, words: str) -> None:
+    worse = [one for one in postgres._judged(SOUND._replace(**change), 0) if one.level is not Level.OK]
+    assert [(one.level, words in one.todo) for one in worse] == ([] if level is None else [(level, True)])
+
+
+def test_a_clock_is_judged_by_when_it_was_asked_and_answered() -> None:
+    assert [one.level for one in postgres._clock(105.0, 100.0, 100.1)] == [Level.OK]
+    assert [one.level for one in postgres._clock(105.2, 100.0, 100.1)] == [Level.WARNING]
+    assert [one.level for one in postgres._clock(94.9, 100.0, 100.1)] == [Level.WARNING]
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    """Not even by root."""
+    *_, finding = store._folder(Path("/proc/turnlog.db"))
+    assert (finding.area, finding.level) == ("disk", Level.PROBLEM)
+    assert finding.what.startswith("/proc cannot be written to")

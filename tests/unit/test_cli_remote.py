@@ -1,0 +1,183 @@
+"""How the command line speaks to a server, and what it says where that fails: one line, one exit code."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ops.server import free_port
+from turnlog.cli.commands import app
+
+Answer = tuple[int, dict[str, str], bytes]
+
+
+class Sayer:
+    """A server that says what it is told to, the last of it for ever, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.asked: list[tuple[str, str, str | None]] = []
+        sayer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                sayer.asked.append((self.command, self.path, self.headers["authorization"]))
+                status, headers, body = sayer.answers.pop(0) if len(sayer.answers) > 1 else sayer.answers[0]
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = do_DELETE = answer
+
+            def log_message(self, format: str, *args: object) -> None:
+                """The test reads what it was asked instead."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def error(code: str, message: str) -> bytes:
+    return json.dumps({"error": {"message": message, "type": "t", "code": code, "param": None}}).encode()
+
+
+@pytest.fixture
+def sayer() -> Iterator[Sayer]:
+    made = Sayer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def run(clean_environment: Callable[..., None]) -> Callable[..., Result]:
+    clean_environment()
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def failed(result: Result, code: int = 1) -> str:
+    """The one line with which a command fails."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    return line
+
+
+def test_nobody_there_is_one_line(run: Callable[..., Result]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert failed(run("--url", url, "engines")).startswith(f"turnlog: cannot connect to {url} (")
+    assert "cannot connect" in failed(run("tail", "-f", "s", "--url", url))
+    assert "cannot connect" in failed(run("export", "--url", url))
+    assert "cannot connect" in failed(run("pause", "--fleet", "--url", url))
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999999"])
+def test_what_is_no_url_is_wrong_usage(run: Callable[..., Result], url: str) -> None:
+    assert "--url" in failed(run("--url", url, "engines"), 2)
+
+
+def test_a_token_that_no_header_can_hold_is_not_echoed(run: Callable[..., Result]) -> None:
+    line = failed(run("--token", "se\ncret", "engines"), 2)
+    assert "token" in line
+    assert "cret" not in line
+
+
+def test_the_servers_error_is_told_with_its_code(run: Callable[..., Result], sayer: Sayer) -> None:
+    sayer.answers = [(404, {}, error("session_not_found", "session x\x1b[2J does not exist"))]
+    assert failed(run("--url", sayer.url, "show", "x")) == (
+        "turnlog: 404 session_not_found: session x\\x1b[2J does not exist"
+    )
+    sayer.answers = [(502, {}, b"<html>of a proxy</html>")]
+    assert failed(run("--url", sayer.url, "engines")) == "turnlog: 502 no_code: Bad Gateway: is it Turnlog?"
+    sayer.answers = [(200, {}, b"no json")]
+    assert "is no JSON" in failed(run("--url", sayer.url, "engines"))
+    sayer.answers = [(307, {"location": "http://elsewhere"}, b"")]
+    assert failed(run("--url", sayer.url, "engines")).startswith("turnlog: 307 no_code")
+
+
+def test_a_get_comes_again_when_the_server_says_and_an_order_does_not(run: Callable[..., Result], sayer: Sayer) -> None:
+    busy = (503, {"retry-after": "0"}, error("store_unavailable", "later"))
+    listed: dict[str, Any] = {"engines": [], "version": 0}
+    sayer.answers = [busy, busy, (200, {}, json.dumps(listed).encode())]
+    result = run("--url", sayer.url, "engines", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
+    assert len(sayer.asked) == 3
+    sayer.asked.clear()
+    sayer.answers = [busy]
+    assert "store_unavailable" in failed(run("--url", sayer.url, "engines"))
+    assert len(sayer.asked) == 4
+    sayer.asked.clear()
+    assert "store_unavailable" in failed(run("--url", sayer.url, "engines", "drain", "http://e:1"))
+    assert len(sayer.asked) == 1
+
+
+def test_where_the_token_comes_from(
+    run: Callable[..., Result], sayer: Sayer, clean_environment: Callable[..., None]
+) -> None:
+    sayer.answers = [(200, {}, b'{"engines": [], "version": 0}')]
+    run("--url", sayer.url, "engines")
+    clean_environment(ADMIN_TOKEN="current, before", URL=sayer.url)
+    run("engines")
+    clean_environment(ADMIN_TOKEN="current", TOKEN="own", URL=sayer.url)
+    run("engines")
+    run("--token", "given", "engines")
+    run("--token", "given", "engines", "list", "--token", "behind")
+    sent = [None, "current", "own", "given", "behind"]
+    assert [asked[2] for asked in sayer.asked] == [token and f"Bearer {token}" for token in sent]
+
+
+def test_help_shows_no_token(run: Callable[..., Result], clean_environment: Callable[..., None]) -> None:
+    clean_environment(TOKEN="canary", ADMIN_TOKEN="canary")
+    for arguments in (("--help",), ("engines", "--help"), ("sessions", "--help")):
+        result = run(*arguments)
+        assert result.exit_code == 0
+        assert "canary" not in result.output
+
+
+def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Sayer) -> None:
+    sayer.answers = [(404, {}, error("session_not_found", "no"))]
+    run("--url", sayer.url, "tail", "../engines?x=1")
+    run("--url", f"{sayer.url}/behind/", "pause", "a/b")
+    assert [asked[1] for asked in sayer.asked] == [
+        "/sessions/..%2Fengines%3Fx%3D1/events?after=0",
+        "/behind/adapters/a%2Fb/pause",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("pause",),
+        ("pause", "a", "--fleet"),
+        ("pause", "a", "--mode", "abort"),
+        ("resume", "--fleet", "--version", "3"),
+        ("replay",),
+        ("replay", "s", "--heads"),
+        ("replay", "s", "--fix"),
+        ("replay", "--heads", "--at", "3"),
+        ("groups", "g", "--cursor", "x"),
+        ("engines", "--json", "list"),
+        ("export", "--json"),
+        ("sessions", "--limit", "0"),
+        ("sessions", "--state", "odd"),
+        ("nonsense",),
+    ],
+)
+def test_what_does_not_fit_together_is_wrong_usage(run: Callable[..., Result], arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""

@@ -1,0 +1,76 @@
+"""The root of the command line: the options that stand before a command, and all commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from turnlog.cli import export, fleet, maintain, sessions, tail
+from turnlog.cli import serve as serving
+from turnlog.cli.doctor import command as doctor
+from turnlog.cli.run import DEFAULT_URL, Commands, Globals
+
+app = typer.Typer(
+    name="turnlog",
+    cls=Commands,
+    help="Turnlog's command line: run a server, look into it, keep its store.",
+    epilog="What reads or orders speaks to the server at --url; what keeps a store opens it itself (--database-url).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+OBSERVE, ORDER, KEEP, RUN = "Look", "The fleet", "The store", "Run"
+
+for _panel, _name, _function in (
+    (RUN, "serve", serving.serve),
+    (RUN, "migrate", serving.migrate),
+    (RUN, "doctor", doctor.doctor),
+    (OBSERVE, "sessions", sessions.sessions),
+    (OBSERVE, "show", sessions.show),
+    (OBSERVE, "tail", tail.tail),
+    (OBSERVE, "groups", sessions.groups),
+    (OBSERVE, "export", export.export),
+    (ORDER, "pause", fleet.pause),
+    (ORDER, "resume", fleet.resume),
+    (KEEP, "verify", maintain.verify),
+    (KEEP, "backup", maintain.backup),
+    (KEEP, "restore", maintain.restore),
+    (KEEP, "vacuum", maintain.vacuum),
+    (KEEP, "retain", maintain.retain),
+    (KEEP, "replay", maintain.replay),
+):
+    app.command(_name, rich_help_panel=_panel)(_function)
+app.command("bench", rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON)(serving.bench)
+app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"turnlog {version('turnlog')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Option(envvar="TURNLOG_URL", help="The server.")] = DEFAULT_URL,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar=["TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN"],
+            show_default=False,
+            help="Sent as a bearer token. Better in the environment: other users see a command's arguments.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    # The server's variable may hold several tokens, of which the first is current.
+    first = (token or "").split(",")[0].strip()
+    ctx.obj = Globals(url, first or None, as_json)

@@ -1,0 +1,1 @@
+"""`turnlog doctor`: what is wrong here, or soon will be, and what to do about it."""

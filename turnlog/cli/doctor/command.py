@@ -1,0 +1,72 @@
+"""The command: every check in turn, a line each as soon as it is known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnlog.cli.doctor.findings import Finding, Level
+from turnlog.cli.run import DEFAULT_URL, Json, Token, Url, globals_of, wants_json
+
+if TYPE_CHECKING:
+    from turnlog.cli.run import Globals
+
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+
+
+def doctor(
+    ctx: typer.Context,
+    generate: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Ask each engine for a few tokens, and judge the reply.")
+    ] = True,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Check settings, database, engines, tokenizer, and say what to do. Exit code 1 where there is a problem."""
+    given = globals_of(ctx)
+    given = given._replace(url=url or given.url, token=token or given.token)
+    found = []
+    for one in _examined(given, generate=generate):
+        found.append(one)
+        if not wants_json(ctx, as_json):
+            _print(one)
+    counts = {level: sum(one.level is level for one in found) for level in Level}
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine({"findings": [one.fields() for one in found], **{level.value: counts[level] for level in Level}})
+    else:
+        from turnlog.cli.output import line
+
+        line(f"{counts[Level.OK]} ok, {counts[Level.WARNING]} warnings, {counts[Level.PROBLEM]} problems", "bold")
+    if counts[Level.PROBLEM]:
+        raise typer.Exit(1)
+
+
+def _examined(given: Globals, *, generate: bool) -> Iterator[Finding]:
+    """What does not need the settings goes on where they are wrong."""
+    from turnlog.cli.doctor import engines, host, server, settings, store, tokenizer
+
+    yield from host.versions()
+    found, chosen = settings.examine()
+    yield from found
+    yield from host.limits()
+    yield from server.examine(given.url, given.token, expected=given.url != DEFAULT_URL)
+    if chosen is None:
+        return
+    yield from settings.advice(chosen)
+    fleet = yield from store.examine(chosen)
+    prompts = yield from tokenizer.examine(chosen)
+    yield from asyncio.run(engines.examine(chosen, fleet, prompts, generate=generate))
+
+
+def _print(one: Finding) -> None:
+    from turnlog.cli.output import line
+
+    line(f"{one.level.value:<8} {one.area}: {one.what}", _STYLES[one.level])
+    if one.todo:
+        line(f"{'':<8} → {one.todo}")

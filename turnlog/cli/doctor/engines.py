@@ -1,0 +1,159 @@
+"""The engines: reachable, of which dialect, and do their replies hold what a turn needs?"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from app.domain.fleet import Fleet
+from app.upstream.client import EngineClient, EngineError, EngineReply
+from app.upstream.dialects import complete, returns
+from app.upstream.headers import to_control, to_engine
+from turnlog.cli.doctor.findings import Finding, ok, problem, warning
+from workers.parse import Parsed, Rejected, parse_reply
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+    from app.tito.prompts import Prompts
+
+SHORT_S = 5.0
+"""For a question that costs an engine nothing."""
+
+GENERATE_S = 60.0
+"""For a few tokens, of an engine that may be busy."""
+
+TOKENS = 4
+MESSAGES = [{"role": "user", "content": "Say hello."}]
+
+
+async def examine(settings: Settings, fleet: Fleet | None, prompts: Prompts | None, *, generate: bool) -> list[Finding]:
+    """Each of the settings and, where the database could be read, of those that were added at run time."""
+    known = (fleet or Fleet()).members(settings.upstreams)
+    if not known:
+        return [problem("engines", "there is none", "set TURNLOG_UPSTREAMS, or turnlog engines add URL")]
+    client = EngineClient(
+        connect_timeout_s=min(settings.upstream_connect_timeout_s, SHORT_S),
+        timeout_s=GENERATE_S,
+        max_bytes=settings.max_upstream_bytes,
+    )
+    try:
+        looked = await asyncio.gather(*(_look(client, settings, one.url, prompts, generate) for one in known))
+    finally:
+        await client.close()
+    found = [finding for findings in looked for finding in findings]
+    if fleet is not None and fleet.gate.is_shut:
+        found.append(warning("engines", "the gate of the fleet is shut: turns wait", "turnlog resume --fleet"))
+    for name, gate in (fleet or Fleet()).adapters.items():
+        if gate.is_shut:
+            found.append(warning("engines", f"the gate of adapter {name} is shut", f"turnlog resume {name}"))
+    return found
+
+
+async def _look(
+    client: EngineClient, settings: Settings, url: str, prompts: Prompts | None, generate: bool
+) -> list[Finding]:
+    area = f"engine {url}"
+    headers = to_control(settings.upstream_api_key)
+    info = await _asked(client, f"{url}/model_info", headers)
+    if isinstance(info, str):
+        return [problem(area, info, "start it, or correct TURNLOG_UPSTREAMS; engines remove URL takes one out")]
+    models = await _asked(client, f"{url}/v1/models", headers)
+    if isinstance(models, str) or models.status != 200:
+        why = models if isinstance(models, str) else f"/v1/models answers {models.status}"
+        key = "TURNLOG_UPSTREAM_API_KEY is what it was started with?"
+        return [problem(area, why, f"is it an engine of SGLang or vLLM, without /v1 in its URL? {key}")]
+    model = _model(models.body.joined())
+    if model is None:
+        return [problem(area, "/v1/models names no model", "is it an engine of SGLang or vLLM?")]
+    version = _fields(info.body.joined()).get("weight_version") if info.status == 200 else None
+    told = f"it serves {model}" + (f", weight version {version}" if version is not None else "")
+    if not generate:
+        return [ok(area, told)]
+    return [ok(area, told), *await _generated(client, settings, url, model, prompts)]
+
+
+async def _generated(
+    client: EngineClient, settings: Settings, url: str, model: str, prompts: Prompts | None
+) -> list[Finding]:
+    """A tiny chat, asked for as a turn's is, and judged by the same rules."""
+    area = f"engine {url}"
+    wish = {"model": model, "max_tokens": TOKENS}
+    raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in wish.items()}
+    fields = complete(raw, settings.upstream_dialect, settings.replay)
+    fields["messages"] = msgspec.json.encode(MESSAGES)
+    body = msgspec.json.encode({name: msgspec.Raw(value) for name, value in fields.items()})
+    try:
+        reply = await client.post(
+            f"{url}/v1/chat/completions", body, to_engine((), "turnlog-doctor", settings.upstream_api_key)
+        )
+    except EngineError as error:
+        return [
+            problem(area, f"no generation: {type(error).__name__}", "it answers, but does not generate: see its log")
+        ]
+    if reply.status != 200:
+        return [problem(area, f"a chat is answered {reply.status}", "see the engine's log")]
+    try:
+        parsed = parse_reply(reply.body.joined(), settings.upstream_dialect)
+    except Rejected as error:
+        todo = "start it so that it returns ids and logprobs of all tokens (docs/operations.md)"
+        return [problem(area, f"its reply cannot be a turn: {error}", todo)]
+    count = len(parsed.output_ids) // 4
+    found = [ok(area, f"{parsed.dialect}: {count} tokens, each with id and logprob, finish {parsed.finish_reason}")]
+    found += _payloads(area, settings, parsed)
+    if prompts is not None:
+        found.append(_same_prompt(area, parsed, prompts))
+    return found
+
+
+def _payloads(area: str, settings: Settings, parsed: Parsed) -> list[Finding]:
+    there = {kind for kind, _ in parsed.payloads}
+    missing = [
+        kind for kind in settings.replay if returns(kind, settings.upstream_dialect, "chat") and kind not in there
+    ]
+    if missing:
+        todo = f"start it with what returns them (SGLang: --enable-return-{missing[0].replace('_', '-')}), or unset it"
+        return [problem(area, f"TURNLOG_REPLAY asks for {', '.join(missing)}, which it does not return", todo)]
+    return [ok(area, f"it returns {', '.join(settings.replay)}")] if settings.replay else []
+
+
+def _same_prompt(area: str, parsed: Parsed, prompts: Prompts) -> Finding:
+    """Does the engine render and tokenise a chat as the tokenizer here does?"""
+    theirs = array("i", parsed.suffix_ids)
+    ours = prompts.first(MESSAGES, None, {})
+    if theirs == ours:
+        return ok(area, "its prompt's ids are those of TURNLOG_TOKENIZER")
+    at = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), math.inf)
+    place = f"id {at} differs" if at != math.inf else f"{len(theirs)} ids instead of {len(ours)}"
+    todo = "is TURNLOG_TOKENIZER the model's own, with the chat template that the engine uses?"
+    return warning(area, f"its prompt is not that of TURNLOG_TOKENIZER: {place}", todo)
+
+
+async def _asked(client: EngineClient, url: str, headers: list[tuple[str, str]]) -> EngineReply | str:
+    """The answer, or why there is none."""
+    try:
+        async with asyncio.timeout(SHORT_S):
+            return await client.get(url, headers)
+    except EngineError as error:
+        return f"it cannot be reached ({type(error).__name__}: {error})"
+    except TimeoutError:
+        return f"no answer in {SHORT_S:g} s"
+
+
+def _model(body: bytes) -> str | None:
+    data = _fields(body).get("data")
+    first = data[0] if isinstance(data, list) and data else None
+    name = first.get("id") if isinstance(first, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _fields(body: bytes) -> Mapping[str, Any]:
+    try:
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,133 @@
+"""A PostgreSQL store."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
+
+from app.store.engine import LANES, READERS, SPARE_WRITERS, create_engine
+from app.store.heads import living
+from app.store.postgres import DRIVER_ERRORS
+from turnlog.cli.doctor.findings import Finding, ok, problem, warning
+from turnlog.cli.output import size
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+OLDEST = 130000
+"""PostgreSQL 13 has `pg_current_xact_id`, by which exports are ordered."""
+
+EACH = READERS + LANES + SPARE_WRITERS
+"""Connections that a process has at most."""
+
+PATIENCE_S = 10.0
+
+OFF_S = 5.0
+"""A clock that is this far from the database's: nothing breaks, but the times in logs do not fit each other."""
+
+
+class Server(NamedTuple):
+    """What PostgreSQL says of itself; `sync` are the standbys that a commit waits for, among `standbys`."""
+
+    version: int
+    in_recovery: bool
+    fsync: str
+    synchronous_commit: str
+    standbys: int
+    sync: int
+    max_connections: int
+    in_use: int
+    bytes: int
+    clock: float
+
+
+_SERVER = text(
+    """
+    SELECT current_setting('server_version_num')::int, pg_is_in_recovery(), current_setting('fsync'),
+      current_setting('synchronous_commit'), (SELECT count(*) FROM pg_stat_replication),
+      (SELECT count(*) FROM pg_stat_replication WHERE sync_state IN ('sync', 'quorum')),
+      current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int,
+      (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
+      pg_database_size(current_database()), extract(epoch FROM clock_timestamp())::double precision
+    """
+)
+
+
+async def look(settings: Settings) -> tuple[list[Finding], str | None]:
+    """What was found, and the revision, empty for none; None where the database cannot be read."""
+    engine = create_engine(settings.database_url)
+    try:
+        async with asyncio.timeout(PATIENCE_S), engine.connect() as connection:
+            asked_at = time.time()
+            server = Server(*(await connection.execute(_SERVER)).one())
+            answered_at = time.time()
+            revision = await connection.run_sync(_revision)
+            serving = await connection.run_sync(living, settings.lease_s) if revision else []
+    except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+        cause = getattr(error, "orig", None) or error
+        what = f"it cannot be reached: {type(cause).__name__}" + (
+            ": no answer" if isinstance(error, TimeoutError) else ""
+        )
+        return [problem("database", what, "is PostgreSQL running, and TURNLOG_DATABASE_URL right?")], None
+    finally:
+        await engine.dispose()
+    found = [*_judged(server, len(serving)), *_clock(server.clock, asked_at, answered_at)]
+    hosts = len({host for _, _, host in serving})
+    found.append(
+        ok("database", f"{len(serving)} processes on {hosts} hosts serve it" if serving else "no process serves it")
+    )
+    return found, revision
+
+
+def _revision(connection: Connection) -> str:
+    return MigrationContext.configure(connection).get_current_revision() or ""
+
+
+def _judged(server: Server, serving: int) -> Iterator[Finding]:
+    major = server.version // 10000
+    if server.version < OLDEST:
+        yield problem("database", f"PostgreSQL {major}", "Turnlog needs 13 or newer")
+    else:
+        yield ok("database", f"PostgreSQL {major}, {size(server.bytes)}")
+    if server.in_recovery:
+        yield problem("database", "it is a standby, which cannot be written to", "give the primary's address")
+    if server.fsync != "on":
+        yield problem("database", "fsync is off: a crash of its machine loses acknowledged turns", "set fsync = on")
+    if server.standbys and not server.sync:
+        yield warning(
+            "database",
+            f"none of its {server.standbys} standbys is synchronous: a failover loses the last acknowledged turns",
+            "set synchronous_standby_names (docs/operations.md)",
+        )
+    else:
+        yield ok("database", f"a commit waits for its disk{f' and {server.sync} standbys' if server.sync else ''}")
+    fits = server.max_connections // EACH
+    if server.max_connections - server.in_use < EACH and not serving:
+        yield problem(
+            "database",
+            f"{server.in_use} of {server.max_connections} connections are taken, a process takes up to {EACH}",
+            "raise max_connections, or put a pooler between",
+        )
+    elif fits < max(serving, 1) + 1:
+        yield warning(
+            "database",
+            f"{server.max_connections} connections are enough for {fits} processes ({EACH} each)",
+            "raise max_connections before you start more",
+        )
+    else:
+        yield ok("database", f"{server.max_connections} connections: enough for {fits} processes ({EACH} each)")
+
+
+def _clock(theirs: float, asked_at: float, answered_at: float) -> Iterator[Finding]:
+    """Leases go by the database's clock alone; the times of events are the process's own."""
+    off = max(asked_at - theirs, theirs - answered_at, 0.0)
+    if off > OFF_S:
+        yield warning("clock", f"this machine's is {off:.1f} s off the database's", "run an NTP client on both")
+    else:
+        yield ok("clock", "this machine's agrees with the database's")

@@ -1,0 +1,63 @@
+"""A server that runs already."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from urllib.parse import urlsplit
+
+from turnlog.cli.doctor.findings import Finding, ok, problem, warning
+from turnlog.cli.remote import Refused, Remote, Unreachable
+from turnlog.cli.run import Failure
+
+PORTS = {"http": 80, "https": 443}
+
+
+def examine(url: str, token: str | None, *, expected: bool) -> Iterator[Finding]:
+    """Does one answer, is it ready, does it take the token? `expected`: somebody named its address."""
+    with closing(Remote(url, token)) as server:
+        yield from _examined(server, url, expected)
+
+
+def _examined(server: Remote, url: str, expected: bool) -> Iterator[Finding]:
+    if not _listens(url):
+        what = f"nobody listens at {server.url}"
+        yield (
+            warning("server", what, "start it, or correct --url") if expected else ok("server", f"{what}: not started")
+        )
+        return
+    try:
+        alive = server.get("/health")
+    except (Refused, Unreachable, Failure) as error:
+        yield problem("server", f"{error}", "another program has the port, or the server hangs: see its log")
+        return
+    if not isinstance(alive, dict) or alive.get("status") != "ok":
+        yield problem("server", f"{server.url} is not Turnlog's", "free the port, or choose another: --port")
+        return
+    yield ok("server", f"{server.url} answers, {alive.get('in_flight', 0)} turns in flight")
+    yield from _pool(alive)
+    try:
+        server.send("GET", "/ready")
+    except Refused as error:
+        missing = [name for name, good in error.body.get("checks", {}).items() if not good]
+        yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see what is said of these below")
+    try:
+        server.get("/engines")
+    except Refused as error:
+        yield problem("server", f"it refuses what an admin may: {error}", "set TURNLOG_TOKEN to its admin token")
+
+
+def _pool(alive: dict[str, object]) -> Iterator[Finding]:
+    pool = alive.get("pool")
+    if isinstance(pool, dict) and pool.get("crashes"):
+        yield warning("server", f"{pool['crashes']} worker processes have died", "its log says how each ended")
+
+
+def _listens(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "", parts.port or PORTS[parts.scheme]), timeout=3):
+            return True
+    except OSError:
+        return False

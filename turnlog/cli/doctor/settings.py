@@ -1,0 +1,102 @@
+"""The `TURNLOG_` variables: known, valid, and sensible together."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from turnlog.cli.doctor.findings import Finding, ok, problem, warning
+from turnlog.cli.doctor.host import memory
+from turnlog.cli.output import size
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+DISTINCT = 8
+"""Characters that a token has at least, unless somebody leant on a key."""
+
+GOOD = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes a good one"
+
+
+def examine() -> tuple[list[Finding], Settings | None]:
+    """Every mistake, not only the first; no settings where there is one."""
+    from app import crash_points
+    from app.errors import StartupError
+    from app.settings import CLIENTS, PREFIX, Settings, load_settings
+
+    set_here = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENTS
+    found = [_unknown(name, known) for name in sorted(set_here.keys() - known - {crash_points.VARIABLE})]
+    if crash_points.VARIABLE in set_here:
+        found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is for tests alone", "unset it"))
+    logging.getLogger("turnlog.settings").setLevel(logging.ERROR)  # unknown variables are told above
+    wrong: list[str] = []
+    settings = None
+    try:
+        while settings is None:
+            try:
+                settings = load_settings()
+            except StartupError as error:
+                wrong.append(str(error))
+                mentioned = [name for name in os.environ if name.startswith(PREFIX) and name in str(error)]
+                if not mentioned:
+                    break
+                for name in mentioned:
+                    del os.environ[name]
+    finally:
+        os.environ.update(set_here)
+    found += [problem("settings", line, "correct or unset the variable (docs/api.md#settings)") for line in wrong]
+    if not wrong:
+        found.append(ok("settings", f"{len(set_here.keys() & known)} variables are set, the others have defaults"))
+    return found, None if wrong else settings
+
+
+def _unknown(name: str, known: set[str] | frozenset[str]) -> Finding:
+    near = difflib.get_close_matches(name, known, 1)
+    meant = f"did you mean {near[0]}?" if near else "unset it, or see docs/api.md#settings"
+    return warning("settings", f"{name} is not a setting and is ignored", meant)
+
+
+def advice(settings: Settings) -> Iterator[Finding]:
+    """What is valid, and yet most likely not what was meant."""
+    yield from _tokens(settings)
+    if "routed_experts" in settings.replay and settings.expert_shape is None:
+        yield warning(
+            "settings",
+            "TURNLOG_REPLAY asks for routed_experts of which the shape is not known: rows are flat, and not checked",
+            "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK",
+        )
+    wanted, there = settings.inflight_bytes + settings.cache_bytes, memory()
+    if wanted > there:
+        yield warning(
+            "memory",
+            f"TURNLOG_INFLIGHT_BYTES and TURNLOG_CACHE_BYTES allow {size(wanted)} a process, there are {size(there)}",
+            "lower TURNLOG_INFLIGHT_BYTES, or give the process more memory",
+        )
+    else:
+        yield ok("memory", f"{size(there)}; bodies and cache may take {size(wanted)} a process")
+
+
+def _tokens(settings: Settings) -> Iterator[Finding]:
+    """Their strength, never their text."""
+    from app.settings import SHORT_TOKEN
+
+    for name, secrets in (("ADMIN_TOKEN", settings.admin_token), ("SESSION_SECRET", settings.session_secret)):
+        weak = [str(n) for n, text in enumerate(secrets, 1) if len(text) < SHORT_TOKEN or len(set(text)) < DISTINCT]
+        if weak:
+            yield warning("tokens", f"TURNLOG_{name}: number {', '.join(weak)} is short or uniform: guessable", GOOD)
+    if settings.admin_token:
+        older = len(settings.admin_token) - 1
+        yield ok("tokens", "an admin token is set" + (f", and {older} older ones that still count" if older else ""))
+        return
+    yield warning("tokens", "no TURNLOG_ADMIN_TOKEN: every program on this machine is an admin", GOOD)
+    for network in settings.trusted_networks:
+        if network.prefixlen == 0:
+            yield problem(
+                "tokens",
+                f"TURNLOG_TRUSTED_NETWORKS={network} without a token: whoever reaches the port is an admin",
+                "name the networks of your own machines, or set TURNLOG_ADMIN_TOKEN",
+            )

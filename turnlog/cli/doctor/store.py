@@ -1,0 +1,201 @@
+"""The database: reachable, of the right revision, with room, and keeping what it promises."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy.engine import make_url
+
+from turnlog.cli.doctor.findings import Finding, ok, problem, warning
+from turnlog.cli.output import size
+
+if TYPE_CHECKING:
+    from app.domain.fleet import Fleet
+    from app.settings import Settings
+
+LITTLE, TIGHT = 256 << 20, 2 << 30
+"""Bytes of free space: below which the next replies may not fit, and below which it should be watched."""
+
+LONG_LOG = 256 << 20
+"""An SQLite log of writes is 16 to 64 MiB; more means that a reader holds it."""
+
+SLOW_SYNC_MS = 20.0
+"""Each batch of commits waits for one: disks take under 5 ms, what takes longer is a network or a worn card."""
+
+REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
+"""File systems whose locks and shared memory SQLite's log of writes cannot rely on."""
+
+MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
+
+
+def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
+    """Returns what the fleet's log says, where the database can be read."""
+    url = make_url(settings.database_url)
+    if url.get_backend_name() == "sqlite":
+        path = Path(url.database or "").resolve()
+        yield from _folder(path)
+        if not path.is_file():
+            yield ok("database", f"{path} is not there yet: turnlog serve makes it")
+            return None
+        if not (yield from _file(path)):
+            return None
+        revision = yield from _sqlite(path)
+    else:
+        from turnlog.cli.doctor.postgres import look
+
+        found, revision = asyncio.run(look(settings))
+        yield from found
+    if revision is None:
+        return None
+    if not (yield from _revision(revision)):
+        return None
+    return asyncio.run(_fleet(settings.database_url))
+
+
+def _revision(found: str) -> Generator[Finding, None, bool]:
+    from app.store.engine import revision_head
+
+    head = revision_head()
+    if found == head:
+        yield ok("database", f"at revision {head}, as this version needs")
+        return True
+    yield problem("database", f"at revision {found or 'none'}, this version needs {head}", MIGRATE)
+    return False
+
+
+async def _fleet(url: str) -> Fleet:
+    from app.domain import fleet as domain
+    from app.store import fleet as store
+    from app.store.engine import Database
+
+    database = Database(url)
+    try:
+        return domain.fold((await database.read(store.state)).events)
+    finally:
+        await database.close()
+
+
+def _folder(path: Path) -> Iterator[Finding]:
+    """Where the file is, or will be."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield problem("disk", f"{folder} cannot be written to by this user", "chown it, or choose another folder")
+        return
+    free = shutil.disk_usage(folder).free
+    what = f"{size(free)} free in {folder}"
+    if free < LITTLE:
+        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/runbook.md)")
+    elif free < TIGHT:
+        yield warning("disk", what, "make room, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
+    else:
+        yield ok("disk", what)
+    kind = _file_system(folder)
+    if kind in REMOTE:
+        yield problem(
+            "disk", f"{folder} is on {kind}: SQLite's locks are not safe there", "use a local disk, or PostgreSQL"
+        )
+    try:
+        took = _sync_ms(folder)
+    except OSError as error:
+        yield problem("disk", f"{folder} cannot be written to: {error.strerror}", "choose another folder")
+        return
+    if took > SLOW_SYNC_MS:
+        yield warning("disk", f"an fsync takes {took:.1f} ms; every commit waits for one", "use a local SSD")
+    else:
+        yield ok("disk", f"an fsync takes {took:.1f} ms")
+
+
+def _file_system(folder: Path) -> str:
+    """Of Linux's list of mounts the longest that holds the folder; empty where there is no list."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    for line in mounts:
+        _, place, found, *_ = line.split(" ")
+        place = place.replace("\\040", " ")
+        if len(place) >= len(best) and folder.is_relative_to(place):
+            best, kind = place, found
+    return kind
+
+
+def _sync_ms(folder: Path) -> float:
+    """The median of a few, of a page each."""
+    took = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(5):
+            file.write(os.urandom(4096))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took.append(1000 * (time.perf_counter() - began))
+    return statistics.median(took)
+
+
+def _file(path: Path) -> Generator[Finding, None, bool]:
+    """May it be read and written, and by whom else?"""
+    if not os.access(path, os.R_OK | os.W_OK):
+        yield problem("database", f"{path} cannot be read and written by this user", "run as the server's user")
+        return False
+    if path.stat().st_mode & 0o077:
+        yield warning(
+            "database", f"{path} may be read by other users; it holds prompts and replies", f"chmod 600 {path}"
+        )
+    log = Path(f"{path}-wal")
+    length = log.stat().st_size if log.exists() else 0
+    if length > LONG_LOG:
+        yield warning(
+            "database",
+            f"its log of writes has {size(length)}: somebody reads without end",
+            f"fuser -v {path}: end the forgotten shell, export or copy",
+        )
+    yield ok("database", f"{path}: {size(path.stat().st_size)}, log of writes {size(length)}")
+    return True
+
+
+def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
+    """Reads, and takes no lock. Returns the revision, empty for none; None where the file cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as connection:
+            (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+            tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
+            row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
+    except sqlite3.Error as error:
+        yield problem("database", f"{path} cannot be read: {error}", "docs/runbook.md: restore the last backup")
+        return None
+    if row is not None and mode != "wal":
+        yield problem("database", f"journal_mode is {mode}", "turnlog vacuum --full writes the file as it should be")
+    yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
+    holder = _holder(Path(f"{path}.lock"))
+    if holder is None:
+        yield ok("database", "no process serves it")
+    else:
+        yield ok("database", f"process {holder} serves it: a second one would refuse to start")
+    return row[0] if row is not None else ""
+
+
+def _holder(lock: Path) -> str | None:
+    """Who has the lock, by the kernel's list, which asks nobody; None where nobody has it or there is no list."""
+    try:
+        inode = lock.stat().st_ino
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        parts = line.split()
+        if len(parts) > 5 and parts[5].rpartition(":")[2] == str(inode):
+            return parts[4]
+    return None

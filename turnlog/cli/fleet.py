@@ -1,0 +1,196 @@
+"""`turnlog engines`, `pause` and `resume`: orders to the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from turnlog.cli.run import Json, Token, Url, Usage, remote, wants_json
+
+
+class Mode(StrEnum):
+    ABORT = "abort"
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+
+
+engines_app = typer.Typer(help="The engines: list, add, drain, remove.", invoke_without_command=True)
+
+Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
+Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]
+Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and every engine.")]
+
+
+@engines_app.callback()
+def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """The engines: list, add, drain, remove."""
+    if ctx.invoked_subcommand is None:
+        _list(ctx, url, token, as_json)
+    elif url is not None or token is not None or as_json:
+        raise Usage("options stand behind list, add, drain or remove")
+
+
+@engines_app.command("list")
+def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """List the engines, as the process that answers finds them."""
+    _list(ctx, url, token, as_json)
+
+
+@engines_app.command()
+def add(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """Add an engine, or bring one back that was drained or removed."""
+    _put(ctx, engine, "serving", url, token, as_json)
+
+
+@engines_app.command()
+def drain(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """Send no more sessions to an engine; turns in flight end there."""
+    _put(ctx, engine, "draining", url, token, as_json)
+
+
+@engines_app.command()
+def remove(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """Take an engine out of the pool; turns in flight end there."""
+    remote(ctx, url, token).send("DELETE", "/engines", params={"url": engine})
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine({"url": engine, "state": "removed"})
+
+
+def _list(ctx: typer.Context, url: str | None, token: str | None, as_json: bool) -> None:
+    found = remote(ctx, url, token).get("/engines")
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(found)
+    else:
+        _print_engines(found["engines"])
+
+
+def _put(ctx: typer.Context, engine: str, state: str, url: str | None, token: str | None, as_json: bool) -> None:
+    found = remote(ctx, url, token).send("POST", "/engines", json={"url": engine, "state": state})
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(found)
+    else:
+        _print_engines([found])
+
+
+def _print_engines(engines: list[dict[str, Any]]) -> None:
+    from turnlog.cli.output import Column, since, table
+
+    table(
+        [
+            Column("engine", whole=True),
+            Column("state"),
+            Column("health"),
+            Column("for", right=True),
+            Column("in flight", right=True),
+            Column("dialect"),
+            Column("weights"),
+            Column("from"),
+            Column("last error", long=True),
+        ],
+        [
+            (
+                one["url"],
+                one["state"],
+                one["health"],
+                since(one["since"]),
+                one["in_flight"],
+                one["dialect"],
+                one["weight_version"],
+                one["source"],
+                one["last_error"],
+            )
+            for one in engines
+        ],
+    )
+
+
+def pause(
+    ctx: typer.Context,
+    adapter: Adapter = None,
+    fleet: Fleet = False,
+    lease_s: Annotated[float | None, typer.Option(min=0, help="The gate opens by itself then (600).")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="With --fleet: how engines pause (abort).")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Hold an adapter's turns back, or with --fleet all, and abort what is being generated."""
+    wish = {"lease_s": lease_s, "mode": mode}
+    if mode is not None and not fleet:
+        raise Usage("--mode needs --fleet")
+    _order(ctx, "pause", adapter, fleet, wish, url, token, as_json)
+
+
+def resume(
+    ctx: typer.Context,
+    adapter: Adapter = None,
+    fleet: Fleet = False,
+    version: Annotated[str | None, typer.Option(help="The weight version that the adapter has now.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Let an adapter's turns go on, or with --fleet all."""
+    if version is not None and fleet:
+        raise Usage("--version is for an adapter")
+    _order(ctx, "resume", adapter, fleet, {"version": version}, url, token, as_json)
+
+
+def _order(
+    ctx: typer.Context,
+    verb: str,
+    adapter: str | None,
+    fleet: bool,
+    wish: Mapping[str, object],
+    url: str | None,
+    token: str | None,
+    as_json: bool,
+) -> None:
+    """Say it, and print how the gate is now and how each engine took it; exit code 1 where one did not."""
+    from turnlog.cli.remote import Refused
+
+    if fleet == (adapter is not None):
+        raise Usage("name an adapter, or --fleet")
+    where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"
+    body = {name: value for name, value in wish.items() if value is not None}
+    failure: Refused | None = None
+    try:
+        state = remote(ctx, url, token).send("POST", f"{where}/{verb}", json=body)
+    except Refused as error:
+        if "engines" not in error.body:
+            raise
+        failure, state = error, error.body
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine({name: value for name, value in state.items() if name != "error"})
+    else:
+        _print_gate("the fleet" if fleet else f"adapter {adapter}", state)
+    if failure is not None:
+        raise failure
+
+
+def _print_gate(what: str, state: Mapping[str, Any]) -> None:
+    from turnlog.cli.output import Column, duration, line, table
+
+    left = state["lease_left_s"]
+    lease = f", opens by itself in {duration(left)}" if state["paused"] and left is not None else ""
+    line(f"{what}: {'paused' if state['paused'] else 'open'}{lease}", "bold")
+    aborted = f", {state['count']} generations aborted" if "count" in state else ""
+    line(f"{state['held']} turns held in this process, {state['in_flight']} in flight{aborted}")
+    told = state.get("engines")
+    if told:
+        table(
+            [Column("engine", whole=True), Column("done"), Column("aborted", right=True), Column("error", long=True)],
+            [(engine, one["ok"], one["aborted"], one["error"]) for engine, one in told.items()],
+        )

@@ -1,0 +1,101 @@
+"""The commands that keep a store. They open it themselves: no server need run, and for some none may.
+
+Their exit codes are those of `ops.keeping`: 1 says that not all is well, 2 that it could not be done.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from turnlog.cli.run import DatabaseUrl, Json, Usage, wants_json
+
+
+def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
+    """Check everything that is stored against the log. A server may run."""
+    from ops.verify import perform
+
+    raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
+
+
+def backup(
+    ctx: typer.Context,
+    copy: Annotated[Path, typer.Argument(help="The file to make.")],
+    database_url: DatabaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Copy an SQLite store while its server runs; of a PostgreSQL store, say how."""
+    from ops.backup import perform
+
+    raise typer.Exit(perform(database_url, copy, as_json=wants_json(ctx, as_json)))
+
+
+def restore(
+    ctx: typer.Context,
+    copy: Annotated[Path | None, typer.Argument(help="What backup made; none for PostgreSQL.")] = None,
+    database_url: DatabaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Put a copy in an SQLite store's place, or finish the restore of a PostgreSQL one. No server may run."""
+    from ops.restore import perform
+
+    raise typer.Exit(perform(database_url, copy, as_json=wants_json(ctx, as_json)))
+
+
+def vacuum(
+    ctx: typer.Context,
+    full: Annotated[bool, typer.Option("--full", help="Write all content anew; on SQLite no server may run.")] = False,
+    database_url: DatabaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Give unused space back, and with it the traces of what was erased."""
+    from ops.compact import perform
+
+    raise typer.Exit(perform(database_url, full=full, as_json=wants_json(ctx, as_json)))
+
+
+def retain(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
+    """Close, free and erase what is due by the server's settings, once. On SQLite no server may run."""
+    from ops.retain import perform
+
+    raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
+
+
+def replay(
+    ctx: typer.Context,
+    session: Annotated[str | None, typer.Argument(help="A session's id.")] = None,
+    seq: Annotated[int | None, typer.Option("--at", "--seq", min=1, help="The state after this event.")] = None,
+    with_events: Annotated[bool, typer.Option("--events", help="The events up to there, too.")] = False,
+    heads: Annotated[bool, typer.Option("--heads", help="Compare every session's head with its log instead.")] = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="With --heads: write what the log says. No server may run.")
+    ] = False,
+    database_url: DatabaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Fold a session's log from the store itself, or check the heads of all sessions."""
+    if heads == (session is not None):
+        raise Usage("name a session, or --heads")
+    if heads and (seq is not None or with_events):
+        raise Usage("--at and --events are for a session")
+    if fix and not heads:
+        raise Usage("--fix needs --heads")
+    from app.replay import main
+
+    if database_url is not None:
+        os.environ["TURNLOG_DATABASE_URL"] = database_url
+    switches = {
+        "--events": with_events,
+        "--heads": heads,
+        "--fix": fix,
+        "--json": wants_json(ctx, as_json),
+    }
+    arguments = [switch for switch, wanted in switches.items() if wanted]
+    if seq is not None:
+        arguments += ["--seq", str(seq)]
+    if session is not None:
+        arguments += ["--", session]
+    raise typer.Exit(main(arguments, "turnlog replay"))

@@ -1,0 +1,98 @@
+"""What every command has: the server it asks, whether it speaks to a machine, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from turnlog.cli.remote import Remote
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+
+class Failure(Exception):
+    """Ends the command with one line on standard error and this exit code."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Usage(Failure):
+    """What was asked for does not fit together."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 2)
+
+
+class Commands(TyperGroup):
+    """Turns what commands raise into a line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except Failure as error:
+            say(str(error))
+            raise typer.Exit(error.code) from None
+        except BrokenPipeError:
+            _drop_output()
+            raise typer.Exit(1) from None
+        return result
+
+
+def say(line: str) -> None:
+    """A line for people, on standard error: never part of what a command is asked for."""
+    from turnlog.cli.output import plain
+
+    print(f"turnlog: {plain(line)}", file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """Whoever read our output has gone; the interpreter would complain when it flushes the rest at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Globals(NamedTuple):
+    """The options that stand before a command."""
+
+    url: str = DEFAULT_URL
+    token: str | None = None
+    as_json: bool = False
+
+
+Url = Annotated[str | None, typer.Option("--url", help="The server; as before the command.", show_default=False)]
+Token = Annotated[str | None, typer.Option("--token", help="Its token; as before the command.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")]
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option("--database-url", help="The store; default: TURNLOG_DATABASE_URL, as the server reads it."),
+]
+
+
+def globals_of(ctx: typer.Context) -> Globals:
+    found = ctx.find_root().obj
+    assert isinstance(found, Globals)
+    return found
+
+
+def wants_json(ctx: typer.Context, as_json: bool) -> bool:
+    return as_json or globals_of(ctx).as_json
+
+
+def remote(ctx: typer.Context, url: str | None, token: str | None) -> Remote:
+    """The server that a command is to ask. Raises Usage for a URL that is none."""
+    from turnlog.cli.remote import Remote
+
+    given = globals_of(ctx)
+    made = Remote(url or given.url, token or given.token)
+    ctx.call_on_close(made.close)
+    return made

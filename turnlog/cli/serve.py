@@ -1,0 +1,149 @@
+"""`turnlog serve`, `migrate` and `bench`: what runs for long."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from turnlog.cli.run import DatabaseUrl, Failure, Json, Usage, say, wants_json
+
+if TYPE_CHECKING:
+    from app.settings import Settings
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Of a command whose arguments are another's to read."""
+
+PRIVATE = 0o077
+"""The umask: an SQLite file holds prompts and replies, which are nobody else's."""
+
+STOP_S = 60
+"""How long a stopping server waits for open requests. What stops it (systemd, a container) must wait longer: this, and
+ten seconds for turns whose client has gone."""
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; more than one needs PostgreSQL.")] = 1,
+    migrate: Annotated[
+        bool, typer.Option("--migrate/--no-migrate", help="Bring the database up to date first.")
+    ] = True,
+    stop_s: Annotated[int, typer.Option(min=0, help="Seconds that a stop waits for open requests.")] = STOP_S,
+) -> None:
+    """Run a server. Its settings are TURNLOG_ variables (docs/api.md)."""
+    import uvicorn
+
+    settings = _settings()
+    if workers > 1 and settings.database_url.startswith("sqlite"):
+        raise Usage(
+            f"--workers {workers}: SQLite is for one API process; run without --workers, "
+            "or set TURNLOG_DATABASE_URL to PostgreSQL"
+        )
+    os.umask(PRIVATE)
+    if migrate:
+        _upgrade(settings.database_url)
+    _greet(settings, host, port)
+    uvicorn.run(
+        "app.main:app",
+        host=host,
+        port=port,
+        workers=workers,
+        # The peer's address decides who is served without a token: no header may change it.
+        proxy_headers=False,
+        # A line a request costs more than the routing; what a session went through is in its log.
+        access_log=False,
+        timeout_graceful_shutdown=stop_s,
+    )
+
+
+def migrate(
+    ctx: typer.Context,
+    revision: Annotated[str, typer.Argument(help="Up to this one.")] = "head",
+    database_url: DatabaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Bring the database to this version's revision, as `alembic upgrade head` in the checkout does."""
+    from app.errors import StartupError
+    from ops.keeping import settings_for
+
+    before = os.umask(PRIVATE)
+    try:
+        _upgrade(settings_for(database_url).database_url, revision)
+    except StartupError as error:
+        raise Failure(str(error)) from None
+    finally:
+        os.umask(before)
+    from app.store.engine import revision_head
+
+    reached = revision_head() if revision == "head" else revision
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine({"revision": reached})
+    else:
+        say(f"the database is at revision {reached}")
+
+
+def bench(ctx: typer.Context) -> None:
+    """Run a benchmark, or name them all with --help."""
+    try:
+        from ops.bench.__main__ import main
+    except ModuleNotFoundError as error:
+        raise Failure(f"the benchmarks need {error.name}: pip install 'turnlog[bench]'") from None
+    raise typer.Exit(main(ctx.args, "turnlog bench"))
+
+
+def _settings() -> Settings:
+    """Raises Failure with the line that the server would end with."""
+    from app.errors import StartupError
+    from app.settings import load_settings
+
+    try:
+        return load_settings()
+    except StartupError as error:
+        raise Failure(str(error)) from None
+
+
+def _upgrade(url: str, revision: str = "head") -> None:
+    """By the migrations beside the code, wherever that is installed. Raises Failure."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    from app.store.engine import ROOT
+
+    config = Config()
+    config.set_main_option("script_location", str(ROOT / "migrations").replace("%", "%%"))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    try:
+        command.upgrade(config, revision)
+    except CommandError as error:
+        raise Failure(str(error)) from None
+    except SystemExit as error:  # how the migrations' environment says what is in its way
+        raise Failure(str(error.code).removeprefix("turnlog: ")) from None
+
+
+def _greet(settings: Settings, host: str, port: int) -> None:
+    """Where it is, and who is let in; on standard error, as the server's own lines."""
+    shown = f"[{host}]" if ":" in host else host
+    say(f"http://{shown}:{port}, the page at http://{shown}:{port}/ui")
+    if settings.admin_token:
+        say("sign in with the first token of TURNLOG_ADMIN_TOKEN")
+    elif _is_loopback(host):
+        say("no TURNLOG_ADMIN_TOKEN: whoever is on this machine is served, nobody else")
+    else:
+        say("no TURNLOG_ADMIN_TOKEN: nobody from elsewhere is served but from TURNLOG_TRUSTED_NETWORKS; set a token")
+    if not settings.upstreams:
+        say("no TURNLOG_UPSTREAMS: chat is 503 no_upstream until an engine is added (turnlog engines add URL)")
+    sys.stderr.flush()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,224 @@
+"""`turnlog sessions`, `show` and `groups`: what the server has."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from turnlog.cli.run import Json, Token, Url, Usage, remote, say, wants_json
+
+if TYPE_CHECKING:
+    from turnlog.cli.remote import Remote
+
+PAGE = 500
+"""What the server gives at a time at most."""
+
+
+class State(StrEnum):
+    OPEN = "open"
+    IDLE = "idle"
+    CLAIMED = "claimed"
+    GATED = "gated"
+    CLOSED = "closed"
+    ERASED = "erased"
+
+
+class Sort(StrEnum):
+    CREATED = "created_at"
+    UPDATED = "updated_at"
+    REWARD = "reward"
+    TURNS = "turns"
+    STALENESS = "staleness"
+    CLAIMED_SINCE = "claimed_since"
+
+
+class Order(StrEnum):
+    DESC = "desc"
+    ASC = "asc"
+
+
+def sessions(
+    ctx: typer.Context,
+    state: Annotated[State | None, typer.Option(help="Only those in this state.")] = None,
+    group: Annotated[str | None, typer.Option(help="Only those of this group.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Only those of the engine with this URL.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Only those whose id begins so.")] = None,
+    min_reward: Annotated[float | None, typer.Option()] = None,
+    max_reward: Annotated[float | None, typer.Option()] = None,
+    unrewarded: Annotated[bool, typer.Option("--unrewarded", help="Only those without a reward.")] = False,
+    min_staleness: Annotated[int | None, typer.Option(help="At least so many weight versions behind.")] = None,
+    stuck_s: Annotated[float | None, typer.Option(help="A turn has been in flight for longer than this.")] = None,
+    sort: Annotated[Sort, typer.Option()] = Sort.CREATED,
+    order: Annotated[Order, typer.Option()] = Order.DESC,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
+    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """List sessions, newest first."""
+    wish = {
+        "state": state,
+        "group_id": group,
+        "engine": engine,
+        "q": prefix,
+        "min_reward": min_reward,
+        "max_reward": max_reward,
+        "unrewarded": "true" if unrewarded else None,
+        "min_staleness": min_staleness,
+        "stuck_s": stuck_s,
+        "sort": sort,
+        "order": order,
+    }
+    found = _pages(remote(ctx, url, token), wish, None if every else limit, cursor)
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(found)
+        return
+    _print_sessions(found["sessions"])
+    if found["next_cursor"] is not None:
+        say(f"{len(found['sessions'])} of {found['total']}; more with --all, or --cursor {found['next_cursor']}")
+
+
+def _pages(server: Remote, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
+    """The server's pages as one."""
+    rows: list[dict[str, Any]] = []
+    while True:
+        wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
+        page = server.get("/ui/api/sessions", **wish, limit=wanted, cursor=cursor)
+        rows += page["sessions"]
+        cursor = page["next_cursor"]
+        if cursor is None or (limit is not None and len(rows) >= limit):
+            return {**page, "sessions": rows}
+
+
+def _print_sessions(rows: list[dict[str, Any]]) -> None:
+    from turnlog.cli.output import Column, since, table, when
+
+    columns = [
+        Column("session", whole=True),
+        Column("state"),
+        Column("turns", right=True),
+        Column("reward", right=True),
+        Column("changed", right=True),
+        Column("in flight", right=True),
+        Column("group", long=True),
+        Column("attempt", right=True),
+        Column("stale", right=True),
+        Column("engine", long=True),
+        Column("created"),
+    ]
+    table(
+        columns,
+        [
+            (
+                row["session_id"],
+                row["state"],
+                row["turns"],
+                row["reward"],
+                since(row["updated_at"]),
+                since(row["claimed_since"]),
+                row["group_id"],
+                row["attempt"],
+                row["staleness"],
+                row["engine"],
+                when(row["created_at"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def show(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """A session: its turns with their stages, what failed, what was rolled back."""
+    state = remote(ctx, url, token).get(f"/ui/api/sessions/{quote(session, safe='')}", seq=at)
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(state)
+        return
+    from turnlog.cli.session_view import print_session
+
+    print_session(state)
+
+
+def groups(
+    ctx: typer.Context,
+    group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """The groups, or one group's attempts and rewards."""
+    server = remote(ctx, url, token)
+    if group is not None and cursor is not None:
+        raise Usage("--cursor is for the list of all groups")
+    if group is None:
+        found = server.get("/ui/api/groups", limit=limit, cursor=cursor)
+    else:
+        found = server.get(f"/groups/{quote(group, safe='')}")
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(found)
+    elif group is not None:
+        _print_group(found)
+    else:
+        _print_groups(found)
+
+
+def _print_groups(found: dict[str, Any]) -> None:
+    from turnlog.cli.output import Column, table
+
+    names = ("sessions", "closed", "rewarded", "mean", "std", "min", "max")
+    table(
+        [
+            Column("group", whole=True),
+            *(Column(name, right=True) for name in names),
+            Column("state"),
+            Column("missing attempts", long=True),
+            Column("note"),
+        ],
+        [
+            (
+                one["group_id"],
+                *(one[name] for name in names),
+                one["state"],
+                one["missing_attempts"],
+                "all rewards are equal" if one["zero_variance"] else None,
+            )
+            for one in found["groups"]
+        ],
+    )
+    if found["next_cursor"] is not None:
+        say(f"more with --cursor {found['next_cursor']}")
+
+
+def _print_group(found: dict[str, Any]) -> None:
+    from turnlog.cli.output import Column, line, shown, table
+
+    line(f"group {found['group_id']}: {'complete' if found['complete'] else 'not complete'}", "bold")
+    spread = found["statistics"]
+    if spread is not None:
+        names = ("count", "mean", "std", "min", "max")
+        line("rewards: " + ", ".join(f"{name} {shown(spread[name])}" for name in names))
+        if spread["zero_variance"] and spread["count"] > 1:
+            line("all rewards are equal: the group's advantages are 0")
+    table(
+        [Column("session", whole=True), Column("attempt", right=True), Column("status"), Column("reward", right=True)],
+        [(one["session_id"], one["attempt"], one["status"], one["reward"]) for one in found["attempts"]],
+    )
