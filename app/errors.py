@@ -9,16 +9,21 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     │   ├── Unsupported         400 unsupported           a documented choice that this version lacks
     │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
     │   └── HistoryMismatch     400 history_mismatch      is not the stored history
-    ├── SessionNotFound         404 session_not_found     an id never seen
+    ├── Unauthorized            401 unauthorized          no token, or one that is not known
+    ├── Forbidden               403 forbidden             not with this token; no token set, and not this machine
+    ├── SessionNotFound         404 session_not_found     an id never seen, or another's
     ├── NotFound                404 not_found             a turn, payload or refused reply that is not there
     ├── SessionClosed           404 session_closed        an id that was, and is closed or erased
+    ├── RequestTimeout          408 request_timeout       the body did not come in time
     ├── SessionExists           409 session_exists        created before with another body
     │   └── SessionEnded        409 session_closed        created before, and closed or erased since
     ├── SessionBusy             409 session_busy          another turn of the session is in flight
     ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
     ├── PayloadTombstoned       410 payload_tombstoned    a replay payload behind the rollback window
     ├── RequestTooLarge         413 request_too_large
+    ├── TargetTooLong           414 target_too_long       path and query
     ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
+    ├── HeadersTooLarge         431 headers_too_large
     ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
     ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
     ├── WorkerCrash             502 worker_crash          two processes in turn died over the reply
@@ -80,6 +85,17 @@ class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"
 
 
+class Unauthorized(AppError):
+    status, code, type, retry = 401, "unauthorized", "authentication_error", False
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "www-authenticate": "Bearer"}
+
+
+class Forbidden(AppError):
+    status, code, type, retry = 403, "forbidden", "permission_error", False
+
+
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
 
@@ -90,6 +106,15 @@ class SessionClosed(AppError):
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
+
+
+class RequestTimeout(AppError):
+    """The connection is closed: what is left of the body would be taken for the next request."""
+
+    status, code, type = 408, "request_timeout", "invalid_request_error"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "connection": "close"}
 
 
 class SessionExists(AppError):
@@ -118,6 +143,14 @@ class PayloadTombstoned(AppError):
 
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
+
+
+class TargetTooLong(AppError):
+    status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
+
+
+class HeadersTooLarge(AppError):
+    status, code, type, retry = 431, "headers_too_large", "invalid_request_error", False
 
 
 class IdempotencyMismatch(AppError):

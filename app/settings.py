@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -17,6 +18,8 @@ from app import crash_points
 from app.domain import base_url
 from app.domain.events import OnAbort
 from app.errors import StartupError
+from app.logs import Format as LogFormat
+from app.logs import Level as LogLevel
 
 log = logging.getLogger("turnlog.settings")
 
@@ -24,14 +27,14 @@ PREFIX = "TURNLOG_"
 MIB = 1 << 20
 DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
-LATER = frozenset(
-    PREFIX + name
-    for name in (
-        "ADMIN_TOKEN",
-        "TRUSTED_NETWORKS",
-    )
-)
-"""Settings of planned features that must not be thought to be in force: setting one stops start-up."""
+SHORT_TOKEN = 16
+"""Characters; one that has fewer can be guessed."""
+
+Network = IPv4Network | IPv6Network
+
+
+CLIENTS = frozenset({"TURNLOG_URL", "TURNLOG_TOKEN"})
+"""Of the command line and the client, which may run in the server's environment."""
 
 
 def _workers() -> int:
@@ -63,15 +66,15 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
-    database_url: str = "sqlite+aiosqlite:///./var/turnlog.db"
-    upstreams: Annotated[tuple[str, ...], NoDecode] = ()
+    database_url: str = Field(default="sqlite+aiosqlite:///./var/turnlog.db", repr=False)
+    upstreams: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
-    upstream_api_key: str | None = None
+    upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
-    engine_sessions: Annotated[tuple[str, ...], NoDecode] = ()
+    engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     on_abort: Annotated[OnAbort | None, BeforeValidator(_unset)] = None
     tokenizer: Annotated[str | None, BeforeValidator(_unset)] = None
     tito_family: str = "auto"
@@ -97,6 +100,11 @@ class Settings(BaseSettings):
     closed_ttl_s: Limit = Field(default=None, gt=0)
     retain_until_ack: bool = False
     max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
+    log_format: LogFormat = "auto"
+    log_level: LogLevel = "info"
+    admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    session_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
 
     @field_validator("upstreams", "engine_sessions", mode="before")
     @classmethod
@@ -104,6 +112,26 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             return tuple(base_url.plain(part) for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("admin_token", "session_secret", mode="before")
+    @classmethod
+    def _secrets(cls, value: object) -> object:
+        if not isinstance(value, str) or not value.strip():
+            return () if isinstance(value, str) else value
+        parts = [part.strip() for part in value.split(",")]
+        if not all(parts) or len(set(parts)) != len(parts) or not all(map(str.isprintable, parts)):
+            raise ValueError("one, or several that are separated by commas, each once and none of them empty")
+        return tuple(parts)
+
+    @field_validator("trusted_networks", mode="before")
+    @classmethod
+    def _networks(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(ip_network(part.strip()) for part in value.split(",") if part.strip())
+        except ValueError as error:
+            raise ValueError("networks such as 10.0.0.0/8 or fd00::/8, separated by commas") from error
 
     @field_validator("replay", mode="before")
     @classmethod
@@ -188,17 +216,24 @@ def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
 def load_settings() -> Settings:
     """Read the environment. Raises StartupError with one line that names variable, value and choices."""
     crash_points.check()
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {crash_points.VARIABLE}
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | {crash_points.VARIABLE} | CLIENTS
     for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
-        if name in LATER and not os.environ[name].strip():
-            continue
-        if name in LATER:
-            raise StartupError(f"{name} is set, but this version does not have that feature yet: unset it")
         log.warning("%s is not a setting of this version and is ignored", name)
     try:
-        return Settings()
+        settings = Settings()
     except ValidationError as error:
         raise StartupError(_one_line(error.errors()[0])) from error
+    _warn_of_weak(settings)
+    return settings
+
+
+def _warn_of_weak(settings: Settings) -> None:
+    """What is accepted, and better otherwise."""
+    for name in ("admin_token", "session_secret"):
+        if any(len(secret) < SHORT_TOKEN for secret in getattr(settings, name)):
+            log.warning("%s%s has fewer than %d characters: it can be guessed", PREFIX, name.upper(), SHORT_TOKEN)
+    if settings.session_secret and not settings.admin_token:
+        log.warning("TURNLOG_SESSION_SECRET does nothing without TURNLOG_ADMIN_TOKEN")
 
 
 def _one_line(problem: Mapping[str, Any]) -> str:
@@ -207,7 +242,7 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         return wanted
     name = PREFIX + str(problem["loc"][0]).upper()
     value = problem["input"]
-    if name.endswith("API_KEY"):
+    if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET")):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))

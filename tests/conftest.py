@@ -17,7 +17,7 @@ from app.store.engine import Database
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
 
-pytest_plugins = ("fault.table",)
+pytest_plugins = ("fault.table", "helpers.threats")
 
 BOTH = ("sqlite", "postgresql")
 

@@ -1,14 +1,35 @@
-"""Bounds on what is in memory at once: one body, and all of them together."""
+"""Bounds on a request: its head, its body and the time that takes; and on all bodies that are in memory together."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
-from app.errors import InvalidRequest, Overloaded, RequestTooLarge
+from app.errors import (
+    AppError,
+    HeadersTooLarge,
+    InvalidRequest,
+    Overloaded,
+    RequestTimeout,
+    RequestTooLarge,
+    TargetTooLong,
+)
 from app.upstream.headers import Headers
+
+MAX_HEADER_BYTES = 64 << 10
+"""Names and values of all headers together."""
+
+MAX_TARGET_BYTES = 16 << 10
+"""Path and query, as they were sent."""
+
+MAX_PARAMETERS = 256
+"""Of a query."""
+
+IDLE_S, BODY_S = 60.0, 600.0
+"""How long nothing of a body may come, and how long all of it may take."""
 
 
 class Room:
@@ -45,18 +66,43 @@ class Inflight:
         self.size += size
 
 
+def beyond(scope: Scope, header_bytes: int) -> AppError | None:
+    """What of a request's head is too large."""
+    if header_bytes > MAX_HEADER_BYTES:
+        return HeadersTooLarge(f"the headers have {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
+    query: bytes = scope["query_string"]
+    size = len(scope.get("raw_path") or scope["path"].encode()) + len(query)
+    if size > MAX_TARGET_BYTES:
+        return TargetTooLong(f"path and query have {size} bytes; the limit is {MAX_TARGET_BYTES}")
+    if query.count(b"&") >= MAX_PARAMETERS:
+        return InvalidRequest(f"the query has more than {MAX_PARAMETERS} parameters")
+    return None
+
+
 async def read_body(receive: Receive, headers: Headers, limit: int, room: Room) -> bytes | None:
     """A whole request body; None if the client went away before it was whole.
 
-    Raises RequestTooLarge, Overloaded, InvalidRequest (a compressed body).
+    Raises RequestTooLarge, Overloaded, InvalidRequest (a compressed body), RequestTimeout.
     """
     for name, value in headers:
         if name == "content-encoding" and value.lower() != "identity":
             raise InvalidRequest("a compressed request body is not accepted")
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
+    try:
+        async with asyncio.timeout(IDLE_S) as patience:
+            return await _read(receive, limit, room, patience)
+    except TimeoutError as error:
+        raise RequestTimeout(
+            f"nothing of the body came for {IDLE_S:g} s, or all of it did not come in {BODY_S:g} s"
+        ) from error
+
+
+async def _read(receive: Receive, limit: int, room: Room, patience: asyncio.Timeout) -> bytes | None:
     parts: list[bytes] = []
     size = 0
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + BODY_S
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -69,3 +115,4 @@ async def read_body(receive: Receive, headers: Headers, limit: int, room: Room) 
         parts.append(part)
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+        patience.reschedule(min(clock() + IDLE_S, deadline))

@@ -34,6 +34,17 @@ PIECE = 256 << 10
 """A larger body is sent in pieces of so many bytes, so that other requests run between them."""
 
 
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+    *("/health", "/model_info", "/is_paused"),
+    *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
+    *("/open_session", "/close_session"),
+)
+"""All that an engine is ever asked for. Nothing of a client's request is part of a path."""
+
+SMALL = 4 << 20
+"""Bytes at most of a reply that nobody counts: to anything but a turn."""
+
 Grow = Callable[[int], None]
 """Takes a number of bytes that are about to be in memory; raises where there is no room for them."""
 
@@ -158,6 +169,8 @@ class EngineClient:
         self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
     ) -> EngineReply:
         """On the next connection where an idle one, which aiohttp then closes, cannot be used."""
+        if not url.partition("?")[0].endswith(PATHS):
+            raise ValueError("an engine is not asked for such a path")
         for _ in range(UNASKED_TRIES):
             with contextlib.suppress(_Unasked):
                 return await self._request_once(method, url, headers, data(), grow)
@@ -183,8 +196,9 @@ class EngineClient:
 
     async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> Body:
         length = response.content_length
+        limit = min(SMALL, self._max_bytes) if grow is _unbounded else self._max_bytes
         if length is not None:
-            if length > self._max_bytes:
+            if length > limit:
                 raise TooLarge(f"{length} bytes")
             grow(length)
             if length > MAPPED:
@@ -194,8 +208,8 @@ class EngineClient:
         async for piece in response.content.iter_any():
             size += len(piece)
             if length is None:
-                if size > self._max_bytes:
-                    raise TooLarge(f"more than {self._max_bytes} bytes")
+                if size > limit:
+                    raise TooLarge(f"more than {limit} bytes")
                 grow(len(piece))
             pieces.append(piece)
         return Body(pieces)

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from app.upstream.headers import HOP_BY_HOP, OURS, to_client, to_engine
+from app.upstream.headers import NOT_PASSED, NOT_PASSED_PREFIXES, PASSED, PASSED_PREFIXES, to_client, to_engine
+
+HOP_BY_HOP = (
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
+    *("transfer-encoding", "upgrade"),
+)
+OURS = ("content-length", "content-encoding", "server", "date", "x-turnlog-turn", "x-turnlog-replayed")
+FOR_BROWSERS = (
+    *("set-cookie", "alt-svc", "location", "refresh", "link", "strict-transport-security", "clear-site-data"),
+    *("access-control-allow-origin", "access-control-allow-credentials", "content-disposition", "cache-control"),
+    *("content-security-policy", "cross-origin-resource-policy", "www-authenticate", "service-worker-allowed"),
+    *("nel", "report-to", "sourcemap"),
+)
+FOR_PROXIES = ("x-accel-redirect", "x-accel-buffering", "x-sendfile", "x-forwarded-for", "x-reproxy-url")
+"""nginx and others take these from a reply as an order, for one to send a file of theirs instead."""
 
 
+@pytest.mark.threat("a client's credentials reach an engine")
 def test_credentials_and_routing_of_the_client_never_reach_the_engine() -> None:
     client = [
         ("authorization", "Bearer client"),
@@ -32,9 +47,10 @@ def test_our_own_key_goes_to_the_engine() -> None:
     assert dict(to_engine([("authorization", "x")], "s", "ours"))["authorization"] == "Bearer ours"
 
 
-@pytest.mark.parametrize("name", sorted(HOP_BY_HOP | OURS))
+@pytest.mark.threat("an engine's reply gives orders to the browser, or to the proxy before Turnlog")
+@pytest.mark.parametrize("name", [*HOP_BY_HOP, *OURS, *FOR_BROWSERS, *FOR_PROXIES, *sorted(NOT_PASSED), "made-up"])
 @pytest.mark.parametrize("case", [str.lower, str.title, str.upper])
-def test_framing_and_hop_by_hop_end_here(name: str, case: type[str]) -> None:
+def test_what_is_not_the_engines_to_say_ends_here(name: str, case: type[str]) -> None:
     assert to_client([(case(name), "x"), ("X-Own", "1")]) == [("x-own", "1")]
 
 
@@ -44,3 +60,20 @@ def test_what_connection_names_ends_here_too() -> None:
 
 def test_repeated_headers_of_the_engine_stay_in_order() -> None:
     assert to_client([("Vary", "a"), ("vary", "b")]) == [("vary", "a"), ("vary", "b")]
+
+
+@pytest.mark.parametrize("name", [*sorted(PASSED), *(f"{prefix}own" for prefix in PASSED_PREFIXES)])
+def test_what_only_clients_of_engines_read_passes(name: str) -> None:
+    assert to_client([(name.title(), "v")]) == [(name, "v")]
+
+
+@pytest.mark.parametrize("prefix", NOT_PASSED_PREFIXES)
+def test_whole_families_are_left_out(prefix: str) -> None:
+    assert to_client([(f"{prefix}anything", "v")]) == []
+
+
+@pytest.mark.threat("an engine's header ends the reply, or begins another")
+@pytest.mark.parametrize("value", ["a\x01b", "\x7f", "a\r\nset-cookie: b=c", "a\x00"])
+def test_what_no_header_may_hold_ends_here(value: str) -> None:
+    assert to_client([("x-own", value), ("x-other", "tab\tand caf\xe9")]) == [("x-other", "tab\tand caf\xe9")]
+    assert to_client([(f"x-{value}", "v")]) == []

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from app.errors import StartupError
-from app.settings import LATER, Settings, load_settings
+from app.settings import Settings, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +77,8 @@ BAD = [
     ("DATABASE_URL", "sqlite:///x.db"),
     ("DATABASE_URL", "sqlite+aiosqlite://"),
     ("DATABASE_URL", "nonsense"),
+    ("TRUSTED_NETWORKS", "10.0.0.1/8"),
+    ("TRUSTED_NETWORKS", "everybody"),
 ]
 
 
@@ -112,12 +114,55 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     assert "same" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
-def test_what_is_not_built_yet_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(name, "sesame")
-    with pytest.raises(StartupError, match=name) as caught:
+SECRETS = {
+    "DATABASE_URL": "postgresql+asyncpg://user:sesame-database@host/db",
+    "UPSTREAM_API_KEY": "sesame-engines",
+    "ADMIN_TOKEN": "sesame-admin-token, sesame-admin-before",
+    "SESSION_SECRET": "sesame-session-secret,sesame-secret-before",
+}
+
+
+@pytest.mark.threat("a secret of the settings is shown")
+def test_no_secret_is_shown_with_the_settings(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(f"TURNLOG_{name}", value)
+    settings = load_settings()
+    assert settings.admin_token == ("sesame-admin-token", "sesame-admin-before")
+    assert settings.session_secret == ("sesame-session-secret", "sesame-secret-before")
+    assert "sesame" not in f"{settings} {settings!r} {caplog.text}"
+
+
+@pytest.mark.parametrize("name", ["ADMIN_TOKEN", "SESSION_SECRET"])
+@pytest.mark.parametrize(
+    "value", ["sesame-one,,sesame-two", "sesame-one,", ",", "sesame-one, sesame-one", "sesame\x7f"]
+)
+def test_a_bad_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(f"TURNLOG_{name}", value)
+    with pytest.raises(StartupError, match=f"^TURNLOG_{name}='\\(not shown\\)': accepted is one, or several") as caught:
         load_settings()
     assert "sesame" not in str(caught.value)
+
+
+def test_a_short_token_is_accepted_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TURNLOG_ADMIN_TOKEN", "sesame")
+    assert load_settings().admin_token == ("sesame",)
+    assert "TURNLOG_ADMIN_TOKEN has fewer than 16 characters" in caplog.text
+    assert "sesame" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["ADMIN_TOKEN", "SESSION_SECRET", "TRUSTED_NETWORKS"])
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"TURNLOG_{name}", " ")
+    assert load_settings() == Settings()
+
+
+def test_networks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNLOG_TRUSTED_NETWORKS", "10.0.0.0/8, fd00::/8,192.0.2.7")
+    assert [str(network) for network in load_settings().trusted_networks] == ["10.0.0.0/8", "fd00::/8", "192.0.2.7/32"]
 
 
 def test_on_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:

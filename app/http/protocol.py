@@ -1,0 +1,130 @@
+"""Bounds on a connection that no application sees: a head that never ends, and a client that no longer reads.
+
+uvicorn's own protocol waits for a head as long as it takes, and takes all that comes. It also forgets who is at the
+other end where a proxy's header says something else, which the guard must know (`auth.PEER`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from starlette.types import Receive
+from uvicorn.lifespan.on import LifespanOn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from app.errors import AppError, HeadersTooLarge, RequestTimeout
+from app.http.auth import PEER
+from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES
+from app.http.replies import error_parts
+
+HEAD_S = 30.0
+"""How long a head may take, or the rest of a body whose request was answered before it was whole."""
+
+HEAD_BYTES = 2 * (MAX_HEADER_BYTES + MAX_TARGET_BYTES)
+"""Past this a head is not even waited for; what is below it and still too large is the guard's to refuse."""
+
+STALLED_S = 3600.0
+"""How long a client may leave a reply unread; a trainer may do something else between two rows of an export."""
+
+LINGER_S = 1.0
+"""What a refused client still sends is read for so long, or its end would throw the refusal away."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    _in_head = False
+    _is_refused = False
+    _head_bytes = 0
+    _alarm: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
+        self._alarm = self.loop.call_later(HEAD_S, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._calm()
+        self._unstall()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        was_in_head = self._in_head
+        super().data_received(data)
+        if self._in_head and was_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES:
+                self._refuse(HeadersTooLarge(f"the head of the request has more than {HEAD_BYTES} bytes"))
+                return
+        if self._alarm is None and (self._in_head or self._is_idle()) and not self.transport.is_closing():
+            self._alarm = self.loop.call_later(HEAD_S, self._give_up)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][PEER] = self.client
+        self._in_head = True
+        self._head_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._calm()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._unstall()
+        super().resume_writing()
+
+    def _is_idle(self) -> bool:
+        """No request is being answered: what comes is a head, or nothing that anybody waits for."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _give_up(self) -> None:
+        self._alarm = None
+        if self.transport.is_closing():
+            return
+        if not self._is_idle():
+            self._alarm = self.loop.call_later(HEAD_S, self._give_up)
+        elif self._in_head:
+            self._refuse(RequestTimeout(f"the head of the request did not come in {HEAD_S:g} s"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: AppError) -> None:
+        """Answer without the application, and hang up; a reply that is being sent to a pipelining client ends there."""
+        self._is_refused = True
+        self._calm()
+        if not self._is_idle():
+            self.transport.close()
+            return
+        status, headers, body = error_parts(error)
+        own = [(name.encode(), value.encode()) for name, value in [*headers, ("content-length", str(len(body)))]]
+        lines = [name + b": " + value + b"\r\n" for name, value in [*self.server_state.default_headers, *own]]
+        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"connection: close\r\n\r\n", body]))
+        self._alarm = self.loop.call_later(LINGER_S, self.transport.close)
+
+    def _calm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _unstall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+
+def bound_connections(receive: Receive) -> None:
+    """Have uvicorn use it, where an operator has not chosen another protocol. `receive` is that of the lifespan.
+
+    uvicorn chooses its class before it loads an application, and looks at the choice again for each connection.
+    """
+    lifespan = getattr(receive, "__self__", None)
+    if isinstance(lifespan, LifespanOn) and lifespan.config.http_protocol_class is HttpToolsProtocol:
+        lifespan.config.http_protocol_class = BoundedProtocol

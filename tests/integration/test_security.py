@@ -1,0 +1,376 @@
+"""Tokens on a real server: whose routes are whose, and that nobody can tell another's session from none."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from app.main import create_app
+from app.settings import Settings
+from app.upstream.engines import PATHS
+from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Guarded, bearer, guarded_serving, raw
+from integration.places import Places
+from integration.stand import error_of, user
+from ops.simulator.process import SimulatorProcess
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
+    with guarded_serving(places.new("guarded"), sglang.base_url) as made:
+        yield made
+
+
+def every_route() -> list[tuple[str, str]]:
+    """Method and path of each route that the application has, with `{name}` for what varies."""
+    paths = create_app(Settings(workers=1)).openapi()["paths"]
+    found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
+    generating = {("POST", f"{prefix}{kind}") for prefix in ("", "/sessions/{session_id}") for kind in PATHS.values()}
+    return sorted(found | generating | PAGE)
+
+
+PAGE = {(method, path) for method in ("GET", "HEAD") for path in ("/ui", "/ui/", "/ui/static/{name}")}
+ROUTES = every_route()
+OPEN = {("GET", "/health"), ("GET", "/ready"), ("POST", "/ui/sign-in"), ("POST", "/ui/sign-out"), *PAGE}
+HEADER_ROUTES = {("GET", "/v1/models"), ("POST", CHAT), ("POST", "/v1/completions")}
+
+
+def filled(path: str, session_id: str) -> str:
+    path = path.replace("{session_id}", session_id).replace("{turn}", "1").replace("{fence}", "1")
+    return re.sub(r"\{[^}]*\}", "routed_experts", path)
+
+
+def test_every_route_is_known() -> None:
+    """That the lists above are about real routes."""
+    assert len(ROUTES) > 25
+    assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
+
+
+@pytest.mark.threat("who has no token uses a server that has one")
+def test_without_a_token_nothing_but_health_and_the_pages_files_is_served(guarded: Guarded) -> None:
+    for method, path in ROUTES:
+        for headers in ({}, bearer("unknown"), bearer(f"tls.a.{'A' * 43}")):
+            reply = guarded.stranger.request(method, filled(path, "any"), headers=headers)
+            if (method, path) in OPEN:
+                assert reply.status_code not in (401, 403), path
+            else:
+                assert reply.status_code == 401, path
+                assert reply.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or error_of(reply) == (401, "unauthorized")
+
+
+@pytest.mark.threat("who holds a session's token uses an admin's route")
+def test_a_sessions_token_opens_its_own_routes_and_no_other(guarded: Guarded) -> None:
+    mine, other = guarded.client(), guarded.client()
+    before = guarded.events(other.id)
+    for method, path in ROUTES:
+        if (method, path) in OPEN:
+            continue
+        reply = mine.ask(method, filled(path, other.id))
+        if (method, path) in HEADER_ROUTES:
+            assert reply.status_code in (200, 400), path
+        elif path.startswith("/sessions/"):
+            assert error_of(reply) == (404, "session_not_found"), path
+            own = mine.ask(method, filled(path, mine.id))
+            assert own.status_code in (200, 204, 400, 404), path
+            assert own.status_code != 404 or own.json()["error"]["code"] in ("not_found", "session_closed")
+        else:
+            assert error_of(reply) == (403, "forbidden"), path
+    assert guarded.events(other.id) == before
+
+
+def test_the_token_comes_with_the_session_each_time(guarded: Guarded) -> None:
+    name = uuid.uuid4().hex
+    first, again = (guarded.admin.post("/sessions", json={"session_id": name}).json() for _ in range(2))
+    assert first == again
+    assert first["token"].startswith(f"tls.{name}.")
+    listed = guarded.admin.get("/sessions").text + guarded.events(name)
+    assert first["token"].rpartition(".")[2] not in listed
+
+
+def test_the_openai_sdk_uses_it_as_its_key(guarded: Guarded) -> None:
+    made = guarded.admin.post("/sessions", json={}).json()
+    with openai.OpenAI(base_url=guarded.stand.server.base_url + made["base_url"], api_key=made["token"]) as client:
+        reply = client.chat.completions.create(model="simulator", messages=[{"role": "user", "content": "Hello"}])
+        assert reply.choices[0].message.content
+        assert client.models.list().data
+    sent = guarded.stand.engine_requests(made["session_id"])[-1]["headers"]
+    assert sent["authorization"] == f"Bearer {ENVIRONMENT['TURNLOG_UPSTREAM_API_KEY']}"
+    assert made["token"] not in str(sent)
+
+
+SUBROUTES = [
+    *(
+        ("GET", rest)
+        for rest in ("", "/events", "/v1/models", "/turns/1/routed_experts", "/rejected/1", "/events?follow=true")
+    ),
+    *(("POST", rest) for rest in (CHAT, "/v1/completions", "/samples")),
+    *(("PUT", "/reward"), ("DELETE", ""), ("DELETE", "?erase=true")),
+]
+
+
+@pytest.mark.threat("who holds a session's token finds out which sessions there are")
+def test_another_session_looks_like_none_whatever_became_of_it(guarded: Guarded) -> None:
+    mine = guarded.client()
+    names = [f"open-{uuid.uuid4().hex[:8]}", f"shut-{uuid.uuid4().hex[:8]}", f"gone-{uuid.uuid4().hex[:8]}"]
+    for name in names:
+        guarded.client(session_id=name).chat_at(f"/sessions/{name}{CHAT}")
+    assert guarded.admin.delete(f"/sessions/{names[1]}").status_code == 204
+    assert guarded.admin.delete(f"/sessions/{names[2]}?erase=true").status_code == 204
+    names.append(f"none-{uuid.uuid4().hex[:8]}")
+    for method, rest in SUBROUTES:
+        seen = {appearance(mine.ask(method, f"/sessions/{name}{rest}", json={}), name) for name in names}
+        assert len(seen) == 1, (method, rest)
+        [(status, _, _)] = seen
+        assert status == 404
+    for header in ("x-session-id", "x-turnlog-session-id"):
+        seen = {appearance(mine.chat_at(CHAT, headers={header: name}), name) for name in names}
+        assert len(seen) == 1
+        [(status, _, _)] = seen
+        assert status == 404
+    assert error_of(guarded.admin.get(f"/sessions/{names[3]}")) == (404, "session_not_found")
+
+
+def appearance(reply: httpx.Response, name: str) -> tuple[int, tuple[tuple[str, str], ...], str]:
+    headers = tuple((key, value) for key, value in reply.headers.multi_items() if key not in ("date", "x-request-id"))
+    return reply.status_code, headers, reply.text.replace(name, "NAME")
+
+
+@pytest.mark.threat("a path is spelled so that the guard and the router take it for different ones")
+def test_no_spelling_of_a_path_leads_to_another_session(guarded: Guarded) -> None:
+    mine, other = guarded.client(), guarded.client()
+    secret = uuid.uuid4().hex
+    assert other.chat_at(other.chat_path, secret).status_code == 200
+    before = guarded.events(other.id)
+    a, b = mine.id, other.id
+    paths = [
+        *(
+            f"/sessions/{a}/../{b}",
+            f"/sessions/{a}/%2e%2e/{b}",
+            f"/sessions/{a}%2f..%2f{b}",
+            f"/sessions/{a}%2F%2E%2E%2F{b}",
+        ),
+        *(
+            f"//sessions/{b}",
+            f"/sessions//{b}",
+            f"/./sessions/{b}",
+            f"/sessions/{b}/",
+            f"/sessions/{b}//",
+            f"/%2fsessions/{b}",
+        ),
+        *(f"/sessions/{b}%00", f"/sessions/{b}%0a", f"/sessions/{b};{a}", f"/sessions/{b}%3f{a}", f"/sessions/{b}#{a}"),
+        *(
+            f"/sessions/{a}/..%2f..%2fsessions/{b}",
+            f"http://127.0.0.1/sessions/{b}",
+            f"/%73essions/{b}",
+            f"/SESSIONS/{b}",
+        ),
+        *(
+            f"/sessions/{a}\\..\\{b}",
+            f"/sessions/{a}%5c..%5c{b}",
+            f"/sessions/%2e%2e/sessions/{b}",
+            f"/ui/../sessions/{b}",
+        ),
+        *(f"/ui/static/../../sessions/{b}", f"/ui/static/%2e%2e/%2e%2e/sessions/{b}", f"/health/../sessions/{b}"),
+        *(
+            f"/sessions/{b}%2fevents",
+            f"/sessions/{a}/v1/../../{b}",
+            f"/groups/../sessions/{b}",
+            f"/v1/models/../../sessions/{b}",
+        ),
+    ]
+    host, token = "Host: turnlog", f"Authorization: Bearer {mine.token}"
+    for path in paths:
+        for method in ("GET", "DELETE", "HEAD"):
+            for rest in ("", "/events", "/v1/models"):
+                status, came = raw(guarded.stand.server.port, f"{method} {path}{rest} HTTP/1.1", host, token)
+                assert 300 <= status < 500, (method, path, rest, came)
+                assert secret.encode() not in came
+        status, came = raw(
+            guarded.stand.server.port, f"POST {path}{CHAT} HTTP/1.1", host, token, "Content-Length: 2", body=b"{}"
+        )
+        assert 400 <= status < 500, (path, came)
+        status, _ = raw(guarded.stand.server.port, f"GET {path} HTTP/1.1", host)
+        assert status in (400, 401, 404) or path.startswith("/ui/static"), path
+    assert guarded.events(b) == before
+
+
+@pytest.mark.threat("who holds a session's token reads or changes another's")
+def test_a_session_in_a_header_must_be_the_tokens_own(guarded: Guarded) -> None:
+    mine, other = guarded.client(), guarded.client()
+    before = guarded.events(other.id)
+    assert mine.chat_at(CHAT, headers={"x-session-id": mine.id}).status_code == 200
+    assert error_of(mine.chat_at(CHAT, headers={"x-session-id": other.id})) == (404, "session_not_found")
+    assert error_of(mine.chat_at(CHAT, headers={"x-session-id": "never-seen"})) == (404, "session_not_found")
+    assert error_of(guarded.admin.get("/sessions/never-seen/events")) == (404, "session_not_found")
+    named = {"nvext": {"session_control": {"session_id": other.id, "action": "bind"}}}
+    assert error_of(mine.chat_at(CHAT, **named)) == (404, "session_not_found")
+    parent = {"x-session-id": mine.id, "x-parent-session-id": other.id}
+    assert error_of(mine.chat_at(CHAT, headers=parent)) == (404, "session_not_found")
+    assert error_of(mine.chat_at(CHAT)) == (400, "invalid_request")
+    assert guarded.events(other.id) == before
+
+
+def test_agents_below_a_session_use_its_token(guarded: Guarded) -> None:
+    mine = guarded.client()
+    agent = {"x-claude-code-session-id": mine.id, "x-claude-code-agent-id": "sub"}
+    deep = {**agent, "x-claude-code-agent-id": "deep", "x-claude-code-parent-agent-id": "sub"}
+    odd = {**agent, "x-claude-code-agent-id": "a b/c", "x-claude-code-parent-agent-id": "d e/f"}
+    plain = {"x-session-id": f"{mine.id}:plain"}
+    for headers in (agent, deep, odd, plain):
+        for _ in range(2):
+            assert mine.chat_at(CHAT, headers=headers, nvext={}).status_code == 200
+    listed = guarded.admin.get("/sessions", params={"limit": 4}).json()["sessions"]
+    parents = {one["session_id"]: guarded.events(one["session_id"]).splitlines()[0] for one in listed}
+    assert all(f'"parent":"{mine.id}' in created for created in parents.values())
+    assert {f"{mine.id}:sub", f"{mine.id}:deep", f"{mine.id}:plain"} < set(parents)
+
+
+def test_agents_of_a_session_with_a_long_name_too(guarded: Guarded) -> None:
+    mine = guarded.client(session_id=uuid.uuid4().hex * 4)
+    agent = {
+        "x-claude-code-session-id": mine.id,
+        "x-claude-code-agent-id": "sub",
+        "x-claude-code-parent-agent-id": "main",
+    }
+    for _ in range(2):
+        assert mine.chat_at(CHAT, headers=agent).status_code == 200
+    other = guarded.client(session_id=mine.id[:-1] + "x")
+    assert error_of(other.chat_at(CHAT, headers=agent)) == (404, "session_not_found")
+
+
+@pytest.mark.threat("who holds a session's token reads or changes another's")
+def test_a_session_that_only_has_the_name_of_an_agent_is_another(guarded: Guarded) -> None:
+    mine = guarded.client()
+    guarded.client(session_id=f"{mine.id}:theirs")
+    guarded.client(session_id=f"{mine.id}:elsewhere", parent_session_id="another")
+    for name in ("theirs", "elsewhere"):
+        reply = mine.chat_at(CHAT, headers={"x-session-id": mine.id, "x-turnlog-agent-id": name})
+        assert error_of(reply) == (404, "session_not_found")
+        assert error_of(mine.chat_at(CHAT, headers={"x-session-id": f"{mine.id}:{name}"})) == (404, "session_not_found")
+    assert error_of(mine.ask("GET", f"/sessions/{mine.id}:theirs")) == (404, "session_not_found")
+    guarded.client(session_id=f"{mine.id}:given", parent_session_id=mine.id)
+    assert mine.chat_at(CHAT, headers={"x-session-id": f"{mine.id}:given"}).status_code == 200
+
+
+@pytest.mark.threat("who holds a session's token steers another's engine, or goes on with its context")
+@pytest.mark.parametrize("action", ["open", "bind", "close", None])
+def test_session_control_is_for_the_own_session(guarded: Guarded, action: str | None) -> None:
+    mine, other = guarded.client(), guarded.client()
+    bound = {"nvext": {"session_control": {"session_id": other.id, "action": "bind"}}}
+    assert other.chat_at(other.chat_path, **bound).status_code == 200
+    wish = {"session_id": other.id} if action is None else {"session_id": other.id, "action": action}
+    refused = mine.chat_at(mine.chat_path, nvext={"session_control": wish})
+    assert error_of(refused) == (403, "forbidden")
+    assert "TurnOpened" not in guarded.events(mine.id)
+    own = {"session_control": {"session_id": mine.id, "action": "bind"}}
+    assert mine.chat_at(mine.chat_path, nvext=own).status_code == 200
+    assert guarded.admin.post(mine.chat_path, json=body(nvext={"session_control": wish})).status_code == 200
+
+
+@pytest.mark.threat("who holds a session's token steers another's engine, or goes on with its context")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"session_params": {"id": "another"}},
+        {"session_params": {}},
+        {"session_id": "another"},
+        {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1},
+        {"kv_transfer_params": {"remote_host": "10.0.0.1"}},
+        {"custom_logit_processor": "code"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_reaches_beyond_the_session_is_for_the_admin(guarded: Guarded, fields: dict[str, Any]) -> None:
+    mine = guarded.client()
+    assert error_of(mine.chat_at(mine.chat_path, **fields)) == (403, "forbidden")
+    assert guarded.stand.engine_requests(mine.id) == []
+    assert mine.chat_at(mine.chat_path, session_id=mine.id, session_params=None).status_code == 200
+    assert guarded.admin.post(mine.chat_path, json=body(**fields)).status_code == 200
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "simulator", "messages": [user("Hello")], **fields}
+
+
+def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guarded) -> None:
+    mine = guarded.client()
+    assert mine.chat_at(mine.chat_path).status_code == 200
+    assert mine.ask("DELETE", mine.path).status_code == 204
+    assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
+    assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
+    assert mine.ask("PUT", f"{mine.path}/reward", json={"reward": 1}).status_code == 200
+    assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
+    assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
+    assert mine.ask("DELETE", f"{mine.path}?erase=true").status_code == 204
+
+
+def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:
+    with httpx.Client(base_url=guarded.stand.server.base_url, timeout=20) as browser:
+        assert browser.get("/ui/api/me").status_code == 401
+        assert error_of(browser.post("/ui/sign-in", json={"token": "wrong"})) == (401, "unauthorized")
+        assert error_of(browser.post("/ui/sign-in", json={"token": 1})) == (400, "invalid_request")
+        assert error_of(browser.post("/ui/sign-in", json={"token": "x" * 5000})) == (413, "request_too_large")
+        assert not browser.cookies
+        for token in (ADMIN, ADMIN_BEFORE):
+            reply = browser.post(
+                "/ui/sign-in", json={"token": token}, headers={"origin": str(browser.base_url).rstrip("/")}
+            )
+            assert reply.status_code == 200
+            [cookie] = reply.headers.get_list("set-cookie")
+            name, _, attributes = cookie.partition(";")
+            assert token not in name
+            assert {"HttpOnly", "Path=/", "Max-Age=43200"} <= {part.strip() for part in attributes.split(";")}
+            assert "samesite=strict" in attributes.lower()
+            assert "secure" not in attributes.lower()
+            assert browser.get("/ui/api/me").status_code == 200
+            assert browser.get("/sessions").status_code == 200
+            assert error_of(browser.post("/sessions", json={})) == (401, "unauthorized")
+            assert error_of(browser.get("/sessions", headers={"sec-fetch-site": "cross-site"})) == (401, "unauthorized")
+            assert browser.post("/ui/sign-out").status_code == 200
+            assert browser.get("/ui/api/me").status_code == 401
+        secure = browser.post("/ui/sign-in", json={"token": ADMIN}, headers={"x-forwarded-proto": "https"})
+        assert "; secure" in secure.headers["set-cookie"].lower()
+
+
+@pytest.mark.threat("what an agent or an engine said is run by a browser")
+@pytest.mark.parametrize("path", ["/sessions", "/export", "/groups/g", "/health", "/nowhere", "/v1/models"])
+def test_replies_are_data_to_a_browser(guarded: Guarded, path: str) -> None:
+    for client in (guarded.admin, guarded.stranger):
+        headers = client.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["content-security-policy"].startswith("default-src 'none'")
+        assert "access-control-allow-origin" not in headers
+
+
+@pytest.mark.threat("a token that was given away stays good for ever")
+def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
+    guarded: Guarded, places: Places, sglang: SimulatorProcess
+) -> None:
+    new = {"TURNLOG_ADMIN_TOKEN": f"a-new-admin-token,{ADMIN}", "TURNLOG_SESSION_SECRET": "a-new-session-secret"}
+    under_a_path = {**new, "UVICORN_ROOT_PATH": "/turnlog"}
+    given = guarded.client(session_id="rotated")
+    with guarded_serving(places.new("rotated"), sglang.base_url, environment=under_a_path) as rotated:
+        mine = rotated.client(session_id="rotated")
+        assert mine.token != given.token
+        assert rotated.stranger.get(mine.path, headers=bearer(given.token)).status_code == 401
+        statuses = [
+            rotated.stranger.get("/sessions", headers=bearer(token)).status_code
+            for token in ("a-new-admin-token", ADMIN, ADMIN_BEFORE)
+        ]
+        assert statuses == [200, 200, 401]
+        assert mine.chat_at(mine.chat_path).status_code == 200
+        assert mine.chat_at(CHAT, headers={"x-session-id": mine.id}).status_code == 200
+        other = rotated.client()
+        assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
+        assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")
+        assert rotated.stranger.get("/health").status_code == 200

@@ -1,0 +1,244 @@
+"""Clients that take their time: a head, a body or a reply that does not come to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from app.errors import AppError
+from app.http import limits, protocol
+from app.http.auth import Guard
+from app.http.limits import Inflight, read_body
+from app.http.protocol import BoundedProtocol
+from app.http.replies import error_parts, send_reply
+from app.http.tokens import Tokens
+
+pytestmark = pytest.mark.anyio
+
+MUCH = 32 << 20
+BODY = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
+WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+class Application:
+    """Answers as Turnlog does, with its guard and its limits; `/slow` when it is `released`, `/much` at length."""
+
+    def __init__(self) -> None:
+        self.guard = Guard(Tokens(()))
+        self.released = asyncio.Event()
+        self.sent_all = False
+        self.asked: list[str] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked.append(scope["path"])
+        refusal = self.guard.refusal(scope)
+        if refusal is not None:
+            await send_reply(send, *error_parts(refusal))
+            return
+        body: bytes | None = b"ok"
+        try:
+            if scope["path"] == "/echo":
+                with Inflight(1 << 20).room() as room:
+                    body = await read_body(receive, [], 1000, room)
+        except AppError as error:
+            await send_reply(send, *error_parts(error))
+            return
+        if scope["path"] == "/slow":
+            await self.released.wait()
+        if scope["path"] == "/much":
+            body = b"x" * MUCH
+        await send_reply(send, 200, [], body or b"")
+        self.sent_all = True
+
+
+@pytest.fixture
+def application() -> Application:
+    return Application()
+
+
+@pytest.fixture
+async def port(application: Application) -> AsyncIterator[int]:
+    config = uvicorn.Config(application, log_config=None, ws="none", timeout_keep_alive=1)
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: BoundedProtocol(config, state, {}), "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    for connection in list(state.connections):
+        connection.transport.abort()
+    await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+async def to_the_end(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the server hangs up, which it must."""
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionResetError):
+            return await reader.read()
+    return b""
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes, until: asyncio.Task[bytes]) -> None:
+    """Byte by byte, until the server hangs up."""
+    with contextlib.suppress(ConnectionError):
+        for at in range(len(data)):
+            if until.done():
+                return
+            writer.write(data[at : at + 1])
+            await writer.drain()
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.threat("slow heads hold connections for ever")
+@pytest.mark.parametrize("first", [b"", WHOLE], ids=["new", "kept alive"])
+@pytest.mark.parametrize(
+    ("start", "status"),
+    [(b"GET / HTTP/1.1\r\nx: ", b"408"), (b"", b""), (b"\r\n", b"")],
+    ids=["head", "nothing", "lines"],
+)
+async def test_a_head_has_its_time(
+    monkeypatch: pytest.MonkeyPatch, port: int, first: bytes, start: bytes, status: bytes
+) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+    async with connected(port) as (reader, writer):
+        if first:
+            writer.write(first)
+            await reader.readuntil(b"\r\n\r\nok")
+        came = asyncio.create_task(to_the_end(reader))
+        writer.write(start)
+        await drip(writer, (b"a" if start.endswith(b" ") else start[-1:]) * 2000, came)
+        reply = await came
+    assert reply[:12] == (b"HTTP/1.1 " + status if status else b"")
+    assert not status or b'"request_timeout"' in reply
+
+
+async def test_a_head_that_is_done_may_wait_for_its_reply(
+    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
+) -> None:
+    """Also where the next request has begun already, and is never finished."""
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.05)
+    async with connected(port) as (reader, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
+        await asyncio.sleep(0.5)
+        application.released.set()
+        assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        assert (await to_the_end(reader)).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.threat("slow bodies hold connections for ever")
+@pytest.mark.parametrize("begun", [b"", b"12345"], ids=["not begun", "begun"])
+async def test_a_body_that_stops_is_408_and_the_end(monkeypatch: pytest.MonkeyPatch, port: int, begun: bytes) -> None:
+    monkeypatch.setattr(limits, "IDLE_S", 0.2)
+    async with connected(port) as (reader, writer):
+        writer.write(BODY + begun)
+        reply = await to_the_end(reader)
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b'"request_timeout"' in reply
+    assert b"connection: close" in reply
+
+
+@pytest.mark.threat("slow bodies hold connections for ever")
+async def test_a_body_that_drips_has_its_time_too(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 0.5)
+    async with connected(port) as (reader, writer):
+        writer.write(BODY.replace(b"10", b"900"))
+        came = asyncio.create_task(to_the_end(reader))
+        await drip(writer, b"x" * 900, came)
+        assert (await came).startswith(b"HTTP/1.1 408")
+
+
+async def test_a_slow_body_in_time_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(limits, "IDLE_S", 5.0)
+    async with connected(port) as (reader, writer):
+        writer.write(BODY)
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+            writer.write(b"x")
+        assert (await reader.readuntil(b"x" * 10)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.threat("slow bodies hold connections for ever")
+async def test_the_rest_of_a_body_that_was_refused_has_its_time(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.3)
+    async with connected(port) as (reader, writer):
+        writer.write(BODY.replace(b"10", b"1001").replace(b"/echo", b"/health/no").replace(b"localhost", b"evil"))
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 403")
+        came = asyncio.create_task(to_the_end(reader))
+        await drip(writer, b"x" * 1001, came)
+        await came
+
+
+@pytest.mark.threat("a head that never ends fills the memory")
+async def test_what_a_refused_client_still_sends_does_not_throw_the_answer_away(port: int) -> None:
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nx: " + b"v" * (1 << 20))
+            time.sleep(0.1)
+            client.sendall(b"v" * (1 << 20))
+            return client.recv(1 << 16)
+
+    assert (await asyncio.to_thread(ask)).startswith(b"HTTP/1.1 431")
+
+
+@pytest.mark.threat("a client that does not read its reply holds it for ever")
+async def test_a_reply_that_nobody_reads_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
+) -> None:
+    monkeypatch.setattr(protocol, "STALLED_S", 0.3)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(20):
+            while not application.sent_all:
+                await asyncio.sleep(0.02)
+        came = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+                came += len(piece)
+        assert came < MUCH
+
+
+async def test_a_reply_that_is_read_slowly_is_whole(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "STALLED_S", 5.0)
+    async with connected(port) as (reader, writer):
+        writer.write(b"GET /much HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert len(await to_the_end(reader)) > MUCH
+
+
+@pytest.mark.threat("another machine uses a server that has no token")
+async def test_a_unix_socket_is_no_loopback_address(application: Application, tmp_path: Path) -> None:
+    config = uvicorn.Config(application, log_config=None, ws="none")
+    config.load()
+    state = ServerState()
+    path = str(tmp_path / "s")
+    loop = asyncio.get_running_loop()
+    server = await loop.create_unix_server(lambda: BoundedProtocol(config, state, {}), path)
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(b"GET /sessions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert (await to_the_end(reader)).startswith(b"HTTP/1.1 403")
+    writer.close()
+    server.close()
+    await asyncio.gather(*state.tasks, return_exceptions=True)

@@ -1,0 +1,389 @@
+"""The guard: who is served by what they bring, and by where they come from."""
+
+from __future__ import annotations
+
+from ipaddress import ip_network
+from typing import Any
+
+import pytest
+
+from app.http.auth import HOLDER, PEER, Guard, route_path
+from app.http.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
+from app.http.tokens import Tokens
+
+ADMIN = "admin-token-of-the-tests"
+NOW = 1_800_000_000.0
+TOKENS = Tokens([ADMIN, "the-one-before"])
+LOOPBACK = ("127.0.0.1", 50000)
+LOCAL = Guard(Tokens(()))
+WITH_TOKEN = Guard(TOKENS, clock=lambda: NOW)
+
+Scope = dict[str, Any]
+Pairs = list[tuple[str, str]]
+
+
+def asked(
+    path: str = "/sessions",
+    method: str = "GET",
+    headers: Pairs | None = None,
+    *,
+    host: str | None = "127.0.0.1:8080",
+    client: tuple[str, int] | None = LOOPBACK,
+    server: tuple[str, int | None] | None = ("127.0.0.1", 8080),
+    query: bytes = b"",
+    **more: Any,
+) -> Scope:
+    """A request's scope as uvicorn makes it."""
+    own = [] if host is None else [("host", host)]
+    return {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query,
+        "root_path": "",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in [*own, *(headers or [])]],
+        "client": client,
+        "server": server,
+        "scheme": "http",
+        "state": {},
+        **more,
+    }
+
+
+def status(guard: Guard, scope: Scope) -> int:
+    """0: it is served."""
+    refusal = guard.refusal(scope)
+    return 0 if refusal is None else refusal.status
+
+
+def bearer(token: str | None) -> Pairs:
+    assert token is not None
+    return [("authorization", f"Bearer {token}")]
+
+
+def of(session_id: str) -> Pairs:
+    return bearer(TOKENS.for_session(session_id))
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "127.0.0.1", "127.8.9.1:65535", "[::1]", "[::1]:8080"])
+@pytest.mark.parametrize("at", ["127.0.0.1", "::1", "::ffff:127.0.0.1", "127.3.2.1"])
+def test_this_machine_is_served_without_a_token(host: str, at: str) -> None:
+    assert status(LOCAL, asked(host=host, client=(at, 1), server=(at, 8080))) == 0
+
+
+@pytest.mark.threat("another machine uses a server that has no token")
+@pytest.mark.parametrize(
+    "client", ["10.0.0.7", "::ffff:10.0.0.7", "fe80::1%eth0", "2001:db8::1", "testclient", "", None]
+)
+def test_no_other_machine_is(client: str | None) -> None:
+    assert status(LOCAL, asked(client=None if client is None else (client, 1))) == 403
+
+
+@pytest.mark.threat("another machine uses a server that has no token")
+@pytest.mark.parametrize("server", [("10.0.0.1", 8080), ("/run/turnlog.sock", None), None])
+def test_nor_who_did_not_speak_to_loopback(server: tuple[str, int | None] | None) -> None:
+    assert status(LOCAL, asked(server=server)) == 403
+
+
+@pytest.mark.threat("DNS rebinding: a page's own host name is made to mean this machine")
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost"),
+        *(
+            "10.0.0.1",
+            "0.0.0.0",
+            "",
+            "localhost:8080:1",
+            "localhost:",
+            "[::2]",
+            "::1",
+            "127.1",
+            "localhost ",
+            "a@localhost",
+        ),
+    ],
+)
+def test_a_host_of_another_name_is_refused(host: str) -> None:
+    assert status(LOCAL, asked(host=host)) == 403
+
+
+def test_there_must_be_one_host() -> None:
+    assert status(LOCAL, asked(host=None)) == 403
+    assert status(LOCAL, asked(headers=[("host", "127.0.0.1:8080")])) == 403
+
+
+@pytest.mark.threat("a proxy on this machine lets the world in")
+@pytest.mark.parametrize("name", ["forwarded", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"])
+def test_what_came_through_a_proxy_is_refused(name: str) -> None:
+    assert status(LOCAL, asked(headers=[(name, "127.0.0.1")])) == 403
+    refusal = LOCAL.refusal(asked(headers=[(name, "127.0.0.1")]))
+    assert "TURNLOG_ADMIN_TOKEN" in str(refusal)
+    assert "TURNLOG_TRUSTED_NETWORKS" in str(refusal)
+
+
+TRUSTED = Guard(Tokens(()), [ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
+
+
+@pytest.mark.parametrize("client", ["10.1.2.3", "::ffff:10.1.2.3", "fd00::5"])
+def test_a_trusted_network_is_served_by_any_name(client: str) -> None:
+    assert status(TRUSTED, asked(client=(client, 1), server=("10.0.0.1", 80), host="turnlog.internal")) == 0
+
+
+def test_beside_a_trusted_network_this_machine_is_served_still() -> None:
+    assert status(TRUSTED, asked()) == 0
+    assert status(TRUSTED, asked(host="turnlog.internal")) == 403
+    assert status(TRUSTED, asked(client=("11.0.0.1", 1))) == 403
+    assert status(TRUSTED, asked(client=None, server=None)) == 403
+
+
+@pytest.mark.threat("a header says that the client is in a trusted network")
+def test_who_is_in_a_trusted_network_is_not_for_a_header_to_say() -> None:
+    forwarded = [("x-forwarded-for", "10.1.2.3")]
+    rewritten = asked(headers=forwarded, client=("10.1.2.3", 0))
+    assert status(TRUSTED, rewritten) == 403
+    assert status(TRUSTED, {**rewritten, "state": {PEER: LOOPBACK}}) == 403
+    through_a_trusted_proxy = asked(headers=forwarded, client=("10.1.2.3", 0), state={PEER: ("10.9.9.9", 1)})
+    assert status(TRUSTED, through_a_trusted_proxy) == 0
+    assert status(TRUSTED, asked(client=None, state={PEER: None})) == 403
+
+
+FOREIGN = [
+    [("origin", "https://evil.example")],
+    [("origin", "null")],
+    [("origin", "http://127.0.0.1:3000")],
+    [("origin", "http://localhost:8080")],
+    [("origin", "http://127.0.0.1:8080"), ("origin", "https://evil.example")],
+    [("sec-fetch-site", "cross-site")],
+    [("sec-fetch-site", "same-site"), ("origin", "http://127.0.0.1:3000")],
+    [("sec-fetch-site", "same-origin"), ("sec-fetch-site", "cross-site")],
+]
+OWN = [[("origin", "http://127.0.0.1:8080")], [("sec-fetch-site", "same-origin")], [("sec-fetch-site", "none")], []]
+
+
+@pytest.mark.threat("a page that the operator looks at sends requests to a server on his machine")
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/fleet/pause"), ("GET", "/export/groups"), ("GET", "/sessions")]
+)
+def test_another_sites_page_is_refused_where_no_token_is_needed(headers: Pairs, method: str, path: str) -> None:
+    assert status(LOCAL, asked(path, method, headers)) == 403
+    assert status(TRUSTED, asked(path, method, headers, client=("10.1.1.1", 1))) == 403
+
+
+@pytest.mark.parametrize("headers", OWN, ids=str)
+def test_the_own_page_is_served(headers: Pairs) -> None:
+    assert status(LOCAL, asked("/fleet/pause", "POST", headers)) == 0
+
+
+def test_a_link_elsewhere_may_lead_to_the_page() -> None:
+    link = [("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate")]
+    assert status(LOCAL, asked("/ui", "GET", link)) == 0
+    assert status(LOCAL, asked("/ui", "POST", link)) == 403
+    assert status(LOCAL, asked("/ui/api/overview", "GET", link)) == 403
+
+
+@pytest.mark.parametrize("guard", [LOCAL, WITH_TOKEN], ids=["tokenless", "token"])
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_is_open(guard: Guard, path: str) -> None:
+    stranger: dict[str, Any] = {"client": ("203.0.113.9", 1), "server": ("10.0.0.1", 80), "host": "turnlog.example"}
+    assert status(guard, asked(path, **stranger)) == 0
+    assert status(guard, asked(path, "HEAD", **stranger)) == 0
+    assert status(guard, asked(path, "POST", **stranger)) in (401, 403)
+    assert status(guard, asked(path + "/", **stranger)) in (401, 403)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer(ADMIN),
+        bearer("the-one-before"),
+        [("authorization", f"bearer {ADMIN}")],
+        [("authorization", f"BEARER  {ADMIN} ")],
+    ],
+    ids=str,
+)
+def test_an_admin_token_is_enough_from_anywhere(headers: Pairs) -> None:
+    for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"):
+        for path in ("/sessions", "/fleet/pause", "/nowhere", "/sessions/a/v1/chat/completions", ""):
+            scope = asked(path, method, headers, client=("203.0.113.9", 1), server=None, host="turnlog.example")
+            assert status(WITH_TOKEN, scope) == 0
+            assert HOLDER not in scope
+
+
+@pytest.mark.threat("who has no token uses a server that has one")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        bearer("unused"),
+        bearer(ADMIN[:-1]),
+        bearer(ADMIN + "x"),
+        bearer(""),
+        bearer("tls."),
+        bearer("tls.a." + "A" * 43),
+        bearer("\xff\xfe"),
+        [("authorization", ADMIN)],
+        [("authorization", f"Basic {ADMIN}")],
+        [("authorization", f"Bearer{ADMIN}")],
+        [*bearer(ADMIN), *bearer(ADMIN)],
+        [*bearer("wrong"), *bearer(ADMIN)],
+        [("x-api-key", ADMIN)],
+        [("cookie", f"turnlog_ui={ADMIN}")],
+        [("x-forwarded-for", "127.0.0.1")],
+    ],
+    ids=str,
+)
+def test_no_token_and_an_unknown_one_are_401_everywhere(headers: Pairs) -> None:
+    places = (
+        "/sessions",
+        "/nowhere",
+        "/v1/models",
+        "/sessions/a/v1/chat/completions",
+        "/ui/api/me",
+        "//ui",
+        "/ui/x",
+        "",
+    )
+    for method in ("GET", "POST", "OPTIONS", "HEAD", "DELETE"):
+        for path in (*places, "/metrics", "/export", "/health/", "/ui/sign-in/", "/%2e%2e/health"):
+            refusal = WITH_TOKEN.refusal(asked(path, method, headers))
+            assert refusal is not None
+            assert (refusal.status, refusal.code) == (401, "unauthorized")
+            assert refusal.headers()["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/static/app.js"])
+def test_the_pages_files_are_open_because_they_hold_nothing(path: str) -> None:
+    assert status(WITH_TOKEN, asked(path)) == 0
+    assert status(WITH_TOKEN, asked(path, "HEAD")) == 0
+    assert status(WITH_TOKEN, asked(path, "POST")) == 401
+
+
+OWN_ROUTES = [
+    *(
+        ("GET", f"/sessions/a{rest}")
+        for rest in ("", "/", "/events", "/v1/models", "/turns/1/routed_experts", "/rejected/1")
+    ),
+    *(("POST", f"/sessions/a{rest}") for rest in ("/v1/chat/completions", "/v1/completions", "/samples", "/nowhere")),
+    *(("PUT", "/sessions/a/reward"), ("DELETE", "/sessions/a"), ("OPTIONS", "/sessions/a")),
+    *(("GET", "/v1/models"), ("HEAD", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), OWN_ROUTES)
+def test_a_sessions_token_is_for_its_own_routes(method: str, path: str) -> None:
+    scope = asked(path, method, of("a"))
+    assert status(WITH_TOKEN, scope) == 0
+    assert scope[HOLDER] == "a"
+
+
+ADMINS_ROUTES = [
+    *(
+        ("GET", path)
+        for path in ("/sessions", "/export", "/export/groups", "/groups/g", "/metrics", "/engines", "/fleet")
+    ),
+    *(("GET", path) for path in ("/adapters", "/ui/api/me", "/ui/api/sessions/a", "/nowhere", "", "/", "//sessions/a")),
+    *(("POST", path) for path in ("/sessions", "/engines", "/fleet/pause", "/adapters/x/pause", "/export/groups/ack")),
+    *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
+    *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
+]
+
+
+@pytest.mark.threat("who holds a session's token uses an admin's route")
+@pytest.mark.parametrize(("method", "path"), ADMINS_ROUTES)
+def test_a_sessions_token_is_403_on_an_admins_route(method: str, path: str) -> None:
+    assert status(WITH_TOKEN, asked(path, method, of("a"))) == 403
+
+
+@pytest.mark.threat("who holds a session's token reads or changes another's")
+@pytest.mark.parametrize(
+    "named",
+    ["b", "A", "a.", "aa", "", "..", ".", "a:x", "a%2f", "a b", "a\x00", "a\n", "ä", "../a", "b/../a", "x" * 129],
+)
+@pytest.mark.parametrize("rest", ["", "/events", "/v1/chat/completions", "/../a"])
+def test_another_session_is_404_like_one_that_there_is_not(named: str, rest: str) -> None:
+    refusal = WITH_TOKEN.refusal(asked(f"/sessions/{named}{rest}", "POST", of("a")))
+    assert refusal is not None
+    assert (refusal.status, refusal.code) == (404, "session_not_found")
+    assert named not in ("b", "A", "aa") or str(refusal) == f"session {named} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "expected"),
+    [
+        ("", "/sessions/a", "/sessions/a"),
+        ("/turnlog", "/turnlog/sessions/a", "/sessions/a"),
+        ("/turnlog", "/turnlog", ""),
+        ("/turnlog", "/turnlogs/a", "/turnlogs/a"),
+        ("/turnlog", "/sessions/a", "/sessions/a"),
+    ],
+)
+def test_the_path_is_the_one_that_routers_match(root: str, path: str, expected: str) -> None:
+    from starlette._utils import get_route_path
+
+    scope = {"path": path, "root_path": root}
+    assert route_path(scope) == expected == get_route_path(scope)
+    assert status(WITH_TOKEN, asked("/t/sessions/b", "GET", of("a"), root_path="/t")) == 404
+    assert status(WITH_TOKEN, asked("/t/sessions/a", "GET", of("a"), root_path="/t")) == 0
+
+
+def cookie(value: str | None) -> Pairs:
+    return [("cookie", f"other=1; turnlog_ui={value}")]
+
+
+GOOD = TOKENS.cookie_for(ADMIN.encode(), NOW - 60)
+
+
+def test_a_signed_in_browser_reads() -> None:
+    for path in ("/ui/api/me", "/sessions", "/sessions/a", "/export", "/groups/g"):
+        assert status(WITH_TOKEN, asked(path, "GET", cookie(GOOD))) == 0
+        assert status(WITH_TOKEN, asked(path, "HEAD", [*cookie(GOOD), ("sec-fetch-site", "same-origin")])) == 0
+    assert status(WITH_TOKEN, asked(headers=[("cookie", "turnlog_ui=old"), *cookie(GOOD)])) == 0
+
+
+@pytest.mark.threat("a page that the operator looks at uses the cookie of a browser that is signed in")
+def test_a_cookie_changes_nothing_and_helps_no_other_site() -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert status(WITH_TOKEN, asked("/fleet/pause", method, cookie(GOOD))) == 401
+    for headers in FOREIGN:
+        assert status(WITH_TOKEN, asked("/sessions", "GET", [*cookie(GOOD), *headers])) == 401
+    assert status(WITH_TOKEN, asked("/export/groups", "GET", cookie(GOOD))) == 401
+    assert status(WITH_TOKEN, asked("/sessions", "GET", [*cookie(GOOD), *bearer("wrong")])) == 401
+
+
+def test_a_cookie_of_another_server_or_time_is_none() -> None:
+    other = Tokens(["another-admin-token"]).cookie_for(b"another-admin-token", NOW)
+    late = TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)
+    for value in (other, late, "", ADMIN):
+        assert status(WITH_TOKEN, asked(headers=cookie(value))) == 401
+
+
+@pytest.mark.threat("a page that the operator looks at signs him in or out")
+@pytest.mark.parametrize("path", ["/ui/sign-in", "/ui/sign-out"])
+def test_signing_in_is_open_but_not_to_other_sites(path: str) -> None:
+    for own in OWN:
+        assert status(WITH_TOKEN, asked(path, "POST", own)) == 0
+    for headers in FOREIGN:
+        assert status(WITH_TOKEN, asked(path, "POST", headers)) == 403
+    assert status(WITH_TOKEN, asked(path, "GET")) == 401
+
+
+@pytest.mark.threat("a request's head is larger than anybody needs")
+@pytest.mark.parametrize("guard", [LOCAL, WITH_TOKEN], ids=["tokenless", "token"])
+def test_a_head_has_limits(guard: Guard) -> None:
+    room = MAX_HEADER_BYTES - len("host127.0.0.1:8080x")
+    assert status(guard, asked("/health", headers=[("x", "v" * room)])) == 0
+    assert status(guard, asked("/health", headers=[("x", "v" * (room + 1))])) == 431
+    assert status(guard, asked("/health", headers=[("x", "v")] * MAX_HEADER_BYTES)) == 431
+    query = b"q" * (MAX_TARGET_BYTES - len("/health"))
+    assert status(guard, asked("/health", query=query)) == 0
+    assert status(guard, asked("/health", query=query + b"q")) == 414
+    assert status(guard, asked("/" + "p" * MAX_TARGET_BYTES)) == 414
+    assert status(guard, asked("/health", query=b"&".join([b"a=1"] * MAX_PARAMETERS))) == 0
+    assert status(guard, asked("/health", query=b"&".join([b"a=1"] * (MAX_PARAMETERS + 1)))) == 400
+
+
+def test_a_head_that_is_too_large_is_refused_before_the_token_is_looked_at() -> None:
+    assert status(WITH_TOKEN, asked("/sessions", headers=[("x", "v" * MAX_HEADER_BYTES)])) == 431
