@@ -16,22 +16,29 @@ from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from app.errors import AppError, InvalidRequest, StartupError
+from app import logs
+from app.errors import AppError, StartupError
 from app.http import engines as engine_routes
 from app.http import fleet as fleet_routes
-from app.http import groups, service, sessions, skyrl
+from app.http import groups, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
+from app.http import metrics as metrics_route
+from app.http.auth import Guard
+from app.http.faults import handle_faults
+from app.http.hardened import hardened
 from app.http.limits import Inflight
-from app.http.replies import error_parts
+from app.http.protocol import bound_connections
+from app.http.replies import error_parts, send_reply
+from app.http.request_ids import RequestIds
 from app.http.state import Services
-from app.http.turns import INTERNAL, TurnRoutes, protocol_of
+from app.http.tokens import Tokens
+from app.http.turns import TurnRoutes, protocol_of
+from app.metrics import Metrics
 from app.service.cache import SessionCache
 from app.service.claims import Claims
+from app.service.counted import Counted
 from app.service.engine_pool import EnginePool
 from app.service.export import Exporter
 from app.service.feed import Feed
@@ -40,11 +47,13 @@ from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
+from app.service.page import page_of
 from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.samples import Samples
 from app.service.session_control import SessionControls
 from app.service.sessions import Sessions
+from app.service.stages import Recent
 from app.service.token_in import TokenIn
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
@@ -73,7 +82,10 @@ DRAIN_S = 10.0
 async def run_services(settings: Settings, release: str) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
     async with contextlib.AsyncExitStack() as stack:
-        database, incarnation, writer, recovery, cache, followers, claims = await _store(stack, settings)
+        metrics = Metrics(Recent(time.monotonic))
+        stack.callback(metrics.close)
+        store = await _store(stack, settings, metrics)
+        database, writer, cache = store.database, store.writer, store.cache
         client = _client(settings)
         stack.push_async_callback(client.close)
         front = await _front(stack, settings, database, writer, client)
@@ -81,20 +93,11 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
         stack.callback(token_in.close)
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
         stack.push_async_callback(pool.stop, 0)
-        controls = SessionControls(
-            database=database,
-            writer=writer,
-            cache=cache,
-            engines=front.engines,
-            calls=EngineSessions(client, settings.upstream_api_key),
-            settings=settings,
-            incarnation=incarnation,
-            lease_s=recovery.lease_to_judge_by,
-        )
+        controls = _controls(settings, store, front.engines, client)
         stack.push_async_callback(controls.stop)
         made_turns = Turns(
             cache=cache,
-            claims=claims,
+            claims=store.claims,
             writer=writer,
             engines=front.engines,
             fleet=front.fleet,
@@ -106,14 +109,14 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             clock=time.time,
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
-        made_sessions = Sessions(database, writer, cache, followers, time.time)
-        made_sessions.on_close(made_turns.close)
-        made_sessions.on_close(controls.session_closed)
+        made_sessions = _sessions(store, made_turns, controls)
         exporter = Exporter(database, release)
         janitor = Janitor(database, writer, made_sessions, settings, time.time)
         stack.push_async_callback(janitor.stop)
+        counted = Counted(database, time.monotonic)
+        stack.push_async_callback(counted.stop)
         janitor.start()
-        recovery.start()
+        store.recovery.start()
         controls.start()
         front.health.start()
         front.pauses.start()
@@ -130,7 +133,21 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             samples=Samples(cache, token_in, release),
             pool=pool,
             inflight=Inflight(settings.inflight_bytes),
-            followers=followers,
+            followers=store.followers,
+            metrics=metrics,
+            counted=counted,
+            cache=cache,
+            janitor=janitor,
+            tokens=Tokens(settings.admin_token, settings.session_secret),
+            page=page_of(
+                database=database,
+                turns=made_turns,
+                engines=front.engines,
+                pauses=front.pauses,
+                token_in=token_in,
+                recent=metrics.recent.summary,
+                release=release,
+            ),
         )
 
 
@@ -146,9 +163,9 @@ class _Store(NamedTuple):
     claims: Claims
 
 
-async def _store(stack: contextlib.AsyncExitStack, settings: Settings) -> _Store:
+async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: Metrics) -> _Store:
     """The writer runs; all are stopped with `stack`. Raises StartupError."""
-    database = Database(settings.database_url)
+    database = Database(settings.database_url, metrics.committed)
     stack.push_async_callback(database.close)
     await database.open()
     incarnation = await register(database)
@@ -173,6 +190,27 @@ async def _store(stack: contextlib.AsyncExitStack, settings: Settings) -> _Store
     )
     stack.push_async_callback(claims.close)
     return _Store(database, incarnation, writer, recovery, cache, followers, claims)
+
+
+def _controls(settings: Settings, store: _Store, engines: Engines, client: EngineClient) -> SessionControls:
+    """Not started yet."""
+    return SessionControls(
+        database=store.database,
+        writer=store.writer,
+        cache=store.cache,
+        engines=engines,
+        calls=EngineSessions(client, settings.upstream_api_key),
+        settings=settings,
+        incarnation=store.incarnation,
+        lease_s=store.recovery.lease_to_judge_by,
+    )
+
+
+def _sessions(store: _Store, turns: Turns, controls: SessionControls) -> Sessions:
+    made = Sessions(store.database, store.writer, store.cache, store.followers, time.time)
+    made.on_close(turns.close)
+    made.on_close(controls.session_closed)
+    return made
 
 
 class _Front(NamedTuple):
@@ -250,16 +288,28 @@ class Turnlog(FastAPI):
         super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
         self._turns = TurnRoutes()
+        self._requests = RequestIds(self._serve)
+        self._guard = Guard(Tokens(settings.admin_token, settings.session_secret), settings.trusted_networks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and protocol_of(scope["path"]) is not None:
+        if scope["type"] == "lifespan":
+            bound_connections(receive)
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            await self._requests(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._guard.refusal(scope)
+        if refusal is not None:
+            await send_reply(hardened(send), *error_parts(refusal))
+            return
+        if protocol_of(scope["path"]) is not None:
             scope["app"] = self
             if await self._turns.serve(scope, receive, send):
                 return
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The ASGI lifespan, from start-up to shutdown."""
@@ -275,6 +325,7 @@ class Turnlog(FastAPI):
                 log.exception("an unexpected fault at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
+            await stack.enter_async_context(metrics_route.published(self.state.services))
             _on_stop_signal(self.state.services.let_go)
             _calm_collector()
             await send({"type": "lifespan.startup.complete"})
@@ -306,63 +357,23 @@ def _calm_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def _arrange_logs() -> None:
-    """Our own lines go where uvicorn's go; its line per request, which costs more than the routing, goes away."""
-    own = logging.getLogger("turnlog")
-    if not own.hasHandlers():
-        own.handlers = logging.getLogger("uvicorn").handlers[:]
-        own.setLevel(logging.INFO)
-    access = logging.getLogger("uvicorn.access")
-    access.handlers.clear()
-    access.propagate = False
-
-
 def create_app(settings: Settings) -> FastAPI:
     """The application; its services live from ASGI lifespan start to end."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
     app.include_router(service.router)
+    app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(fleet_routes.router)
     app.include_router(skyrl.router)
     app.include_router(engine_routes.router)
-    app.add_exception_handler(AppError, _app_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _fault)
+    app.include_router(signin.router)
+    app.include_router(ui.router)
+    app.include_router(ui_live.router)
+    app.include_router(ui_files.page_routes())
+    app.include_router(openapi.router)
+    handle_faults(app)
     return app
-
-
-async def _app_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, AppError)
-    status, headers, body = error_parts(error)
-    return Response(body, status, dict(headers))
-
-
-async def _fault(request: Request, error: Exception) -> Response:
-    """What nobody expected; the server logs it."""
-    return await _app_error(request, AppError(INTERNAL))
-
-
-async def _validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-    given = f"={first['input']!s:.64}" if isinstance(first["input"], str) else ""
-    return await _app_error(request, InvalidRequest(f"{place or 'the body'}{given}: {first['msg']}"))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown path or method."""
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    code, message = "method_not_allowed", f"{request.method} is not possible on {path}"
-    if error.status_code == 404:
-        code, message = "not_found", f"there is no route {request.method} {path}"
-        if path.endswith(("/completions", "/models")):
-            message += "; an OpenAI base URL ends in /v1"
-    body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
-    return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
 def _release() -> str:
@@ -373,9 +384,11 @@ def _release() -> str:
 
 
 def _from_environment() -> FastAPI:
-    _arrange_logs()
+    logs.configure("auto", "info")  # of what is wrong with the settings
     try:
-        return create_app(load_settings())
+        settings = load_settings()
+        logs.configure(settings.log_format, settings.log_level)
+        return create_app(settings)
     except StartupError as error:
         sys.exit(f"turnlog: {error}")
 

@@ -40,9 +40,9 @@ INTERRUPTED = 130
 TURN_COLUMNS = ("turn", "parent", "segment", "seq", "messages", "tokens", "output_tokens", "finish_reason")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; `arguments` default to the process's. Returns its exit code."""
-    options = _parsed(arguments)
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.replay") -> int:
+    """The command, called `prog` in its help; `arguments` default to the process's. Returns its exit code."""
+    options = _parsed(arguments, prog)
     try:
         settings = _settings(fixing=options.fix)
         return asyncio.run(_heads(settings, options) if options.heads else _state(settings, options))
@@ -57,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parsed(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m app.replay", description="Fold a session's log, or check the heads of all sessions against it."
+        prog=prog, description="Fold a session's log, or check the heads of all sessions against it."
     )
     parser.add_argument("session", nargs="?", help="a session's id")
     parser.add_argument("--seq", type=int, help="the state after this event; default: the last")

@@ -21,6 +21,7 @@ from app.errors import StartupError
 from ops.keeping import (
     DONE,
     REST_S,
+    Outcome,
     Progress,
     check_sqlite,
     copy_sqlite,
@@ -39,11 +40,15 @@ def main() -> int:
     options = parser("backup", "Copy an SQLite store while its server runs.")
     options.add_argument("copy", type=Path, help="the file to make; it must not be there yet")
     arguments = options.parse_args()
-    work = partial(_backup, arguments.database_url, arguments.copy)
-    return run("backup", work, interrupted="there is no copy")
+    return perform(arguments.database_url, arguments.copy)
 
 
-def _backup(database_url: str | None, copy: Path) -> int:
+def perform(database_url: str | None, copy: Path, *, as_json: bool = False) -> int:
+    """The command; None: the store of the service's settings."""
+    return run("backup", partial(_backup, database_url, copy), interrupted="there is no copy", as_json=as_json)
+
+
+def _backup(database_url: str | None, copy: Path) -> Outcome:
     url = settings_for(database_url).database_url
     source = sqlite_path(url)
     if source is None:
@@ -51,12 +56,17 @@ def _backup(database_url: str | None, copy: Path) -> int:
     require_store(url)
     if copy.exists():
         raise StartupError(f"{copy} is there already")
-    print(backup(source, copy))
-    return DONE
+    sessions, revision = backup(source, copy)
+    size = copy.stat().st_size
+    line = f"{copy}: {size / MIB:.1f} MiB, {sessions} sessions, revision {revision}"
+    return Outcome(DONE, [line], {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision})
 
 
-def backup(source: Path, copy: Path) -> str:
-    """Make the copy; returns what it holds, in a line. Raises StartupError, OSError, sqlite3.Error."""
+def backup(source: Path, copy: Path) -> tuple[int, str]:
+    """Make the copy; returns how many sessions are in it, and its revision.
+
+    Raises StartupError, OSError, sqlite3.Error.
+    """
     tell = Progress("backup")
     unfinished = copy.with_name(f"{copy.name}.partial")
     handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600)
@@ -74,7 +84,7 @@ def backup(source: Path, copy: Path) -> str:
     finally:
         os.close(handle)
     sync(copy.absolute().parent)
-    return f"{copy}: {copy.stat().st_size / MIB:.1f} MiB, {holds}"
+    return holds
 
 
 def _claim(handle: int, unfinished: Path) -> None:
@@ -86,14 +96,14 @@ def _claim(handle: int, unfinished: Path) -> None:
     os.ftruncate(handle, 0)
 
 
-def _holds(path: Path) -> str:
+def _holds(path: Path) -> tuple[int, str]:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
             (count,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
     except (sqlite3.Error, TypeError) as error:
         raise StartupError("this is not a store of Turnlog's") from error
-    return f"{count} sessions, revision {revision}"
+    return int(count), str(revision)
 
 
 def _pg_dump(url: str, copy: Path) -> str:

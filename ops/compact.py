@@ -32,6 +32,7 @@ from ops.keeping import (
     DONE,
     NOT_ALL_WELL,
     REST_S,
+    Outcome,
     Progress,
     check_sqlite,
     empty_log,
@@ -63,11 +64,16 @@ def main() -> int:
     options = parser("compact", "Give unused space back, and with it the traces of what was erased.")
     options.add_argument("--full", action="store_true", help="write all content anew; see docs/runbook.md")
     arguments = options.parse_args()
-    work = partial(_compact, arguments.database_url, full=arguments.full)
-    return run("compact", work, interrupted="what is done is done, run it again for the rest")
+    return perform(arguments.database_url, full=arguments.full)
 
 
-def _compact(database_url: str | None, *, full: bool) -> int:
+def perform(database_url: str | None, *, full: bool, as_json: bool = False) -> int:
+    """The command; None: the store of the service's settings."""
+    work = partial(_compact, database_url, full=full)
+    return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
+
+
+def _compact(database_url: str | None, *, full: bool) -> Outcome:
     url = settings_for(database_url).database_url
     path = sqlite_path(url)
     if path is None:
@@ -80,8 +86,9 @@ def _compact(database_url: str | None, *, full: bool) -> int:
             rewrite(path, tell)
     else:
         give_back(path, tell)
-    print(f"{path}: {before / MIB:.1f} MiB before, {path.stat().st_size / MIB:.1f} MiB now")
-    return DONE
+    now = path.stat().st_size
+    line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
+    return Outcome(DONE, [line], {"store": str(path), "bytes_before": before, "bytes": now})
 
 
 def give_back(path: Path, tell: Callable[[str], None]) -> None:
@@ -138,7 +145,7 @@ def rewrite(path: Path, tell: Callable[[str], None] = silent) -> None:
     sync(path.parent)
 
 
-async def _vacuum(url: str, *, full: bool) -> int:
+async def _vacuum(url: str, *, full: bool) -> Outcome:
     """A connection of its own: the service's end a statement that takes as long as a rewrite may."""
     database = Database(url)
     try:
@@ -162,10 +169,10 @@ async def _vacuum(url: str, *, full: bool) -> int:
                 await _try(connection, statement, refused)
     finally:
         await engine.dispose()
-    for line in dict.fromkeys(refused):
-        print(line)
-    print(f"{len(metadata.sorted_tables)} tables vacuumed{', content rewritten' if full else ''}")
-    return NOT_ALL_WELL if refused else DONE
+    count = len(metadata.sorted_tables)
+    left = list(dict.fromkeys(refused))
+    lines = [*left, f"{count} tables vacuumed{', content rewritten' if full else ''}"]
+    return Outcome(NOT_ALL_WELL if left else DONE, lines, {"tables": count, "not_done": left})
 
 
 async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:

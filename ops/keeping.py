@@ -7,14 +7,16 @@ Exit code 0: done; 1: done, but not all is well, a line each says what; 2: it co
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sqlite3
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from filelock import Timeout
 from sqlalchemy.engine import make_url
@@ -26,6 +28,15 @@ from app.store.dialect import store_error
 from app.store.engine import sqlite_lock
 
 DONE, NOT_ALL_WELL, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Outcome(NamedTuple):
+    """What a command did: its exit code, the lines for people, and the same for machines."""
+
+    code: int
+    lines: Sequence[str]
+    fields: Mapping[str, Any]
+
 
 PROGRESS_S = 5.0
 """How often a long run says where it is."""
@@ -188,13 +199,16 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def run(command: str, work: Callable[[], int], *, interrupted: str) -> int:
-    """The command's exit code. `interrupted` says what a run that was cut short has left behind.
+def run(command: str, work: Callable[[], Outcome], *, interrupted: str, as_json: bool = False) -> int:
+    """Do it, print what was done, and return the exit code. `interrupted` says what a cut-short run has left behind.
 
     `work` begins outside an event loop: in one, the first Ctrl-C only asks a task to end, which a copy does not hear.
     """
     try:
-        return work()
+        outcome = work()
+        for line in [json.dumps(outcome.fields)] if as_json else outcome.lines:
+            print(line)
+        return outcome.code
     except (AppError, StartupError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return IMPOSSIBLE

@@ -29,6 +29,7 @@ from app.store.engine import ROOT, Database, create_engine, revision_head
 from app.store.heads import require_revision
 from ops.keeping import (
     DONE,
+    Outcome,
     Progress,
     at_rest,
     check_sqlite,
@@ -50,11 +51,16 @@ def main() -> int:
     )
     options.add_argument("copy", type=Path, nargs="?", help="what ops.backup made; none for PostgreSQL")
     arguments = options.parse_args()
-    work = partial(_restore, arguments.database_url, arguments.copy)
-    return run("restore", work, interrupted="run it again before a server starts")
+    return perform(arguments.database_url, arguments.copy)
 
 
-def _restore(database_url: str | None, copy: Path | None) -> int:
+def perform(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
+    """The command; None: the store of the service's settings, and no copy."""
+    work = partial(_restore, database_url, copy)
+    return run("restore", work, interrupted="run it again before a server starts", as_json=as_json)
+
+
+def _restore(database_url: str | None, copy: Path | None) -> Outcome:
     settings = settings_for(database_url, "LEASE_S")
     path = sqlite_path(settings.database_url)
     if path is None:
@@ -66,11 +72,10 @@ def _restore(database_url: str | None, copy: Path | None) -> int:
     if not copy.is_file():
         raise StartupError(f"there is no copy {copy}")
     with stopped(settings.database_url):
-        _put(copy, path)
-    return DONE
+        return _put(copy, path)
 
 
-def _put(copy: Path, path: Path) -> None:
+def _put(copy: Path, path: Path) -> Outcome:
     """Raises StartupError; the store is as it was then."""
     tell = Progress("restore")
     check_sqlite(copy, tell)
@@ -89,11 +94,13 @@ def _put(copy: Path, path: Path) -> None:
         staged.unlink(missing_ok=True)
         raise
     kept = _exchange(staged, path)
-    print(f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused")
+    lines = [f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused"]
     if kept is not None:
-        print(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
+        lines.append(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
     if revision != revision_head():
-        print(f"it is at revision {revision}: run `alembic upgrade head`")
+        lines.append(f"it is at revision {revision}: run `alembic upgrade head`")
+    fields = {"store": str(path), "epoch": epoch, "kept": None if kept is None else str(kept), "revision": revision}
+    return Outcome(DONE, lines, fields)
 
 
 def _exchange(staged: Path, path: Path) -> Path | None:
@@ -156,7 +163,7 @@ async def _settle(engine: AsyncEngine) -> str:
         return await connection.run_sync(settle)
 
 
-async def _finish(url: str, lease_s: float) -> int:
+async def _finish(url: str, lease_s: float) -> Outcome:
     """A PostgreSQL store that has been loaded from a dump, or brought back to an earlier moment."""
     tell = Progress("restore")
     database = Database(url)
@@ -174,10 +181,12 @@ async def _finish(url: str, lease_s: float) -> int:
     finally:
         await database.close()
     name = make_url(url).database
-    print(f"{name} is in epoch {epoch}: cursors of exports from before are refused")
+    lines = [f"{name} is in epoch {epoch}: cursors of exports from before are refused"]
     if ahead:
-        print(f"its events named transactions up to {newest}, of another server: they stand before this one's now")
-    return DONE
+        lines.append(
+            f"its events named transactions up to {newest}, of another server: they stand before this one's now"
+        )
+    return Outcome(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
 
 
 if __name__ == "__main__":

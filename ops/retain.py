@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
+
 from app.service.cache import SessionCache
 from app.service.follow import Followers
 from app.service.janitor import REST_S, Janitor
@@ -21,7 +23,7 @@ from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
-from ops.keeping import DONE, Progress, parser, require_store, run, settings_for
+from ops.keeping import DONE, Outcome, Progress, parser, require_store, run, settings_for
 
 LIMITS = ("IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "RETAIN_UNTIL_ACK")
 
@@ -35,16 +37,20 @@ LEFT = "what is done is done, run it again for the rest"
 
 def main() -> int:
     arguments = parser("retain", "Close, free and erase what is due by the service's settings, once.").parse_args()
-    return run("retain", lambda: asyncio.run(_retain(arguments.database_url)), interrupted=LEFT)
+    return perform(arguments.database_url)
 
 
-async def _retain(database_url: str | None) -> int:
+def perform(database_url: str | None, *, as_json: bool = False) -> int:
+    """The command; None: the store of the service's settings."""
+    return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=LEFT, as_json=as_json)
+
+
+async def _retain(database_url: str | None) -> Outcome:
     settings = settings_for(database_url, "LEASE_S", *LIMITS)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
         await _told(janitor)
-        print(janitor.done)
-    return DONE
+        return Outcome(DONE, [str(janitor.done)], msgspec.to_builtins(janitor.done))
 
 
 @asynccontextmanager

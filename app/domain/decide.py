@@ -21,6 +21,7 @@ from app.domain.events import (
     Recorded,
     RewardAssigned,
     RolledBack,
+    Timing,
     TurnCommitted,
     TurnOpened,
     VersionSpan,
@@ -134,6 +135,7 @@ def commit_turn(
     *,
     blobs: TurnBlobs,
     binding: AffinityBound | AffinityReleased | None = None,
+    timing: Timing | None = None,
 ) -> list[Event]:
     """The events that make the turn part of the session; `binding` is the engine's that it stays with, if it is new.
 
@@ -176,6 +178,7 @@ def commit_turn(
         adapter=opened.adapter,
         dispatched=reply.dispatched,
         parts=reply.parts,
+        timing=timing,
     )
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]

@@ -38,7 +38,7 @@ async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: what the processes agree on, and how this one finds them."""
     app = services(request)
     return {
-        "engines": [_shown(app, listed) for listed in app.engine_pool.listed()],
+        "engines": [shown(app, listed) for listed in app.engine_pool.listed()],
         "version": app.fleet.fleet.version,
     }
 
@@ -48,7 +48,7 @@ async def post_engine(request: Request) -> dict[str, Any]:
     """Add an engine, bring one back, or drain one; the same again changes nothing."""
     app = services(request)
     body = read_model(await whole_body(request), PutEngine)
-    return _shown(app, await app.engine_pool.put(body.url, body.state))
+    return shown(app, await app.engine_pool.put(body.url, body.state))
 
 
 @router.delete("/engines", status_code=204)
@@ -64,7 +64,8 @@ async def delete_engine(request: Request, url: Annotated[str | None, Query()] = 
     return Response(status_code=204)
 
 
-def _shown(app: Services, listed: Listed) -> dict[str, Any]:
+def shown(app: Services, listed: Listed) -> dict[str, Any]:
+    """An engine as an operator reads of it."""
     member = listed.member
     configured = app.settings.upstream_dialect
     return {

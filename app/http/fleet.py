@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.domain.fleet import PauseMode
 from app.errors import EnginesFailed
+from app.http.names import ANY
 from app.http.sessions import NO_NUL, read_model
 from app.http.state import services, whole_body
 from app.service.pauses import Told
 
 router = APIRouter()
 
+ADAPTER = f"/adapters/{{name:{ANY}}}"
 MAX_NAME = 512
 MAX_LEASE_S = 86_400
 LEASE_S = 600.0
@@ -58,7 +60,7 @@ async def _read(request: Request, kind: type[Wish]) -> Wish:
     return read_model(raw, kind) if raw.strip() else kind()
 
 
-@router.post("/adapters/{name:path}/pause")
+@router.post(ADAPTER + "/pause")
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns back and abort its generations, in every process and at every engine."""
     wish = await _read(request, PauseAdapter)
@@ -68,7 +70,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     return reported({**state, "aborted": swept.aborted, "count": len(swept.aborted)}, swept.engines)
 
 
-@router.post("/adapters/{name:path}/resume")
+@router.post(ADAPTER + "/resume")
 async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     """Let the adapter's turns go on; a name that is new is known from now on."""
     wish = await _read(request, ResumeAdapter)
@@ -78,7 +80,7 @@ async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     return found
 
 
-@router.get("/adapters/{name:path}")
+@router.get(ADAPTER)
 async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.adapter(name))
     return found

@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.errors import InvalidRequest
+from app.http.names import ANY
 from app.http.sessions import MAX_INTEGER, NO_NUL
 from app.http.state import begun, services, whole_body
 from app.service.feed import Ask
@@ -65,7 +66,7 @@ async def hand_out(
     return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
-@router.get("/groups/{group_id:path}")
+@router.get(f"/groups/{{group_id:{ANY}}}")
 async def get_group(request: Request, group_id: Annotated[str, Path(pattern=NO_NUL)]) -> dict[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
     found: dict[str, Any] = msgspec.to_builtins(await services(request).feed.group(group_id))

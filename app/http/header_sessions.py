@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from app.domain import control
 from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
+from app.http.auth import unknown_session
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services
 from app.service.flights import TurnReply
@@ -60,16 +61,49 @@ HASH_CHARACTERS = 32
 
 
 class HeaderSession:
-    """The session of one request. `parent` is the session whose agent made this one's."""
+    """The session of one request. `parent` is the session whose agent made this one's.
 
-    def __init__(self, session_id: str, parent: str | None = None, *, is_final: bool = False) -> None:
+    `root` is what the header named, `agents` those sessions whose ids were made of it.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        parent: str | None = None,
+        *,
+        root: str | None = None,
+        agents: Collection[str] = (),
+        is_final: bool = False,
+    ) -> None:
         self.session_id = session_id
         self.parent = parent
+        self._root = session_id if root is None else root
+        self._agents = agents
         self._is_final = is_final
         self._has_committed = False
 
-    async def ensure(self, app: Services) -> None:
-        """Create the session on its first use; a child takes after its parent where that is known."""
+    async def ensure(self, app: Services, holder: str | None = None) -> None:
+        """Create the session on its first use; a child takes after its parent where that is known.
+
+        `holder`: that session's token came with the request. Raises SessionNotFound where it is not for this one.
+        """
+        if holder is not None and self.session_id != holder:
+            self.parent = self.parent or holder
+            self._require_below(holder, self.session_id)
+        if holder is not None and self.parent is not None:
+            self._require_below(holder, self.parent)
+        await self._ensure(app)
+        if holder is not None and self.session_id != holder:
+            stored = await app.sessions.config_of(self.session_id)
+            self._require_below(holder, (stored and stored.parent) or "")
+
+    def _require_below(self, holder: str, session_id: str) -> None:
+        """Is that the token's session, or by its name one of an agent in it?"""
+        is_named = session_id == holder or session_id.startswith(f"{holder}:")
+        if not is_named and not (self._root == holder and session_id in self._agents):
+            raise unknown_session(self.session_id)
+
+    async def _ensure(self, app: Services) -> None:
         if await app.sessions.config_of(self.session_id) is not None:
             return
         wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
@@ -125,12 +159,16 @@ def named(headers: Headers, body: bytes) -> HeaderSession:
     session_id = _valid(given, harness.session)
     agent = given.get(AGENT) or given.get(harness.agent or "")
     own, parent = session_id, None
+    agents = []
     if agent is not None and agent != session_id:
         own, parent = _of_agent(session_id, agent), session_id
+        agents.append(own)
         by = given.get(harness.parent_agent or "")
         if by is not None and by != session_id:
             parent = _of_agent(session_id, by)
-    return HeaderSession(own, _parent(given, harness.parent, own) or parent, is_final=_is_final(given))
+            agents.append(parent)
+    parent = _parent(given, harness.parent, own) or parent
+    return HeaderSession(own, parent, root=session_id, agents=agents, is_final=_is_final(given))
 
 
 def _is_final(given: Mapping[str, str]) -> bool:
@@ -146,7 +184,7 @@ def _parent(given: Mapping[str, str], own_header: str | None, session_id: str) -
 
 def _valid(given: Mapping[str, str], name: str) -> str:
     value = given[name]
-    if not re.match(SESSION_ID, value) or not value.strip("."):
+    if not re.fullmatch(SESSION_ID, value) or not value.strip("."):
         raise InvalidRequest(
             f"{name} must be 1 to {MAX_ID} letters, digits, dots, underscores, colons or hyphens, and not only dots"
         )
@@ -156,7 +194,7 @@ def _valid(given: Mapping[str, str], name: str) -> str:
 def _of_agent(session_id: str, agent: str) -> str:
     """`session:agent`; hashed where that is too long, or has other characters than an id may have."""
     plain = f"{session_id}:{agent}"
-    if re.match(SESSION_ID, plain):
+    if re.fullmatch(SESSION_ID, plain):
         return plain
     digest = hashlib.sha256(plain.encode()).hexdigest()[:HASH_CHARACTERS]
     return f"{session_id[: MAX_ID - 1 - HASH_CHARACTERS]}:{digest}"

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -51,9 +51,7 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ready" if good else "not_ready", "checks": checks}, 200 if good else 503)
 
 
-@router.get("/export")
-async def export(
-    request: Request,
+async def export_wish(
     format: str = "ndjson",
     shape: str = "turnlog",
     session_id: Annotated[str | None, Query(pattern=NO_NUL)] = None,
@@ -66,19 +64,13 @@ async def export(
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_staleness: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
     weight_version: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
-    cursor: str | None = None,
     limit: Annotated[int | None, Query(ge=1)] = None,
     explain: bool = False,
     replay: bool = False,
     max_seq_len: Annotated[int | None, Query(ge=1)] = None,
     advantage: Literal["grpo"] | None = None,
-) -> StreamingResponse:
-    """Training rows in the order of commit, in any format and shape.
-
-    `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
-    `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
-    """
-    _require_known(request)
+) -> Wish:
+    """What a request's parameters ask an export for. Raises InvalidRequest."""
     filters = Filters(
         session_id=session_id,
         group_id=group_id,
@@ -91,13 +83,26 @@ async def export(
         max_staleness=max_staleness,
         weight_version=weight_version,
     )
-    wish = Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape)
+    return Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape)
+
+
+ExportWish = Annotated[Wish, Depends(export_wish)]
+
+
+@router.get("/export")
+async def export(request: Request, wish: ExportWish, cursor: str | None = None) -> StreamingResponse:
+    """Training rows in the order of commit, in any format and shape.
+
+    `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
+    `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
+    """
+    require_known(request)
     started = await services(request).exporter.start(wish, cursor)
     headers = {
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',
     }
-    if limit is None or started.is_empty:
+    if wish.limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
     return _ClosedStream(started.pieces, started.media_type, headers)
 
@@ -114,7 +119,8 @@ class _ClosedStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _require_known(request: Request) -> None:
+def require_known(request: Request) -> None:
+    """Raises InvalidRequest for a parameter that an export does not have: a filter with a slip lets everything pass."""
     parameters = {*Filters.__struct_fields__, "cursor", *Wish.__struct_fields__} - {"filters"}
     for name in request.query_params:
         if name not in parameters:

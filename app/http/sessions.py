@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator
@@ -25,6 +26,8 @@ from app.upstream import headers as http_headers
 
 router = APIRouter()
 
+log = logging.getLogger("turnlog.sessions")
+
 SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL's text holds no NUL."""
@@ -41,7 +44,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 async def _well_formed(session_id: str) -> str:
     """An id that no session can have is not looked for. Raises SessionNotFound."""
-    if not re.match(SESSION_ID, session_id):
+    if not re.fullmatch(SESSION_ID, session_id):
         raise SessionNotFound("no session has an id of this form")
     return session_id
 
@@ -135,7 +138,9 @@ async def create_session(request: Request) -> dict[str, Any]:
     raw = await whole_body(request)
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
     await app.sessions.create(new)
-    return {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
+    token = app.tokens.for_session(new.session_id)
+    created = {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
+    return created if token is None else {**created, "token": token}
 
 
 @router.get("/sessions")
@@ -246,6 +251,7 @@ async def delete_session(request: Request, session_id: SessionId, erase: bool = 
     sessions = services(request).sessions
     if erase:
         await sessions.erase(session_id)
+        log.info("session erased", extra={"session_id": session_id})
     else:
         await sessions.close(session_id)
     return Response(status_code=204)

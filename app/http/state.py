@@ -9,12 +9,18 @@ from fastapi import Request
 from starlette.types import Scope
 
 from app.http.limits import Inflight, read_body
+from app.http.tokens import Tokens
+from app.metrics import Metrics
+from app.service.cache import SessionCache
+from app.service.counted import Counted
 from app.service.engine_pool import EnginePool
 from app.service.export import Exporter
 from app.service.feed import Feed
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
+from app.service.janitor import Janitor
+from app.service.page import Page
 from app.service.pauses import Pauses
 from app.service.samples import Samples
 from app.service.sessions import Sessions
@@ -45,11 +51,18 @@ class Services(msgspec.Struct, frozen=True):
     pool: Pool
     inflight: Inflight
     followers: Followers
+    metrics: Metrics
+    counted: Counted
+    cache: SessionCache
+    janitor: Janitor
+    tokens: Tokens
+    page: Page
 
     def let_go(self) -> None:
         """End what would otherwise keep requests open for long: the server stops."""
         self.followers.stop()
         self.gates.stop()
+        self.page.watch.stop()
 
 
 def services(request: Request) -> Services:

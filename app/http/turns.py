@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 
 from starlette.types import Receive, Scope, Send
 
 from app.domain.events import Protocol
 from app.errors import AppError, SessionNotFound
+from app.http.auth import HOLDER, route_path
 from app.http.header_sessions import HeaderSession, named
 from app.http.limits import Room, read_body
 from app.http.replies import error_parts, send_reply, start_reply
 from app.http.sessions import SESSION_ID
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
+from app.logs import about_session
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
+from app.service.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, WELL, Stages, TurnStage
 from app.upstream.engines import PATHS
 from app.upstream.headers import Headers
 
@@ -41,7 +45,7 @@ class TurnRoutes:
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer the request; False if it is not for these routes."""
-        path: str = scope["path"]
+        path = route_path(scope)
         protocol = protocol_of(path)
         if scope["method"] != "POST" or protocol is None:
             return False
@@ -53,13 +57,22 @@ class TurnRoutes:
             return False
         app = of_scope(scope)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        holder: str | None = scope.get(HOLDER)
+        stages = Stages(time.perf_counter)
         try:
-            await self._answer(app, protocol, in_path, headers, receive, send)
+            outcome = await self._answer(app, protocol, in_path, holder, headers, stages, receive, send)
         except AppError as error:
+            outcome = error.code
             await send_reply(send, *error_parts(error))
+            stages.end()
         except Exception:
+            outcome = AppError.code
             log.exception("an unexpected fault in a turn")
             await send_reply(send, *error_parts(AppError(INTERNAL)))
+            stages.end()
+        if outcome is not None:
+            app.metrics.turn_ended(outcome, stages)
+            _tell(outcome, stages)
         return True
 
     async def _answer(
@@ -67,31 +80,48 @@ class TurnRoutes:
         app: Services,
         protocol: Protocol,
         in_path: str | None,
+        holder: str | None,
         headers: Headers,
+        stages: Stages,
         receive: Receive,
         send: Send,
-    ) -> None:
+    ) -> str | None:
+        """How it ended; None where the client left before there was a request. Raises AppError."""
         with app.inflight.room() as room:
             body = await read_body(receive, headers, app.settings.max_request_bytes, room)
             if body is None:
-                return
-            exchange = _Exchange(app, protocol, receive, send, room)
+                return None
+            stages.begin()
+            stages.request_bytes = len(body)
+            exchange = _Exchange(app, protocol, holder, stages, receive, send, room)
             if in_path is None:
                 session = named(headers, body)
-                await session.ensure(app)
-                await exchange.run(session.session_id, body, headers, session)
+                await session.ensure(app, holder)
+                about_session(session.session_id)
+                outcome = await exchange.run(session.session_id, body, headers, session)
                 await session.end(app)
-                return
-            if not re.match(SESSION_ID, in_path):
+                return outcome
+            if not re.fullmatch(SESSION_ID, in_path):
                 raise SessionNotFound("no session has an id of this form")
-            await exchange.run(in_path, body, headers)
+            return await exchange.run(in_path, body, headers)
 
 
 class _Exchange:
     """One request and its reply."""
 
-    def __init__(self, app: Services, protocol: Protocol, receive: Receive, send: Send, room: Room) -> None:
+    def __init__(
+        self,
+        app: Services,
+        protocol: Protocol,
+        holder: str | None,
+        stages: Stages,
+        receive: Receive,
+        send: Send,
+        room: Room,
+    ) -> None:
         self._protocol = protocol
+        self._stages = stages
+        self._holder = holder
         self._room = room
         self._turns = app.turns
         self._keepalive_s = app.settings.stream_keepalive_s or None
@@ -100,25 +130,29 @@ class _Exchange:
         self._send = send
         self._watching: asyncio.Task[None] | None = None
 
-    async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> None:
-        reader = Reader(self._room.grow, self._watch)
+    async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> str:
+        """How it ended. Raises AppError."""
+        reader = Reader(self._room.grow, self._watch, self._holder)
         if self._abort_after_s is not None:
             self._watch(reader)
-        call = self._turns.take(session_id, self._protocol, body, headers, retry_mark(headers), reader)
+        call = self._turns.take(session_id, self._protocol, body, headers, retry_mark(headers), reader, self._stages)
         if session is not None:
             call = session.explained(call)
         try:
             if wants_stream(body):
-                await self._stream(asyncio.ensure_future(call))
-                return
+                outcome = await self._stream(asyncio.ensure_future(call))
+                self._stages.end()
+                return outcome
             reply = await call
         finally:
             if self._watching is not None:
                 self._watching.cancel()
         await send_reply(self._send, reply.status, _marked(reply), *reply.parts)
+        self._stages.end()
+        return _outcome(reply)
 
-    async def _stream(self, task: asyncio.Task[TurnReply]) -> None:
-        """Errors keep their status, unless a comment has gone out already."""
+    async def _stream(self, task: asyncio.Task[TurnReply]) -> str:
+        """How it ended. Errors keep their status, unless a comment has gone out already."""
         began = False
         while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
             if not began:
@@ -131,13 +165,13 @@ class _Exchange:
             if not began:
                 raise
             await self._event(as_error_event(error.body()) + DONE)
-            return
+            return error.code
         except Exception:
             if not began:
                 raise
             log.exception("an unexpected fault in a streamed turn")
             await self._event(as_error_event(AppError(INTERNAL).body()) + DONE)
-            return
+            return AppError.code
         if reply.turn is not None:
             if not began:
                 await _start_stream(self._send, [h for h in _marked(reply) if h[0] != "content-type"])
@@ -146,6 +180,7 @@ class _Exchange:
             await self._event(as_error_event(b"".join(reply.parts)) + DONE)
         else:
             await send_reply(self._send, reply.status, reply.headers, *reply.parts)
+        return _outcome(reply)
 
     async def _event(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
@@ -182,6 +217,25 @@ def _marked(reply: TurnReply) -> Headers:
         return reply.headers
     headers = [*reply.headers, ("x-turnlog-turn", str(reply.turn))]
     return [*headers, ("x-turnlog-replayed", "true")] if reply.replayed else headers
+
+
+def _outcome(reply: TurnReply) -> str:
+    if reply.turn is None:
+        return ENGINE_ERROR
+    if reply.replayed:
+        return JOINED if reply.joined else REPLAYED
+    return ABORTED if reply.is_aborted else COMMITTED
+
+
+def _tell(outcome: str, stages: Stages) -> None:
+    """One line for each turn that failed."""
+    if outcome in WELL:
+        if log.isEnabledFor(logging.DEBUG):
+            times = {stage.name.lower(): round(stages.seconds[stage] * 1000, 3) for stage in TurnStage}
+            log.debug("turn %s", outcome, extra={"stages_ms": times})
+        return
+    stage, took = stages.stage.name.lower(), round(stages.total * 1000, 3)
+    log.info("turn failed: %s", outcome, extra={"code": outcome, "stage": stage, "duration_ms": took})
 
 
 def retry_mark(headers: Headers) -> RetryMark:

@@ -63,6 +63,13 @@ class Live:
         return True
 
 
+class Lookups(msgspec.Struct):
+    """How often something was found in the cache, and how often it had to be read."""
+
+    hits: int = 0
+    misses: int = 0
+
+
 class SessionCache:
     """Least recently used first out, bounded by a rough count of bytes."""
 
@@ -75,13 +82,25 @@ class SessionCache:
         self._bytes = 0
         self._loading: dict[str, asyncio.Task[Live | None]] = {}
         self._saving: set[asyncio.Task[None]] = set()
+        self.lookups = {"session": Lookups(), "messages": Lookups(), "tokens": Lookups()}
+
+    @property
+    def sessions(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, roughly."""
+        return self._bytes
 
     async def get(self, session_id: str) -> Live | None:
         """The session as this process knows it; from the log on a miss."""
         live = self._entries.get(session_id)
         if live is not None:
             self._entries.move_to_end(session_id)
+            self.lookups["session"].hits += 1
             return live
+        self.lookups["session"].misses += 1
         return await self._load(session_id)
 
     def known(self, session_id: str) -> Session | None:
@@ -153,7 +172,9 @@ class SessionCache:
         """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
         found = live.messages.upto(turn)
         if found is not None:
+            self.lookups["messages"].hits += 1
             return found
+        self.lookups["messages"].misses += 1
         session_id = live.session.session_id
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
@@ -175,7 +196,9 @@ class SessionCache:
         """The ids of all tokens after turn `turn` as decimal text, joined by commas. Raises SessionUnreadable."""
         found = live.tokens.upto(turn)
         if found is not None:
+            self.lookups["tokens"].hits += 1
             return found
+        self.lookups["tokens"].misses += 1
         session = live.session
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]

@@ -26,6 +26,7 @@ from app.domain.samples import Inconsistent
 from app.errors import InvalidRequest
 from app.export import shapes
 from app.export.row import Fields, Row, Unfit
+from app.service.exported import Exported
 from app.service.filters import Filters as Filters
 from app.service.filters import session_excluded
 from app.service.places import Place, Places
@@ -110,24 +111,38 @@ class Export(msgspec.Struct, frozen=True):
 
 
 class Exporter:
-    """`release` is this version's, for provenance."""
+    """`release` is this version's, for provenance. `counts_only`: what a row is made of is given instead of the row."""
 
-    def __init__(self, database: Database, release: str) -> None:
+    def __init__(self, database: Database, release: str, *, counts_only: bool = False) -> None:
+        self.exported = Exported()
+        self._counts_only = counts_only
         self._database = database
-        self._release = release
+        self.release = release
 
     async def start(self, wish: Wish, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
         shapes.require(wish.format, wish.shape)
-        pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
+        pinned, high, pages = await self._opened(wish, cursor)
         following = Cursor(pinned.epoch, high)
-        wish = msgspec.structs.replace(wish, filters=_as_of(pinned, wish.filters))
-        pages = self._pages(pinned, high, wish)
         first = await anext(pages, None)
         writer = await asyncio.to_thread(shapes.open_writer, wish.format, wish.shape, wish.explain)
-        pieces = _written(writer, first, _ahead(pages))
+        pieces = self.exported.counted(_written(writer, first, _ahead(pages)))
         media_type, suffix = writer.media_type, writer.suffix
         return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
+
+    async def pages(self, wish: Wish, cursor: str | None) -> AsyncGenerator[Sequence[Fields]]:
+        """The rows as they are made, instead of a file. Raises as `start`."""
+        shapes.require(wish.format, wish.shape)
+        _, _, pages = await self._opened(wish, cursor)
+        return pages
+
+    async def _opened(
+        self, wish: Wish, cursor: str | None
+    ) -> tuple[Cursor, Position, AsyncGenerator[Sequence[Fields]]]:
+        """The cursor with its window fixed, where that ends, and the rows. Raises InvalidRequest."""
+        pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
+        wish = msgspec.structs.replace(wish, filters=_as_of(pinned, wish.filters))
+        return pinned, high, self._pages(pinned, high, wish)
 
     async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
         """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
@@ -163,11 +178,11 @@ class Exporter:
         advantages = wish.advantage is not None
         return Places(self._database, high, grouped=grouped, advantages=advantages, replay=wish.replay)
 
-    async def _pages(self, window: Cursor, high: Position, wish: Wish) -> AsyncIterator[Sequence[Fields]]:
+    async def _pages(self, window: Cursor, high: Position, wish: Wish) -> AsyncGenerator[Sequence[Fields]]:
         left = sys.maxsize if wish.limit is None else wish.limit
         places = self._places(high, wish)
         # Where nobody asks for what is left out, only the group that is asked for is looked at.
-        group_id = None if wish.explain else wish.filters.group_id
+        group_id = None if wish.explain and not self._counts_only else wish.filters.group_id
         types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
         after: Position | None = _resume(window)
         while left and after is not None:
@@ -177,6 +192,7 @@ class Exporter:
                 made = self._fields(part, stored, window, wish)
                 while left and (rows := await asyncio.to_thread(_slice, made, left)):
                     left -= len(rows)
+                    self.exported.rows += len(rows)
                     yield rows
 
     def _fields(
@@ -213,18 +229,23 @@ class Exporter:
             reason = f"a session of the group is left out: {missing['session_id']}: {missing[shapes.EXCLUDED]}"
             whole = _excluded(place.session_id, cursors[0], reason)
         else:
-            whole = _or_excluded(lambda: shapes.of_group(wish.shape, rows), place.session_id, cursors[0])
+            whole = _or_excluded(
+                lambda: self._given(shapes.of_group(wish.shape, rows), rows), place.session_id, cursors[0]
+            )
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
     def _shaped(self, row: Row | Fields, wish: Wish) -> Fields:
         if not isinstance(row, Row):
             return row
         return _or_excluded(
-            lambda: shapes.of_row(wish.format, wish.shape, row),
+            lambda: self._given(shapes.of_row(wish.format, wish.shape, row), [row]),
             row.session.session_id,
             row.cursor,
             row.sample.segment,
         )
+
+    def _given(self, fields: Fields, rows: Sequence[Row]) -> Fields:
+        return _tallied(rows) if self._counts_only else fields
 
     def _session(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
@@ -244,7 +265,7 @@ class Exporter:
         if reason is not None:
             yield _excluded(session_id, _behind(window, at), reason)
             return
-        made = SessionRows(stored, found, wish.max_seq_len, self._release)
+        made = SessionRows(stored, found, wish.max_seq_len, self.release)
         fitting = {segment.number: segment for segment in made.segments}
         live = set(found.session.path)
         discarded = [turn for turn in found.session.turns if turn.number not in live] if wish.explain else []
@@ -261,6 +282,16 @@ class Exporter:
         for place_of, turn in enumerate(discarded, len(made.live_segments) + 1):
             cursor = _behind(window, at, place_of, total)
             yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
+
+
+def _tallied(rows: Sequence[Row]) -> Fields:
+    """What a given row is made of, in numbers."""
+    return {
+        "sessions": sorted({row.session.session_id for row in rows}),
+        "tokens": sum(len(row.sample.tokens) for row in rows),
+        "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
+        "cursor": rows[-1].cursor,
+    }
 
 
 class _Worker:

@@ -43,7 +43,8 @@ def hash_key(key: str) -> str:
 class TurnReply(msgspec.Struct, frozen=True):
     """What goes back to the client: its body in parts, so that a large one need not be copied to be cut.
 
-    `turn` is None for an engine's own error, which committed nothing.
+    `turn` is None for an engine's own error, which committed nothing. `replayed`: it was another request's turn, which
+    was stored or, where this one `joined` it, still in flight. `is_aborted`: an engine ended its generation.
     """
 
     status: int
@@ -51,6 +52,8 @@ class TurnReply(msgspec.Struct, frozen=True):
     parts: Sequence[bytes | memoryview]
     turn: int | None = None
     replayed: bool = False
+    joined: bool = False
+    is_aborted: bool = False
 
 
 class Flight:
@@ -132,11 +135,17 @@ class Reader:
     """A client that waits for a turn, its own or one that it joined.
 
     `grow` makes room for what it will be sent. `watch` has somebody call `hang_up` once the client is gone: most turns
-    outlive their clients, and then nobody needs to look.
+    outlive their clients, and then nobody needs to look. `holder` is the session whose token it came with.
     """
 
-    def __init__(self, grow: Callable[[int], None], watch: Callable[[Reader], None] = _unwatched) -> None:
+    def __init__(
+        self,
+        grow: Callable[[int], None],
+        watch: Callable[[Reader], None] = _unwatched,
+        holder: str | None = None,
+    ) -> None:
         self.grow = grow
+        self.holder = holder
         self._watch = watch
         self._flight: Flight | None = None
         self._left: asyncio.Future[None] | None = None

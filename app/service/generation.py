@@ -25,6 +25,7 @@ from app.service.judge import Judge, Judged
 from app.service.placement import Place, Placement
 from app.service.session_control import ControlledTurn
 from app.service.sessions import Clock
+from app.service.stages import Stages, TurnStage
 from app.service.token_in import Template, TokenIn
 from app.settings import Settings
 from app.upstream import headers as http_headers
@@ -48,8 +49,8 @@ EMPTY_TRIES = 5
 class Taken(msgspec.Struct):
     """A turn that holds its claim, and for whom it works. `received` is the last reply that is being judged.
 
-    `ticket` is its place where turns wait for a gate, `passed` the gates as they were when it was last sent, `control`
-    what its client asks of the engine beside it.
+    `stages` is what it does now, `ticket` its place where turns wait for a gate, `passed` the gates as they were when
+    it was last sent, `control` what its client asks of the engine beside it.
     """
 
     flight: Flight
@@ -59,6 +60,7 @@ class Taken(msgspec.Struct):
     incoming: Arrival
     client: Headers
     reader: Reader
+    stages: Stages
     ticket: int
     control: ControlledTurn | None = None
     received: Body | None = None
@@ -215,10 +217,12 @@ class Generator:
         misses, place = 0, made.place
         while not unfinished.is_over:
             sending, prompt, ask = unfinished.sending(made.sending), unfinished.prompt(), unfinished.ask()
+            taken.stages.enter(TurnStage.GATE)
             with taken.flight.may_be_cut():
                 if misses:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
                 await self._gates.wait(adapter, taken.ticket)
+                taken.stages.enter(TurnStage.PREPARE)
                 await self._require_still_open(opening)
                 place = await self._place_again(opening, place, unfinished.newest.answer.engine)
                 answer = await self._sent(taken, place, sending.body(ask, messages, None, prompt), ask.rid)
@@ -300,6 +304,7 @@ class Generator:
         reach("before_engine")
         while True:
             await self._pass_gates(taken)
+            taken.stages.enter(TurnStage.ENGINE)
             try:
                 answer = await self._engines.generate(
                     place.order,
@@ -314,6 +319,7 @@ class Generator:
                 )
             except Withheld:
                 continue
+            taken.stages.enter(TurnStage.VALIDATE)
             reach("after_engine")
             return answer
 
@@ -325,7 +331,9 @@ class Generator:
         adapter = taken.opening.event.adapter
         if not self._gates.may_pass(adapter):
             with contextlib.nullcontext() if taken.flight.asked else taken.flight.held():
+                taken.stages.enter(TurnStage.GATE)
                 await self._gates.wait(adapter, taken.ticket)
+                taken.stages.enter(TurnStage.PREPARE)
             await self._require_still_open(taken.opening)
 
     async def _require_no_drift(self, opening: Opening, judged: Judged, prompt: Prompt | None) -> None:

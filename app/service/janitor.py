@@ -59,7 +59,8 @@ class Done(msgspec.Struct):
 class Janitor:
     """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
 
-    It rests `rest_s` seconds after each session. `done` counts since its beginning.
+    It rests `rest_s` seconds after each session. `done` counts since its beginning; `ended_round_at` is when it was
+    last through with everything.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Janitor:
         rest_s: float = REST_S,
     ) -> None:
         self.done = Done()
+        self.ended_round_at: float | None = None
         self._rest_s = rest_s
         self._database = database
         self._writer = writer
@@ -121,6 +123,7 @@ class Janitor:
         await self._free_replay()
         await self._erase_old()
         await self._database.give_back()
+        self.ended_round_at = self._clock()
 
     async def _close_idle(self) -> None:
         if self._settings.idle_close_s is None:

@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 
 import msgspec
 
-from app.domain.events import TurnCommitted, UnknownEvent
+from app.domain.events import Protocol, TurnCommitted, UnknownEvent
 from app.domain.samples import Sample, Segment, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Session, fold
@@ -142,12 +142,7 @@ class SessionRows:
         return [message for turn in chain for message in self._messages(turn.number)]
 
     def _messages(self, number: int) -> list[bytes]:
-        """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
-        said = self._said(number)
-        if self._known.events[number].protocol == "chat":
-            return [*said.messages, said.message]
-        prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
-        return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
+        return as_messages(self._known.events[number].protocol, self._said(number))
 
     def _source(self, sample: Sample) -> Source:
         events = [self._known.events[span.turn] for span in sample.turns]
@@ -168,6 +163,14 @@ class SessionRows:
             events = (self._known.events[span.turn] for span in sample.turns)
             if any(ref.kind == kind for event in events for ref in event.payloads):
                 yield kind, _routing(self.session, sample, kind, self._stored.chunks)
+
+
+def as_messages(protocol: Protocol, said: Said) -> list[bytes]:
+    """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
+    if protocol == "chat":
+        return [*said.messages, said.message]
+    prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
+    return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
 
 
 def _engines(event: TurnCommitted) -> Sequence[str]:

@@ -24,6 +24,7 @@ from app.domain import decide
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Protocol, TurnAbandoned
 from app.domain.history import Incoming
+from app.domain.holding import require_own
 from app.domain.request import ChatRequest, parse_chat, parse_completion
 from app.domain.session import Session
 from app.errors import (
@@ -48,6 +49,7 @@ from app.service.judge import Judge
 from app.service.placement import Placement
 from app.service.session_control import SessionControls
 from app.service.sessions import Clock, refusal
+from app.service.stages import Stages, TurnStage
 from app.service.token_in import TokenIn, added_text
 from app.settings import Settings
 from app.store.log import Refused, StoredChunk
@@ -114,6 +116,10 @@ class Turns:
     def in_flight(self) -> int:
         return len(self._flights)
 
+    def held(self) -> dict[str, bool]:
+        """Sessions whose turn waits here at a gate; does it have its claim already?"""
+        return {name: flight.fence is not None for name, flight in self._flights.items() if flight.is_held}
+
     def close(self, session_id: str, ended: Sequence[int]) -> None:
         """The session was closed, which ended turns under these fences: end the work on them, here or elsewhere."""
         flight = self._flights.get(session_id)
@@ -124,11 +130,18 @@ class Turns:
                 self._abort(session_id, rid_of(session_id, fence))
 
     async def take(
-        self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
+        self,
+        session_id: str,
+        protocol: Protocol,
+        body: bytes,
+        client: Headers,
+        mark: RetryMark,
+        reader: Reader,
+        stages: Stages,
     ) -> TurnReply:
         """One turn. Raises AppError in the order 404, 400, 409, 400 (history), then what the engine did."""
         try:
-            return await self._take(session_id, protocol, body, client, mark, reader)
+            return await self._take(session_id, protocol, body, client, mark, reader, stages)
         except (InvalidRequest, SessionBusy, IdempotencyMismatch):
             # Another process may have closed the session, which comes before anything that is wrong with a request.
             live = await self._cache.current(session_id)
@@ -136,7 +149,14 @@ class Turns:
             raise
 
     async def _take(
-        self, session_id: str, protocol: Protocol, body: bytes, client: Headers, mark: RetryMark, reader: Reader
+        self,
+        session_id: str,
+        protocol: Protocol,
+        body: bytes,
+        client: Headers,
+        mark: RetryMark,
+        reader: Reader,
+        stages: Stages,
     ) -> TurnReply:
         request: Request | None = None
         while True:
@@ -146,6 +166,8 @@ class Turns:
             if request is None:
                 request = await _beside(len(body), lambda: _parsed(protocol, body))
                 self._require_takes_ids(request)
+                if reader.holder is not None:
+                    require_own(request, session_id, reader.holder)
             incoming = _arrival(request, session)
             await _beside(len(body), lambda: incoming.check(session.leaf))  # noqa: B023
             template = self._token_in.check(request)
@@ -155,7 +177,7 @@ class Turns:
                     raise SessionBusy(f"session {session_id} has a turn in flight")
                 joined = await reader.join(flight)
                 if joined is not None:
-                    return msgspec.structs.replace(joined, replayed=True)
+                    return msgspec.structs.replace(joined, replayed=True, joined=True)
                 continue
             repeated = repeated_turn(live, mark, request)
             if repeated is not None:
@@ -170,13 +192,16 @@ class Turns:
                 ticket = self._gates.ticket()
                 adapter = adapter_of(session, request, self._fleet.fleet)
                 if not self._gates.may_enter(adapter):
+                    stages.enter(TurnStage.GATE)
                     await self._held_back(flight, adapter, ticket, session_id)
+                    stages.enter(TurnStage.CLAIM)
                 opening = await self._claims.open(live, request, incoming, mark, adapter)
                 if opening is not None:
                     flight.fence = opening.fence
+                    stages.enter(TurnStage.PREPARE)
                     control = None if request.control is None else self._controls.turn(request.control, session_id)
                     reply = await self._settled(
-                        Taken(flight, opening, request, template, incoming, client, reader, ticket, control)
+                        Taken(flight, opening, request, template, incoming, client, reader, stages, ticket, control)
                     )
                     return reply
             finally:
@@ -229,10 +254,16 @@ class Turns:
         if isinstance(made, EngineRefusal):
             await self._claims.reject(opening, "engine_error", made.status)
             return TurnReply(made.status, made.headers, made.body.pieces)
+        stages, judged = taken.stages, made.judged
+        stages.reply_bytes = len(made.body)
+        stages.stored_bytes = len(judged.facts) + len(judged.wire) + sum(len(chunk.data) for chunk in judged.chunks)
+        stages.enter(TurnStage.COMMIT)
         await self._commit(taken, made)
+        stages.enter(TurnStage.REPLY)
         shown = self._shown(made.ask.clients)
-        parts = _without(made.body, [place for place in made.judged.places if place.kind not in shown])
-        return TurnReply(200, made.headers, parts, turn=opening.event.turn)
+        parts = _without(made.body, [place for place in judged.places if place.kind not in shown])
+        is_aborted = judged.reply.finish_reason == "abort"
+        return TurnReply(200, made.headers, parts, turn=opening.event.turn, is_aborted=is_aborted)
 
     def _shown(self, clients: Collection[str]) -> Collection[str]:
         return shown_kinds(clients, self._settings)
@@ -271,6 +302,7 @@ class Turns:
                 codec.content_hash(judged.facts, judged.wire), blobs.params, blobs.tools, blobs.refs, judged.payloads
             ),
             binding=self._placement.binding(opening.session, made.place, judged.reply.engine),
+            timing=taken.stages.timing(),
         )
         try:
             operation = Commit(

@@ -167,6 +167,7 @@ class _Batch:
             "counts": [len(commit.events) for commit in commits],
             "ats": [commit.at for commit in commits],
             "weights": [commit.weight for commit in commits],
+            "engines": [commit.turn.engine for commit in commits],
         }
         return {row[0]: row[1] for row in self._tx.all(_advance_heads, given)}
 
@@ -207,7 +208,13 @@ _free_open_turns = (
     .returning(open_turns.c.session_id)
 )
 
-_moved = _given(sid=("sids", Text), count=("counts", BigInteger), at=("ats", Double), weight=("weights", BigInteger))
+_moved = _given(
+    sid=("sids", Text),
+    count=("counts", BigInteger),
+    at=("ats", Double),
+    weight=("weights", BigInteger),
+    engine=("engines", Text),
+)
 _largest: ColumnElement[int] = func.greatest(sessions.c.weight_version, _moved.c.weight)
 """GREATEST passes nulls over."""
 _advance_heads = (
@@ -219,6 +226,7 @@ _advance_heads = (
         turns=sessions.c.turns + 1,
         updated_at=_moved.c["at"],
         weight_version=_largest,
+        engine=_moved.c.engine,
     )
     .returning(sessions.c.session_id, sessions.c.version)
 )

@@ -128,6 +128,26 @@ def _database_size(element: used_bytes, compiler: Any, **options: Any) -> str:
     return "pg_database_size(current_database())"
 
 
+class begins_with(FunctionElement[bool]):
+    """Does the first text begin with the second? On SQLite a key is looked up by it, on PostgreSQL not.
+
+    It has no type: as a Boolean it would be compared with 1 on SQLite, and no key be looked up.
+    """
+
+    inherit_cache = True
+
+
+@compiles(begins_with)
+def _between(element: begins_with, compiler: Any, **options: Any) -> str:
+    text, start = (compiler.process(clause, **options) for clause in element.clauses)
+    return f"({text} >= {start} AND {text} < {start} || char(1114111))"
+
+
+@compiles(begins_with, "postgresql")
+def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
+    return f"starts_with({compiler.process(element.clauses, **options)})"
+
+
 class Tx(Protocol):
     """A write transaction as the log sees it; what it runs is Core, what it returns plain rows.
 

@@ -37,6 +37,7 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
+from app.store.ports import Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
     Patience,
@@ -139,17 +140,20 @@ def sqlite_lock(url: str) -> FileLock | None:
 
 
 class Database:
-    """The store's connections. `open` before use, `close` after; raises StartupError where it cannot serve."""
+    """The store's connections. `open` before use, `close` after; raises StartupError where it cannot serve.
 
-    def __init__(self, url: str) -> None:
+    `committed` is told of each durable transaction.
+    """
+
+    def __init__(self, url: str, committed: Committed = lambda seconds: None) -> None:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
         self._lock = sqlite_lock(url)
-        self._sqlite = SqliteWriter(make_url(url).database or "") if self.is_sqlite else None
+        self._sqlite = SqliteWriter(make_url(url).database or "", committed) if self.is_sqlite else None
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
-        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience)
+        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
         self._glance = None if self.is_sqlite else PostgresGlance(self.engine)
         self._opened = False
 
@@ -243,6 +247,15 @@ class Database:
             if is_conflict(error):
                 raise WriteConflict(str(error)) from error
             raise store_error(error) or error from error
+
+    def log_file_bytes(self) -> int | None:
+        """How long SQLite's log file is; None on PostgreSQL, whose log is not this database's alone."""
+        if not self.is_sqlite:
+            return None
+        try:
+            return Path(f"{make_url(self.url).database}-wal").stat().st_size
+        except FileNotFoundError:
+            return 0
 
     async def empty_log_file(self) -> None:
         """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable."""

@@ -38,9 +38,10 @@ commit_head = sql.advance_head.values(
             bindparam("weight", type_=sessions.c.weight_version.type),
         ),
         else_=sessions.c.weight_version,
-    )
+    ),
+    engine=bindparam("by"),
 )
-"""`advance_head` of a commit: `weight` is the turn's largest version that is a number, or None."""
+"""`advance_head` of a commit: `weight` is the turn's largest version that is a number, or None; `by` its engine."""
 
 _note = insert(group_changes)
 

@@ -47,6 +47,12 @@ def _weight_version(log: Log) -> int | None:
     return max(versions, default=None)
 
 
+def _engine(log: Log) -> str | None:
+    """That of its newest committed turn, live or discarded."""
+    turns = (recorded.event for recorded in reversed(log.events) if isinstance(recorded.event, TurnCommitted))
+    return next((turn.engine for turn in turns), None)
+
+
 HEAD: Mapping[str, Callable[[Log], Any]] = {
     "version": lambda log: log.session.version,
     "status": lambda log: log.session.status,
@@ -60,6 +66,7 @@ HEAD: Mapping[str, Callable[[Log], Any]] = {
     "closed_at": lambda log: log.session.closed_at,
     "attempt": lambda log: log.session.config.attempt,
     "weight_version": _weight_version,
+    "engine": _engine,
 }
 """Every column of `sessions` but the key, and how it follows from the log."""
 

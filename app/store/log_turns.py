@@ -157,7 +157,7 @@ class Commit(BaseOperation, frozen=True):
         tx.insert(sql.insert_blob, self.blob_rows())
         tx.insert(sql.insert_chunk, self.chunk_rows())
         changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
-        head = tx.one(groups.commit_head, {**changes, "weight": self.weight})
+        head = tx.one(groups.commit_head, {**changes, "weight": self.weight, "by": self.turn.engine})
         appended = append_after(tx, self.session_id, self.at, self.events, head)
         tombstone(tx, self.session_id, appended)
         reach("in_commit")

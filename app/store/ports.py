@@ -17,6 +17,9 @@ from app.store.log import Operation
 
 T = TypeVar("T")
 
+Committed = Callable[[float], None]
+"""Takes how many seconds a COMMIT took, its sync to the disk included; on any thread."""
+
 
 class Database(Protocol):
     """Transactions; what they promise stands in `engine.Database`."""

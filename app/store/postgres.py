@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from sqlalchemy.sql import Executable, Insert
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, Tx
+from app.store.ports import Committed
 from app.store.schema import events
 
 T = TypeVar("T")
@@ -212,9 +214,10 @@ async def answered(connection: AsyncConnection, work: Callable[[Connection], T])
 
 
 class PostgresWriter:
-    """Write transactions, each on a connection of the engine's pool."""
+    """Write transactions, each on a connection of the engine's pool. `committed` is told of durable ones."""
 
-    def __init__(self, engine: AsyncEngine, patience: Patience) -> None:
+    def __init__(self, engine: AsyncEngine, patience: Patience, committed: Committed) -> None:
+        self._committed = committed
         self._engine = engine
         self._patience = patience
         self._compiler = Compiler(engine.dialect)
@@ -252,6 +255,7 @@ class PostgresWriter:
         except BaseException as error:
             _give_up(connection, tx, error)
             raise
+        began = time.perf_counter()
         try:
             tx.commit()
         except BaseException as error:
@@ -259,6 +263,8 @@ class PostgresWriter:
             if is_lost(error):
                 raise CommitUnknown(tx.last_event, result) from error
             raise
+        if durable:
+            self._committed(time.perf_counter() - began)
         return result
 
     def _holds(self, last: LastEvent, connection: Connection) -> bool:

@@ -82,6 +82,7 @@ sessions = Table(
     Column("closed_at", Double),
     Column("attempt", Integer),
     Column("weight_version", BigInteger),
+    Column("engine", Text),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
@@ -93,7 +94,7 @@ sessions = Table(
 
 Each turn updates it twice; with room beside it in its page none of its indexes is touched (99 % of the updates,
 against a quarter in full pages). `weight_version` is the largest of its committed turns, discarded ones too, that is
-a number; null where none is.
+a number; null where none is. `engine` is that of its newest committed turn, and has no index: each turn may change it.
 """
 
 groups = Table(

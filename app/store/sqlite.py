@@ -21,6 +21,7 @@ from sqlalchemy import select
 
 from app.errors import StartupError, StoreUnavailable
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
+from app.store.ports import Committed
 from app.store.schema import events
 
 T = TypeVar("T")
@@ -52,10 +53,11 @@ _LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c
 
 
 class SqliteWriter:
-    """Write transactions on the file at `path`, one at a time."""
+    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, committed: Committed) -> None:
         self._path = path
+        self._committed = committed
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="turnlog-writer", daemon=True)
         self._on_thread = 0
@@ -197,11 +199,14 @@ class SqliteWriter:
         self._begin(wait_s)
         try:
             result = function(self._tx)
+            began = time.perf_counter()
             connection.execute("COMMIT")
         except BaseException:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
+        if durable:
+            self._committed(time.perf_counter() - began)
         return result
 
     def _begin(self, wait_s: float) -> None:

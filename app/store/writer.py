@@ -22,8 +22,10 @@ import msgspec
 from app.errors import AppError, Overloaded, StoreUnavailable
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
-from app.store.log import Operation
+from app.store.log import Appended, Operation
+from app.store.log_turns import AbandonDead
 from app.store.ports import Database
+from app.store.tally import Tally
 
 Result = TypeVar("Result")
 
@@ -69,6 +71,7 @@ class Writer:
 
     def __init__(self, database: Database) -> None:
         self.counters = Counters()
+        self.tally = Tally()
         self._database = database
         self._queue: deque[_Entry] = deque()
         self._wide: deque[_Entry] = deque()
@@ -110,6 +113,11 @@ class Writer:
         self._ready.set()
         outcome: Result = await entry.outcome
         return outcome
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Operations that wait for a transaction, and their bytes."""
+        return len(self._queue) + len(self._wide) + self._deferred, self._bytes
 
     def _is_full(self) -> bool:
         return len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES
@@ -166,8 +174,16 @@ class Writer:
             for entry, outcome in zip(batch, outcomes, strict=True):
                 if isinstance(outcome, Deferred):
                     self._defer(entry)
-                elif not entry.outcome.done():
-                    entry.outcome.set_result(outcome)
+                else:
+                    self._count(entry.operation, outcome)
+                    if not entry.outcome.done():
+                        entry.outcome.set_result(outcome)
+
+    def _count(self, operation: Operation[Any], outcome: Any) -> None:
+        if isinstance(outcome, Appended):
+            self.tally.add(outcome.events)
+        elif isinstance(operation, AbandonDead):
+            self.tally.abandoned_dead(outcome[1])
 
     def _defer(self, entry: _Entry) -> None:
         """Queue it again a little later: no transaction, and no lane, waits for the row that somebody holds."""

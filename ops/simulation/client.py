@@ -22,6 +22,7 @@ from app.errors import (
 )
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.service.sessions import NewSession
+from app.service.stages import Stages
 from ops.simulation.engine import Message, digest
 from ops.simulation.history import Acknowledged, Fact, History, Seen
 from ops.simulation.process import Disconnected, Process
@@ -187,7 +188,7 @@ class Client:
         reader = Reader(lambda size: None)
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")
         work = process.call(
-            lambda: process.turns.take(self.session_id, "chat", body, [], mark, reader),
+            lambda: process.turns.take(self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)),
             lambda reply: self._sent(reply, messages, logical, key, asked_at),
         )
         try:

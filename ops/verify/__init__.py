@@ -6,21 +6,23 @@ taken, so it may run beside a server; each session, and each page of groups, is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import msgspec
 from sqlalchemy import Connection
 
 from app.store import heads
 from app.store.engine import Database
-from ops.keeping import require_store, silent
+from ops.keeping import DONE, NOT_ALL_WELL, Outcome, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
 from ops.verify.session import PAGE, TABLES, SessionCheck
 from ops.verify.whole import check_file, check_groups, check_order
 
-__all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "verify", "verify_url"]
+__all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "verify", "verify_url"]
 
 
 async def verify(
@@ -65,3 +67,14 @@ async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
         return await verify(database, tell=tell)
     finally:
         await database.close()
+
+
+def perform(database_url: str | None, *, as_json: bool = False) -> int:
+    """The command; None: the store of the service's settings. Its exit codes are those of `ops.keeping`."""
+    return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
+
+
+def _checked(database_url: str | None) -> Outcome:
+    report = asyncio.run(verify_url(settings_for(database_url).database_url, Progress("verify")))
+    lines = [*(f"{problem.session_id}: {problem.what}" for problem in report.problems), report.summary()]
+    return Outcome(NOT_ALL_WELL if report.problems else DONE, lines, msgspec.to_builtins(report))

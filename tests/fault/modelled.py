@@ -16,6 +16,7 @@ from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
 from app.service.fleet import POLL_S
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
+from app.service.stages import Stages
 from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
@@ -146,7 +147,9 @@ class Node:
         body = msgspec.json.encode({"model": "m", "messages": messages})
         mark = RetryMark(None if key is None else hash_key(key))
         return asyncio.ensure_future(
-            self.service.turns.take(session.id, "chat", body, [], mark, Reader(lambda size: None))
+            self.service.turns.take(
+                session.id, "chat", body, [], mark, Reader(lambda size: None), Stages(time.monotonic)
+            )
         )
 
 

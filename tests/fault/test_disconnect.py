@@ -134,7 +134,7 @@ class Leaver:
 
     def _leave(self) -> None:
         sent = len(self.data) if self.stage != "upload" else self._rng.randrange(len(self.data))
-        head = (f"POST {self.talk.chat_path} HTTP/1.1", "Host: x", f"Content-Length: {len(self.data)}")
+        head = (f"POST {self.talk.chat_path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(self.data)}")
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
             connection.connect(("127.0.0.1", self._stand.server.port))

@@ -25,7 +25,12 @@ class Client:
 
     def __init__(self, talk: Talk, url: str, *, stream: bool = False, head: str = "", upto: int | None = None) -> None:
         body = json.dumps({"model": "simulator", "messages": [user("Hello")], "stream": stream}).encode()
-        lines = [f"POST {talk.chat_path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *head.splitlines()]
+        lines = [
+            f"POST {talk.chat_path} HTTP/1.1",
+            "Host: localhost",
+            f"Content-Length: {len(body)}",
+            *head.splitlines(),
+        ]
         where = urlsplit(url)
         self.socket = socket.create_connection((where.hostname, where.port))
         self.socket.settimeout(20)

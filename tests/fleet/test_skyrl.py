@@ -104,7 +104,7 @@ def test_who_stops_asking_is_let_go_at_once(sqlite_url: str) -> None:
         at_work = server._server.server_state.tasks
         assert httpx.post(server.base_url + ABORT, json={"lora_name": "a"}).status_code == 200
         body = json.dumps({"lora_name": "a", "timeout_s": 3600}).encode()
-        head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (WAIT.encode(), len(body))
+        head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (WAIT.encode(), len(body))
         until(lambda: not at_work)
         with socket.create_connection((address.hostname, address.port)) as asking:
             asking.sendall(head + body)

@@ -1,0 +1,59 @@
+"""All groups of sessions a page at a time, by their ids: what an index gives without a look at every session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from sqlalchemy import Connection, select
+
+from app.store.dialect import now
+from app.store.reads import SPAN
+from app.store.schema import groups, sessions
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A session of a group."""
+
+    attempt: int | None
+    reward: float | None
+    status: str
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """What the training feed knows of a group; `is_leased` as of now."""
+
+    is_leased: bool
+    is_acknowledged: bool
+
+
+def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
+    """Groups behind `after`, None: from the first, in the database's own order."""
+    query = (
+        select(sessions.c.group_id)
+        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
+        .distinct()
+        .order_by(sessions.c.group_id)
+        .limit(limit)
+    )
+    return [found for found in connection.execute(query).scalars() if found is not None]
+
+
+def members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Member]]:
+    """The sessions of each group."""
+    found: dict[str, list[Member]] = {group_id: [] for group_id in group_ids}
+    for at in range(0, len(group_ids), SPAN):
+        query = select(sessions.c.group_id, sessions.c.attempt, sessions.c.reward, sessions.c.status)
+        for row in connection.execute(query.where(sessions.c.group_id.in_(group_ids[at : at + SPAN]))):
+            found[row[0]].append(Member(*row[1:]))
+    return found
+
+
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
+    """Of the groups that the feed has handed out."""
+    found: dict[str, Lease] = {}
+    for at in range(0, len(group_ids), SPAN):
+        query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
+        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + SPAN]))):
+            found[row[0]] = Lease(bool(row[1]), bool(row[2]))
+    return found

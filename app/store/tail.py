@@ -1,0 +1,59 @@
+"""The end of the log over all sessions, for those who follow it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sqlalchemy import Connection, select, tuple_
+
+from app.store.dialect import oldest_tx
+from app.store.reads import Position
+from app.store.schema import events
+
+START = Position(0, 0)
+"""Before everything."""
+
+
+class Tail(NamedTuple):
+    """What came behind a place: sessions, each once, the last event's place, and how many events there were.
+
+    `holds` False: the event at that place is gone. A crash of the database took it back, or it is another store; what
+    came before it may differ, too.
+    """
+
+    session_ids: list[str]
+    last: Position
+    events: int
+    holds: bool
+
+
+def end(connection: Connection) -> Position:
+    """The place of the last event below which nothing can appear any more, but for a crash of the database."""
+    query = (
+        select(events.c.tx, events.c.position)
+        .where(events.c.tx < oldest_tx())
+        .order_by(events.c.tx.desc(), events.c.position.desc())
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    return START if row is None else Position(*row)
+
+
+def since(connection: Connection, after: Position, limit: int) -> Tail:
+    """What came behind `after`, at most `limit` events."""
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(
+            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
+            events.c.tx < oldest_tx(),
+        )
+        .order_by(events.c.tx, events.c.position)
+        .limit(limit + (after != START))
+    )
+    rows = connection.execute(query).all()
+    if after != START:
+        if not rows or Position(rows[0][1], rows[0][2]) != after:
+            return Tail([], after, 0, holds=False)
+        rows = rows[1:]
+    last = Position(rows[-1][1], rows[-1][2]) if rows else after
+    return Tail(list(dict.fromkeys(row[0] for row in rows)), last, len(rows), holds=True)

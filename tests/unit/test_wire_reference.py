@@ -1,0 +1,32 @@
+"""docs/wire.md is made from the OpenAPI document."""
+
+from __future__ import annotations
+
+import re
+
+from ops import wire_reference
+
+
+def test_the_page_is_current() -> None:
+    assert wire_reference.is_current(), "run python -m ops.wire_reference"
+
+
+def test_its_links_lead_somewhere() -> None:
+    text = wire_reference.made()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = set(re.findall(r"\]\(#([^)]+)\)", text))
+    assert len(links) > 60
+    assert links <= anchors
+
+
+def test_every_table_is_one() -> None:
+    """As many cells in each row as in its head."""
+    widths: list[int] = []
+    for line in wire_reference.made().splitlines():
+        if not line.startswith("|"):
+            widths.clear()
+            continue
+        widths.append(line.count("|"))
+        assert widths[-1] == widths[0], line
+    assert "| --- |" in wire_reference.made()
