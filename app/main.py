@@ -303,6 +303,7 @@ class Turnlog(FastAPI):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
         if refusal is not None:
+            self.state.services.metrics.request_failed(refusal.code)
             await send_reply(hardened(send), *error_parts(refusal))
             return
         if protocol_of(scope["path"]) is not None:

@@ -53,8 +53,12 @@ class Presence:
     """This process's lock in the folder, from its making to `close` or its death."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / f"{os.getpid()}{_LOCK_SUFFIX}").open("w")
+        lock = folder / f"{os.getpid()}{_LOCK_SUFFIX}"
+        unlocked = lock.with_suffix(".new")
+        self._file = unlocked.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
+        # Under its name only now: a sibling that found it free would take this process for dead.
+        unlocked.rename(lock)
 
     def close(self) -> None:
         self._file.close()

@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import AppError
+from app.errors import AppError, EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized
 from app.service.stages import NEW_TURNS, OUTCOMES, Recent, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -41,6 +41,13 @@ OWN_BUCKETS = (
 
 STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds, also for what an engine does, and for waiting until a trainer is done."""
+
+
+NOT_OF_TURNS = frozenset(error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed))
+"""Codes of the guard, and of a pause."""
+
+NOT_FOUND, METHOD_NOT_ALLOWED = "not_found", "method_not_allowed"
+"""Codes of the router."""
 
 
 class Metrics:
@@ -71,7 +78,7 @@ class Metrics:
     def _turn_instruments(self) -> None:
         registry = self.registry
         turns = Counter("turnlog_turns_total", "Requests for a turn by how they ended.", ["outcome"], registry=registry)
-        self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_codes(AppError))}
+        self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_turn_codes())}
         stages = Histogram(
             "turnlog_turn_stage_seconds",
             "How long a committed turn was in each stage.",
@@ -97,6 +104,10 @@ class Metrics:
         self.turns_gated = self._live("turnlog_turns_gated", "Turns that wait until a pause ends.")
 
     def _traffic_instruments(self) -> None:
+        self.request_errors = self._counter(
+            "turnlog_request_errors_total", "Errors of requests that are no turns, or were refused before.", "code"
+        )
+        self.totals(self.request_errors, dict.fromkeys((*_codes(AppError), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
         self.inflight = self._live("turnlog_inflight_bytes", "Bytes of all bodies in flight.")
         self.inflight_limit = self._live("turnlog_inflight_limit_bytes", "How many bytes may be in flight.")
         self.cache_bytes = self._live("turnlog_cache_bytes", "Memory of the session cache, roughly.")
@@ -170,6 +181,10 @@ class Metrics:
             reply.inc(stages.reply_bytes)
             stored.inc(stages.stored_bytes)
 
+    def request_failed(self, code: str) -> None:
+        """A request got this error that is no turn, or was refused before it was looked at as one."""
+        self.request_errors.labels(code).inc()
+
     def committed(self, seconds: float) -> None:
         """A durable transaction's COMMIT took so long. May be called on any thread."""
         self.commit_seconds.observe(seconds)
@@ -204,6 +219,10 @@ class Metrics:
 def _none_yet(event: type[Event]) -> Mapping[str, float]:
     """0 for each reason that an event can have: a series that begins at 1 hides the first increase."""
     return dict.fromkeys(get_args(get_type_hints(event)["reason"]), 0)
+
+
+def _turn_codes() -> Iterable[str]:
+    return (code for code in _codes(AppError) if code not in NOT_OF_TURNS)
 
 
 def _codes(error: type[AppError]) -> Iterable[str]:

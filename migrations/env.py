@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 
 from alembic import context
@@ -16,6 +17,9 @@ from app.settings import load_settings
 from app.store.engine import create_engine, sqlite_lock
 from app.store.postgres import DRIVER_ERRORS
 from app.store.schema import metadata
+
+PRIVATE = 0o077
+"""The umask: an SQLite file holds prompts and replies, which are nobody else's. Its log file takes its mode over."""
 
 
 def _migrate(connection: Connection) -> None:
@@ -46,9 +50,11 @@ def run() -> None:
             lock.acquire(timeout=0)
         except Timeout:
             sys.exit("turnlog: a server is running on this database: stop it before changing its schema")
+    before = os.umask(PRIVATE)
     try:
         asyncio.run(_online(url))
     finally:
+        os.umask(before)
         if lock is not None:
             lock.release()
 

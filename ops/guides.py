@@ -19,7 +19,7 @@ from pathlib import Path
 from ops.server import ROOT, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
-SERVER = "http://127.0.0.1:8080"
+SERVER = "http://127.0.0.1:8000"
 ENGINE = "http://127.0.0.1:30000"
 """The addresses that pages are written with."""
 

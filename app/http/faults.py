@@ -11,8 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from app.errors import AppError, InvalidRequest
+from app.http.auth import route_path
 from app.http.replies import error_parts
+from app.http.state import services
 from app.http.turns import INTERNAL
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
 from app.upstream.engines import PATHS
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -30,6 +33,7 @@ def handle_faults(app: FastAPI) -> None:
 
 async def _app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
+    services(request).metrics.request_failed(error.code)
     status, headers, body = error_parts(error)
     return Response(body, status, dict(headers))
 
@@ -57,14 +61,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     allowed = _allowed(request) if error.status_code in (404, 405) else []
     if allowed:
         message = f"{request.method} is not possible on {path}: {', '.join(allowed)}"
-        return _refusal(405, "method_not_allowed", message, {"allow": ", ".join(allowed)})
+        return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
     message = f"there is no route {request.method} {path}"
     if path.endswith(("/completions", "/models")):
         message += "; an OpenAI base URL ends in /v1"
-    return _refusal(404, "not_found", message, {})
+    return _refusal(request, 404, NOT_FOUND, message, {})
 
 
-def _refusal(status: int, code: str, message: str, headers: dict[str, str]) -> Response:
+def _refusal(request: Request, status: int, code: str, message: str, headers: dict[str, str]) -> Response:
+    services(request).metrics.request_failed(code)
     body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
     return JSONResponse({"error": body}, status, headers)
 
@@ -72,7 +77,7 @@ def _refusal(status: int, code: str, message: str, headers: dict[str, str]) -> R
 def _allowed(request: Request) -> list[str]:
     """The methods of all routes with this path."""
     app: FastAPI = request.app
-    if _TURN.fullmatch(request.scope["path"]):
+    if _TURN.fullmatch(route_path(request.scope)):
         return ["POST"]
     return [
         method

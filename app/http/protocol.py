@@ -1,14 +1,17 @@
 """Bounds on a connection that no application sees: a head that never ends, and a client that no longer reads.
 
-uvicorn's own protocol waits for a head as long as it takes, and takes all that comes. It also forgets who is at the
-other end where a proxy's header says something else, which the guard must know (`auth.PEER`).
+uvicorn's own protocol waits for a head as long as it takes, and takes all that comes. It takes trailers for headers,
+and the body of a request that asks for an upgrade for the next request. It also forgets who is at the other end where
+a proxy's header says something else, which the guard must know (`auth.PEER`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import cast
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import Receive
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -22,7 +25,8 @@ HEAD_S = 30.0
 """How long a head may take, or the rest of a body whose request was answered before it was whole."""
 
 HEAD_BYTES = 2 * (MAX_HEADER_BYTES + MAX_TARGET_BYTES)
-"""Past this a head is not even waited for; what is below it and still too large is the guard's to refuse."""
+"""Past this a head is not even waited for; what is below it and still too large is the guard's to refuse. As much may
+come of what nobody gets: trailers, and what stands between the chunks of a body."""
 
 STALLED_S = 3600.0
 """How long a client may leave a reply unread; a trainer may do something else between two rows of an export."""
@@ -31,12 +35,17 @@ LINGER_S = 1.0
 """What a refused client still sends is read for so long, or its end would throw the refusal away."""
 
 
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection."""
 
     _in_head = False
     _is_refused = False
-    _head_bytes = 0
+    _unused_bytes = 0
+    _upgrade_at: int | None = None
+    _is_reading_on = False
     _alarm: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
 
@@ -52,26 +61,65 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        was_in_head = self._in_head
+        self._unused_bytes += len(data)
         super().data_received(data)
-        if self._in_head and was_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._refuse(HeadersTooLarge(f"the head of the request has more than {HEAD_BYTES} bytes"))
-                return
+        while self._upgrade_at is not None:
+            data = self._read_on() + data[self._upgrade_at :]
+            self._upgrade_at = None
+            super().data_received(data)
+        if self._unused_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadersTooLarge(f"the head of the request has more than {HEAD_BYTES} bytes"))
+            return
         if self._alarm is None and (self._in_head or self._is_idle()) and not self.transport.is_closing():
             self._alarm = self.loop.call_later(HEAD_S, self._give_up)
 
+    def _should_upgrade(self) -> bool:
+        """Who asks for a WebSocket, or for HTTP/2 as Java's client does, is answered in HTTP/1.1."""
+        return False
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """The parser has met a request of that kind, and takes what follows its head for another protocol's."""
+        met = sys.exception()
+        assert isinstance(met, HttpParserUpgrade)
+        (self._upgrade_at,) = met.args
+
+    def _read_on(self) -> bytes:
+        """Its body comes now, or the next request: for another parser, which is told of the body alone."""
+        framing = [name + b": " + value + b"\r\n" for name, value in self.headers if name in _FRAMING]
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_reading_on = True
+        return b"".join([b"POST / HTTP/1.1\r\n", *framing, b"\r\n"])
+
     def on_message_begin(self) -> None:
+        if self._is_reading_on:
+            return
         super().on_message_begin()
         self.scope["state"][PEER] = self.client
         self._in_head = True
-        self._head_bytes = 0
+        self._unused_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """uvicorn would take a trailer for a header, and pass off as one what a proxy has not looked at."""
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_reading_on:
+            self._is_reading_on = False
+            return
         self._in_head = False
         self._calm()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unused_bytes = 0
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -97,10 +145,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: AppError) -> None:
-        """Answer without the application, and hang up; a reply that is being sent to a pipelining client ends there."""
+        """Answer a head without the application, and hang up; a reply that is being sent ends there."""
         self._is_refused = True
         self._calm()
-        if not self._is_idle():
+        if not (self._in_head and self._is_idle()):
             self.transport.close()
             return
         status, headers, body = error_parts(error)

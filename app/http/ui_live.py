@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, closing
 
 import msgspec
@@ -54,25 +54,56 @@ class _Live(StreamingResponse):
 async def _events(app: Services, listener: Listener) -> AsyncGenerator[bytes]:
     clock = asyncio.get_running_loop().time
     yield RETRY + _hello(listener.began)
-    overview_at = rows_at = clock()
+    rows_at = clock()
     quiet_until = clock() + COMMENT_S
-    while not listener.is_over:
+    with closing(_Overviews(app, listener.wake)) as overviews:
+        while not listener.is_over:
+            pieces = overviews.take()
+            if listener.has_news and clock() >= rows_at:
+                rows_at = clock() + POLL_S
+                pieces += _news(listener)
+            if not pieces and clock() >= quiet_until:
+                pieces = [b":\n\n"]
+            for piece in pieces:
+                yield piece
+                quiet_until = clock() + COMMENT_S
+            if listener.has_news:
+                await asyncio.sleep(max(0.0, rows_at - clock()))
+            else:
+                await listener.wait(overviews.wait_s)
+
+
+class _Overviews:
+    """One a second, made beside the stream: to count a large store takes a while, and rows do not wait for that."""
+
+    def __init__(self, app: Services, made: Callable[[], None]) -> None:
+        self._app = app
+        self._made = made
+        self._clock = asyncio.get_running_loop().time
+        self._due_at = self._clock()
+        self._making: asyncio.Task[list[bytes]] | None = None
+
+    def take(self) -> list[bytes]:
+        """The one that is made; the next is begun when it is time."""
         pieces: list[bytes] = []
-        if clock() >= overview_at:
-            overview_at = clock() + OVERVIEW_S
-            pieces += await _overview(app)
-        if listener.has_news and clock() >= rows_at:
-            rows_at = clock() + POLL_S
-            pieces += _news(listener)
-        if not pieces and clock() >= quiet_until:
-            pieces = [b":\n\n"]
-        for piece in pieces:
-            yield piece
-            quiet_until = clock() + COMMENT_S
-        if listener.has_news:
-            await asyncio.sleep(max(0.0, rows_at - clock()))
-        else:
-            await listener.wait(max(0.0, overview_at - clock()))
+        if self._making is not None and self._making.done():
+            pieces, self._making = self._making.result(), None
+        if self._making is None and self._clock() >= self._due_at:
+            self._due_at = self._clock() + OVERVIEW_S
+            self._making = asyncio.create_task(_overview(self._app), name="turnlog-overview")
+            self._making.add_done_callback(lambda _: self._made())
+        return pieces
+
+    @property
+    def wait_s(self) -> float:
+        """How long there is nothing to take, if `made` is not called before."""
+        if self._making is None:
+            return max(0.0, self._due_at - self._clock())
+        return 0.0 if self._making.done() else COMMENT_S
+
+    def close(self) -> None:
+        if self._making is not None:
+            self._making.cancel()
 
 
 def _news(listener: Listener) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -24,6 +24,14 @@ Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "clai
 
 Held = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; has it a claim?"""
+
+CursorFields = tuple[
+    str,
+    bool,
+    float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None,
+    Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
+]
+"""The order's column, whether it descends, the last row's value and id: within what the databases take."""
 
 MAX_CLAIMED = 10_000
 """Open turns that are looked at where those are what is asked for: the oldest."""
@@ -240,7 +248,7 @@ def _decoded(cursor: str, asked: Asked) -> Place:
     """Raises InvalidRequest, also for a cursor of another order."""
     try:
         raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-        column, descending, value, session_id = msgspec.json.decode(raw, type=tuple[str, bool, float | int | None, str])
+        column, descending, value, session_id = msgspec.json.decode(raw, type=CursorFields)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
         raise InvalidRequest("cursor is not one that this list gave") from error
     if (column, descending) != _by(asked):

@@ -326,9 +326,8 @@ class Turns:
         if isinstance(outcome, Refused):
             self._cache.drop(session_id)
             if outcome.status == "open":
-                await self._claims.reject(
-                    opening, ClaimLost.code
-                )  # where it is still held, but what was staged is gone
+                # The claim is still held where only what was staged is gone.
+                await self._claims.reject(opening, ClaimLost.code)
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         self._claims.appended(session_id, outcome)

@@ -115,6 +115,10 @@ class Listener:
 
     def end(self) -> None:
         self.is_over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """End a `wait`, for a reason that is not the log's."""
         self._woken.set()
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ nobody else up), on PostgreSQL on a connection of a pool of its own, so that rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,6 +118,22 @@ def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     )
 
 
+async def _to_its_end(reading: Coroutine[Any, Any, T]) -> T:
+    """The result; being cancelled is heeded when there is one.
+
+    A read of SQLite that is cut off in the middle leaves its statement to the garbage collector, and with it a reader
+    that keeps the log file from being emptied.
+    """
+    task = asyncio.ensure_future(reading)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise
+
+
 async def _dispose(engine: AsyncEngine) -> None:
     """Close the pool's connections; those whose server does not answer the farewell are left to themselves."""
     try:
@@ -203,11 +220,14 @@ class Database:
         """
         try:
             if self.is_sqlite:
-                async with self.engine.connect() as connection:
-                    return await connection.run_sync(function)
+                return await _to_its_end(self._read_sqlite(function))
             return await self._patience.trying(lambda: self._read(function, one_moment))
         except _FAULTS as error:
             raise store_error(error) or error from error
+
+    async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
+        async with self.engine.connect() as connection:
+            return await connection.run_sync(function)
 
     async def _read(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         try:

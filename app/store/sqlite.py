@@ -41,6 +41,13 @@ ROW_BYTES = 4096
 
 RESERVED_LOG_BYTES = 16 << 20
 
+LONG_LOG_BYTES = 64 << 20
+"""A log file begins anew only while nobody reads from it. Where readers follow upon each other it grows past this, and
+the next write is kept waiting until those who read have ended."""
+
+READERS_END_MS = 100
+"""How long: reads take milliseconds. A backup takes longer, and does not hold up writes more than that."""
+
 EMPTY_TRIES = 50
 
 FREE_BYTES = 64 << 20
@@ -101,8 +108,8 @@ class SqliteWriter:
 
     async def _checkpoint_beside(self) -> None:
         try:
-            await self._hop(lambda: self._checkpoint("PASSIVE"))
-        except sqlite3.Error as error:
+            await self._hop(self._move_log)
+        except (sqlite3.Error, OSError) as error:
             log.warning("the log file was not moved into the database, and grows: %s", error)
 
     async def empty_log_file(self) -> None:
@@ -219,6 +226,16 @@ class SqliteWriter:
                 if not is_busy(error) or time.monotonic() >= deadline:
                     raise
             time.sleep(BUSY_POLL_S)
+
+    def _move_log(self) -> None:
+        self._checkpoint("PASSIVE")
+        if os.path.getsize(f"{self._path}-wal") <= LONG_LOG_BYTES:
+            return
+        self.connection.execute(f"PRAGMA busy_timeout = {READERS_END_MS}")
+        try:
+            self._checkpoint("RESTART")
+        finally:
+            self.connection.execute("PRAGMA busy_timeout = 0")
 
     def _checkpoint(self, mode: str) -> bool:
         """Was all of the log file moved?"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Callable
 from typing import Any, get_args
@@ -174,6 +176,13 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
     for asked, cursor in ((Asked(sort="turns"), page.next_cursor), (Asked(), "x"), (Asked(), "W10"), (Asked(), "é")):
         with pytest.raises(InvalidRequest):
             await filled.list.page(asked, cursor, 5)
+
+
+async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> None:
+    for place in ((2**63, "a"), (-(2**63) - 1, "a"), (10**30, "a"), (1.0, "a\0"), (None, "\0"), (True, "a")):
+        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place)).encode()).decode()
+        with pytest.raises(InvalidRequest):
+            await filled.list.page(Asked(), cursor, 5)
 
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from e2e.page_data import Filled, filled
 from ops.simulator.process import SimulatorProcess
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+from axe_playwright_python.sync_playwright import Axe  # noqa: E402
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
 
 CHROMIUM_ARGUMENTS = (
@@ -44,6 +45,14 @@ def launched() -> Iterator[Browser]:
         found = playwright.chromium.launch(executable_path=path, args=list(CHROMIUM_ARGUMENTS))
         yield found
         found.close()
+
+
+def barriers(page: Page, scheme: str) -> list[str]:
+    """What axe finds; of the dark page only where its colours may differ, for the rest is the same."""
+    only = None if scheme == "light" else {"runOnly": ["color-contrast"]}
+    return [
+        f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in Axe().run(page, options=only).response["violations"]
+    ]
 
 
 @dataclass

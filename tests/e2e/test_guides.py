@@ -1,4 +1,4 @@
-"""The pages under docs/guides, run as they stand, and the first five minutes."""
+"""The examples of README and client, the pages under docs/guides, run as they stand; and the first five minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from integration.stand import Stand
 from ops import guides
 from ops.server import ROOT, reserve_port
 
-PAGES = sorted(path for path in (ROOT / "docs" / "guides").glob("*.md") if guides.script(path.read_text()))
+GUIDES = sorted(path for path in (ROOT / "docs" / "guides").glob("*.md") if guides.script(path.read_text()))
+PAGES = (ROOT / "README.md", ROOT / "docs" / "client.md", *GUIDES)
 
 QUICKSTART_S = 240
 
@@ -25,7 +26,7 @@ def page(path: Path) -> object:
 
 
 @pytest.mark.parametrize("path", [page(path) for path in PAGES])
-def test_a_guide_runs(path: Path, stand: Stand) -> None:
+def test_a_page_runs(path: Path, stand: Stand) -> None:
     """Its assertions are the page's own."""
     absent = guides.missing(path.read_text())
     if absent:
@@ -49,11 +50,13 @@ def test_the_first_five_minutes(tmp_path: Path) -> None:
     assert install == ("sh", "sh ops/setup demo\n. .venv/bin/activate\n")
     steps = [text if language == "sh" else f"python - <<'PAGE'\n{text}PAGE\n" for language, text in blocks]
     script = "set -e\n" + "".join(steps)
-    for written in (guides.SERVER, guides.ENGINE):
-        script = script.replace(written.rpartition(":")[2], str(reserve_port(owner)))
+    port = reserve_port(owner)
+    script = script.replace("turnlog serve", f"turnlog serve --port {port}")
+    script = script.replace(guides.ENGINE.rpartition(":")[2], str(reserve_port(owner)))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
     path = os.pathsep.join((str(Path(sys.executable).parent), inherited["PATH"]))
     environment = {**inherited, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    environment["TURNLOG_URL"] = f"http://127.0.0.1:{port}"
     log = tmp_path / "printed"
     with log.open("wb") as output:
         shell = subprocess.Popen(

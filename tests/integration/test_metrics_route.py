@@ -196,6 +196,38 @@ def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
     assert erased["request_id"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "host", "code"),
+    [
+        ("GET", "/sessions", "evil", "forbidden"),
+        ("POST", "/sessions/x/v1/chat/completions", "evil", "forbidden"),
+        ("GET", "/sessions/none", "localhost", "session_not_found"),
+        ("GET", "/sessions?limit=0", "localhost", "invalid_request"),
+        ("GET", "/nothing", "localhost", "not_found"),
+        ("PUT", "/metrics", "localhost", "method_not_allowed"),
+        ("GET", "/" + "x" * 20_000, "localhost", "target_too_long"),
+    ],
+)
+def test_an_error_of_what_is_no_turn_is_counted_by_its_code(
+    watched: Stand, method: str, path: str, host: str, code: str
+) -> None:
+    def counted() -> float:
+        return value(watched, "turnlog_request_errors_total", code=code)
+
+    before = counted()
+    assert error_of(watched.http.request(method, path, headers={"host": host}))[1] == code
+    assert counted() == before + 1
+
+
+def test_an_error_of_a_turn_is_counted_once(watched: Stand) -> None:
+    others = value(watched, "turnlog_request_errors_total", code="session_not_found")
+    turns = value(watched, "turnlog_turns_total", outcome="session_not_found")
+    response = watched.http.post("/sessions/none/v1/chat/completions", json={"messages": [user("Hello")]})
+    assert error_of(response) == (404, "session_not_found")
+    assert value(watched, "turnlog_turns_total", outcome="session_not_found") == turns + 1
+    assert value(watched, "turnlog_request_errors_total", code="session_not_found") == others
+
+
 def expressions() -> list[tuple[str, str]]:
     """What alerts and panels ask Prometheus for, and who asks."""
     rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())

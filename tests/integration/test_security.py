@@ -370,6 +370,7 @@ def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
         assert statuses == [200, 200, 401]
         assert mine.chat_at(mine.chat_path).status_code == 200
         assert mine.chat_at(CHAT, headers={"x-session-id": mine.id}).status_code == 200
+        assert error_of(mine.ask("GET", mine.chat_path)) == (405, "method_not_allowed")
         other = rotated.client()
         assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
         assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")

@@ -81,10 +81,12 @@ async def port(application: Application) -> AsyncIterator[int]:
 
 async def to_the_end(reader: asyncio.StreamReader) -> bytes:
     """What comes until the server hangs up, which it must."""
+    came = b""
     async with asyncio.timeout(20):
-        with contextlib.suppress(ConnectionResetError):
-            return await reader.read()
-    return b""
+        with contextlib.suppress(ConnectionError):
+            while piece := await reader.read(1 << 20):
+                came += piece
+    return came
 
 
 @contextlib.asynccontextmanager
@@ -200,6 +202,44 @@ async def test_what_a_refused_client_still_sends_does_not_throw_the_answer_away(
     assert (await asyncio.to_thread(ask)).startswith(b"HTTP/1.1 431")
 
 
+CHUNKED = b"POST /%s HTTP/1.1\r\nHost: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.threat("a head that never ends fills the memory")
+@pytest.mark.parametrize("host", [b"localhost", b"evil"], ids=["body awaited", "refused"])
+@pytest.mark.parametrize("start", [b"0\r\nx: ", b"1;"], ids=["trailer", "chunk"])
+async def test_nor_does_what_stands_behind_or_within_a_body(port: int, host: bytes, start: bytes) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(CHUNKED % (b"echo", host) + start)
+        came = asyncio.create_task(to_the_end(reader))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"v" * 65536)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        assert b"ok" not in await asyncio.wait_for(came, 5)
+
+
+async def test_a_body_of_many_small_chunks_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "HEAD_BYTES", 50)
+    async with connected(port) as (reader, writer):
+        writer.write(CHUNKED % (b"echo", b"localhost"))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            writer.write(b"1\r\nx\r\n")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"x" * 20)).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.threat("who has no token uses a server that has one")
+async def test_a_trailer_is_no_header(application: Application, port: int) -> None:
+    """A proxy that looks at headers, and takes some away, may pass trailers on as they are."""
+    application.guard = Guard(Tokens(["a-token"]))
+    async with connected(port) as (reader, writer):
+        writer.write(CHUNKED % (b"echo", b"localhost") + b"1\r\nx\r\n0\r\nAuthorization: Bearer a-token\r\n\r\n")
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401")
+
+
 @pytest.mark.threat("a client that does not read its reply holds it for ever")
 async def test_a_reply_that_nobody_reads_is_let_go(
     monkeypatch: pytest.MonkeyPatch, application: Application, port: int
@@ -242,3 +282,37 @@ async def test_a_unix_socket_is_no_loopback_address(application: Application, tm
     writer.close()
     server.close()
     await asyncio.gather(*state.tasks, return_exceptions=True)
+
+
+UPGRADE = b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n"
+
+
+@pytest.mark.threat("a request is hidden in the body of another")
+@pytest.mark.parametrize("pause_s", [0, 0.1], ids=["at once", "in parts"])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [(b"Content-Length: 21", b"GET /evil HTTP/1.1\r\n\n"), (b"Transfer-Encoding: chunked", b"3\r\nGET\r\n0\r\n\r\n")],
+    ids=["length", "chunked"],
+)
+async def test_the_body_of_a_request_that_asks_for_an_upgrade_is_its_body(
+    application: Application, port: int, pause_s: float, framing: bytes, body: bytes
+) -> None:
+    """uvicorn loses it, or takes it for the next request: as Java's HTTP client sends it on its first."""
+    async with connected(port) as (reader, writer):
+        for _ in range(2):
+            writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + framing + b"\r\n\r\n")
+            await asyncio.sleep(pause_s)
+            writer.write(body[:5])
+            await asyncio.sleep(pause_s)
+            writer.write(body[5:])
+            await reader.readuntil(b"GET")
+        writer.write(WHOLE.replace(b"\r\n\r\n", b"\r\n" + UPGRADE + b"\r\n") * 2 + WHOLE)
+        for _ in range(3):
+            await reader.readuntil(b"\r\n\r\nok")
+    assert application.asked == ["/echo"] * 2 + ["/health"] * 3
+
+
+async def test_what_it_says_of_its_body_must_be_true(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"Transfer-Encoding: gzip\r\n\r\nGET")
+        assert (await to_the_end(reader)).startswith(b"HTTP/1.1 400")

@@ -56,6 +56,15 @@ def test_upgrade_makes_the_tables_and_upgrading_again_changes_nothing(empty_url:
     assert tables(empty_url) == TABLES | {"alembic_version"}
 
 
+def test_an_sqlite_file_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        migrate(f"sqlite+aiosqlite:///{tmp_path / 'var' / 'turnlog.db'}")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "var" / "turnlog.db").stat().st_mode & 0o777 == 0o600
+
+
 def test_downgrade_with_data_leaves_nothing_and_upgrade_works_again(empty_url: str) -> None:
     migrate(empty_url)
     assert asyncio.run(_write_and_read(empty_url)) is not None

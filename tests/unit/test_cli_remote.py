@@ -85,6 +85,14 @@ def test_nobody_there_is_one_line(run: Callable[..., Result]) -> None:
     assert "cannot connect" in failed(run("pause", "--fleet", "--url", url))
 
 
+@pytest.mark.parametrize("scheme", ["http", "ftp"])
+def test_a_password_in_an_address_is_refused_and_not_shown(run: Callable[..., Result], scheme: str) -> None:
+    result = run("sessions", "--url", f"{scheme}://me:secret@127.0.0.1:1")
+    assert result.exit_code == 2
+    assert "--token" in result.stderr
+    assert "secret" not in result.output
+
+
 @pytest.mark.parametrize("url", ["nowhere", "ftp://x", "http://", "http://[::1", "http://127.0.0.1:99999999"])
 def test_what_is_no_url_is_wrong_usage(run: Callable[..., Result], url: str) -> None:
     assert "--url" in failed(run("--url", url, "engines"), 2)

@@ -53,6 +53,17 @@ def test_a_password_in_an_address_is_refused_and_not_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("token", ["secret\n", "sec ret", "secr\u00e9t", "secret\x00"])
+def test_a_token_that_no_header_can_hold_is_refused_at_once_and_not_shown(token: str) -> None:
+    """httpx would say which, and it would be tried again as if the server were down."""
+    for make in (lambda: Turnlog(token=token), lambda: AsyncTurnlog(token=token)):
+        with pytest.raises(ValueError, match="characters") as caught:
+            make()
+        assert "sec" not in str(caught.value)
+    with Turnlog() as client, pytest.raises(ValueError, match="characters"):
+        client.attach("s", token).get()
+
+
 @pytest.mark.parametrize("session_id", ["", "..", "a/b", "a b", "ü", "a" * 129, "a\n"])
 def test_an_id_that_none_can_have_is_refused(session_id: str) -> None:
     with Turnlog() as client, pytest.raises(ValueError, match="session's id"):

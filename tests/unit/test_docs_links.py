@@ -11,6 +11,8 @@ import pytest
 
 import app
 from app.settings import Settings
+from ops.guides import ENGINE
+from turnlog.client.address import DEFAULT
 
 ROOT = Path(app.__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -24,6 +26,7 @@ _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _VARIABLE = re.compile(r"\bTURNLOG_[A-Z0-9_]+\b")
+_LOOPBACK = re.compile(r"\b(?:127\.0\.0\.1|localhost):(\d+)")
 _MODULE = re.compile(r"python -m ((?:ops|app|turnlog)[\w.]*)")
 
 
@@ -67,6 +70,14 @@ def test_named_variables_and_commands_exist(path: Path) -> None:
     unknown = sorted(set(_VARIABLE.findall(text)) - settings() - ELSEWHERE)
     assert [name for name in unknown if not name.endswith("_")] == []
     assert [name for name in set(_MODULE.findall(text)) if importlib.util.find_spec(name.rstrip(".")) is None] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_server_is_where_the_client_looks_for_it(path: Path) -> None:
+    """And uvicorn, which has the same default."""
+    text = path.read_text()
+    assert set(_LOOPBACK.findall(text)) <= {address.rpartition(":")[2] for address in (DEFAULT, ENGINE)}
+    assert not re.search(r"uvicorn app\.main:app.*--port", text)
 
 
 def test_every_setting_is_in_the_table() -> None:

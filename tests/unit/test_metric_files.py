@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -70,6 +72,23 @@ def test_children_of_one_supervisor_share_a_folder_of_their_own_and_it_has_none(
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o777 == 0o700
     assert run()[0] != first, "another supervisor has another folder"
+
+
+def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    locked: list[bool] = []
+
+    def lock(file: IO[str], how: int) -> None:
+        if not how & fcntl.LOCK_NB:
+            assert list(metric_files.dead(tmp_path)) == []
+            locked.append(True)
+        flock(file, how)
+
+    flock = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lock)
+    presence = metric_files.Presence(tmp_path)
+    assert list(metric_files.dead(tmp_path)) == []
+    presence.close()
+    assert (locked, list(metric_files.dead(tmp_path))) == ([True], [os.getpid()])
 
 
 def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app import errors
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
-from app.metrics import Metrics
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics
 from app.service.stages import OUTCOMES, Recent, Stages, TurnStage
 from app.store.tally import Tally
 
-LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action"}
+LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
 
 
 @pytest.fixture
@@ -64,9 +64,12 @@ def test_each_error_that_a_client_can_meet_has_its_label_from_the_start(metrics:
     codes = {
         error.code for error in vars(errors).values() if isinstance(error, type) and issubclass(error, errors.AppError)
     }
-    outcomes = {sample.labels["outcome"] for sample in families(metrics)["turnlog_turns"].samples}
-    assert outcomes == codes | set(OUTCOMES)
+    found = families(metrics)
+    outcomes = {sample.labels["outcome"] for sample in found["turnlog_turns"].samples}
+    assert outcomes == (codes - NOT_OF_TURNS) | set(OUTCOMES)
     assert len(outcomes) < 50
+    others = {sample.labels["code"] for sample in found["turnlog_request_errors"].samples}
+    assert others == codes | {NOT_FOUND, METHOD_NOT_ALLOWED}
 
 
 def test_names_have_their_unit_and_labels_few_values(metrics: Metrics) -> None:

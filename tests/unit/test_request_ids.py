@@ -30,7 +30,7 @@ def served(path: str, *sent: tuple[bytes, bytes], replied: Headers | None = None
     async def send(message: Message) -> None:
         messages.append(message)
 
-    scope = {"type": "http", "path": path, "headers": list(sent)}
+    scope = {"type": "http", "root_path": "/below", "path": "/below" + path, "headers": list(sent)}
     asyncio.run(RequestIds(handle)(scope, receive, send))
     assert seen[0].has_ended
     return seen[0], list(messages[0]["headers"])

@@ -52,6 +52,8 @@ class Remote:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise Usage(f"--url: {error}") from None
+        if parsed.userinfo:
+            raise Usage("--url holds a name or a password: use --token")
         if parsed.scheme not in ("http", "https") or not parsed.host or (parsed.port or 0) > 65535:
             raise Usage(f"--url: {url!r} is not an http:// or https:// URL")
         if token is not None and not (token.isascii() and token.isprintable() and " " not in token):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Of a command whose arguments are another's to read."""
-
-PRIVATE = 0o077
-"""The umask: an SQLite file holds prompts and replies, which are nobody else's."""
 
 STOP_S = 60
 """How long a stopping server waits for open requests. What stops it (systemd, a container) must wait longer: this, and
@@ -43,7 +39,6 @@ def serve(
             f"--workers {workers}: SQLite is for one API process; run without --workers, "
             "or set TURNLOG_DATABASE_URL to PostgreSQL"
         )
-    os.umask(PRIVATE)
     if migrate:
         _upgrade(settings.database_url)
     _greet(settings, host, port)
@@ -70,13 +65,10 @@ def migrate(
     from app.errors import StartupError
     from ops.keeping import settings_for
 
-    before = os.umask(PRIVATE)
     try:
         _upgrade(settings_for(database_url).database_url, revision)
     except StartupError as error:
         raise Failure(str(error)) from None
-    finally:
-        os.umask(before)
     from app.store.engine import revision_head
 
     reached = revision_head() if revision == "head" else revision

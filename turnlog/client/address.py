@@ -22,6 +22,15 @@ def default_token() -> str | None:
     return given or None
 
 
+def authorization(token: str | None) -> dict[str, str]:
+    """Raises ValueError for what no header can hold: what httpx says of it would quote the token."""
+    if token is None:
+        return {}
+    if not (token.isascii() and token.isprintable()) or " " in token:
+        raise ValueError("the token holds characters that a header cannot hold, perhaps a line feed at its end")
+    return {"authorization": f"Bearer {token}"}
+
+
 def address(base_url: str) -> str:
     """Without a slash at the end. Raises ValueError for what is no http address, or holds a password."""
     try:

@@ -50,7 +50,7 @@ def examine() -> tuple[list[Finding], Settings | None]:
         os.environ.update(set_here)
     found += [problem("settings", line, "correct or unset the variable (docs/api.md#settings)") for line in wrong]
     if not wrong:
-        found.append(ok("settings", f"{len(set_here.keys() & known)} variables are set, the others have defaults"))
+        found.append(ok("settings", f"{len(set_here.keys() & known)} set by variables, the others have defaults"))
     return found, None if wrong else settings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from turnlog.client.address import address
+from turnlog.client.address import address, authorization
 from turnlog.client.errors import TurnlogError, Unreachable, refusal
 from turnlog.client.lines import Lines, Object, Place, decode
 from turnlog.client.waits import Waits
@@ -22,10 +22,12 @@ SLOW_S = 600.0
 
 
 class AsyncTransport:
-    """`token` goes with every request that brings none of its own. Raises ValueError for an address that is none."""
+    """`token` goes with every request that brings none of its own. Raises ValueError for an address or a token that is
+    none."""
 
     def __init__(self, base_url: str, token: str | None, patience_s: float, timeout_s: float) -> None:
         self.base_url = address(base_url)
+        authorization(token)
         self._token = token
         self._patience_s = patience_s
         self._timeout_s = timeout_s
@@ -118,8 +120,7 @@ class AsyncTransport:
         await asyncio.sleep(wait_s)
 
     def _headers(self, token: str | None) -> dict[str, str]:
-        token = token or self._token
-        return {} if token is None else {"authorization": f"Bearer {token}"}
+        return authorization(token or self._token)
 
     def _timeout(self, read_s: float) -> httpx.Timeout:
         return httpx.Timeout(read_s, connect=CONNECT_S)

@@ -23,7 +23,7 @@ class Turnlog:
         being restarted.
     timeout_s: how long one reply may take.
 
-    Raises ValueError for an address that is none.
+    Raises ValueError for an address that is none, and a token that no header can hold.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from turnlog.client.address import address
+from turnlog.client.address import address, authorization
 from turnlog.client.errors import TurnlogError, Unreachable, refusal
 from turnlog.client.lines import Lines, Object, Place, decode
 from turnlog.client.waits import Waits
@@ -23,10 +23,12 @@ SLOW_S = 600.0
 
 
 class Transport:
-    """`token` goes with every request that brings none of its own. Raises ValueError for an address that is none."""
+    """`token` goes with every request that brings none of its own. Raises ValueError for an address or a token that is
+    none."""
 
     def __init__(self, base_url: str, token: str | None, patience_s: float, timeout_s: float) -> None:
         self.base_url = address(base_url)
+        authorization(token)
         self._token = token
         self._patience_s = patience_s
         self._timeout_s = timeout_s
@@ -119,8 +121,7 @@ class Transport:
         time.sleep(wait_s)
 
     def _headers(self, token: str | None) -> dict[str, str]:
-        token = token or self._token
-        return {} if token is None else {"authorization": f"Bearer {token}"}
+        return authorization(token or self._token)
 
     def _timeout(self, read_s: float) -> httpx.Timeout:
         return httpx.Timeout(read_s, connect=CONNECT_S)
