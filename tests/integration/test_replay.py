@@ -42,7 +42,9 @@ POOL = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
 NESTED = {"experts": {"nested": True}, "indexer_topk": {"nested": True}}
 
 
-@pytest.fixture(scope="module", params=["sglang", "sglang pool", "vllm", "vllm pool"])
+@pytest.fixture(
+    scope="module", params=["sglang", "sglang pool", "vllm", pytest.param("vllm pool", marks=pytest.mark.long)]
+)
 def line(
     request: pytest.FixtureRequest,
     sglang: SimulatorProcess,
