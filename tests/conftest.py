@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=(*BOTH, "both"),
         help="the database of the service tests' servers; by default SQLite, and both for the modules that name it",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,7 +14,6 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_export",
-        "test_replay",
         "test_retries",
         "test_sessions",
         "test_turns",

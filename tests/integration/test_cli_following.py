@@ -55,7 +55,10 @@ def test_ctrl_c_ends_it_without_a_word(own: Stand, tmp_path: Path) -> None:
     assert follower.stdout is not None
     assert "SessionCreated" in follower.stdout.readline()
     follower.send_signal(signal.SIGINT)
-    rest, complaints = follower.communicate(timeout=PATIENCE_S)
+    try:
+        rest, complaints = follower.communicate(timeout=PATIENCE_S)
+    finally:
+        follower.kill()
     assert (follower.returncode, rest, complaints) == (130, "", "")
 
 

@@ -70,7 +70,7 @@ def fill(stand: Stand) -> list[Keeper]:
 
 
 @pytest.mark.fault(10, "the schema goes down and up again with data")
-@pytest.mark.parametrize("payloads", [False, True])
+@pytest.mark.parametrize("payloads", [pytest.param(False, marks=pytest.mark.long), True])
 def test_turns_are_there_after_down_and_up(empty_url: str, payloads: bool, tmp_path: Path, tally: Tally) -> None:
     environment = {"TURNLOG_DATABASE_URL": empty_url, **(BOTH if payloads else {})}
     with SimulatorProcess("--seed", "31") as engine:
