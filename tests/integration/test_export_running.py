@@ -100,7 +100,14 @@ def get(stand: Stand, **query: Any) -> bytes:
     return response.content
 
 
-@pytest.mark.parametrize("format", [*CONTAINERS, *DOCUMENTS])
+BY_DEFAULT = ("ndjson", "parquet")
+"""What is written as it comes, and what is gathered first; the others take a while more."""
+
+
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(one, marks=() if one in BY_DEFAULT else pytest.mark.long) for one in (*CONTAINERS, *DOCUMENTS)],
+)
 def test_the_same_cursor_gives_the_same_bytes_while_others_write(own: Stand, format: str) -> None:
     talks = [own.talk(group_id=f"g{number % 3}") for number in range(8)]
     for number, talk in enumerate(talks):
