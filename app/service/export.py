@@ -9,8 +9,6 @@ A shape that takes whole groups gives a group at the place of its last session, 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import logging
 import sys
@@ -26,6 +24,7 @@ from app.domain.samples import Inconsistent
 from app.errors import InvalidRequest
 from app.export import shapes
 from app.export.row import Fields, Row, Unfit
+from app.service import cursors
 from app.service.exported import Exported
 from app.service.filters import Filters as Filters
 from app.service.filters import session_excluded
@@ -71,16 +70,13 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     newest: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=2**63 - 1)] | None = None
 
     def encode(self) -> str:
-        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+        return cursors.encoded(self)
 
 
 def decode_cursor(text: str) -> Cursor:
     """Raises InvalidRequest."""
-    try:
-        raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-        return msgspec.json.decode(raw, type=Cursor)
-    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest("cursor is not one that an export gave") from error
+    found: Cursor = cursors.decoded(text, Cursor, "an export")
+    return found
 
 
 class Wish(msgspec.Struct, frozen=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -12,6 +10,7 @@ import msgspec
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
+from app.service import cursors
 from app.store import group_reads, heads_view
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, Order, Place, Row, Wanted
@@ -241,16 +240,12 @@ def _encoded(row: Row, asked: Asked) -> str:
     """The place behind a row, and the order in which it is one."""
     column, descending = _by(asked)
     place = (column, descending, getattr(row, column), row.session_id)
-    return base64.urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
+    return cursors.encoded(place)
 
 
 def _decoded(cursor: str, asked: Asked) -> Place:
     """Raises InvalidRequest, also for a cursor of another order."""
-    try:
-        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-        column, descending, value, session_id = msgspec.json.decode(raw, type=CursorFields)
-    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest("cursor is not one that this list gave") from error
+    column, descending, value, session_id = cursors.decoded(cursor, CursorFields, "this list")
     if (column, descending) != _by(asked):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id

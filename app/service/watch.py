@@ -9,14 +9,13 @@ sessions that changed, not with how often, and none is left out. Nothing is read
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import logging
 from collections.abc import Callable, Iterable
 
 import msgspec
 
-from app.errors import AppError, InvalidRequest, Overloaded
+from app.errors import AppError, Overloaded
+from app.service import cursors
 from app.service.session_list import SessionList, SessionRow
 from app.store import reads, tail
 from app.store.engine import Database
@@ -44,16 +43,13 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
     place: Position
 
     def encode(self) -> str:
-        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+        return cursors.encoded(self)
 
 
 def decode_cursor(text: str) -> Cursor:
     """Raises InvalidRequest."""
-    try:
-        raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-        return msgspec.json.decode(raw, type=Cursor)
-    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest("cursor is not one that the live stream gave") from error
+    found: Cursor = cursors.decoded(text, Cursor, "the live stream")
+    return found
 
 
 class Listener:
