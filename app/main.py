@@ -34,7 +34,7 @@ from app.http.replies import error_parts, send_reply
 from app.http.request_ids import RequestIds
 from app.http.state import Services
 from app.http.tokens import Tokens
-from app.http.turns import TurnRoutes, protocol_of
+from app.http.turns import TurnRoutes
 from app.metrics import Metrics
 from app.service.cache import SessionCache
 from app.service.claims import Claims
@@ -306,11 +306,9 @@ class Turnlog(FastAPI):
             self.state.services.metrics.request_failed(refusal.code)
             await send_reply(hardened(send), *error_parts(refusal))
             return
-        if protocol_of(scope["path"]) is not None:
-            scope["app"] = self
-            if await self._turns.serve(scope, receive, send):
-                return
-        await super().__call__(scope, receive, hardened(send))
+        scope["app"] = self
+        if not await self._turns.serve(scope, receive, send):
+            await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The ASGI lifespan, from start-up to shutdown."""
