@@ -79,7 +79,7 @@ DRAIN_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def run_services(settings: Settings, release: str) -> AsyncIterator[Services]:
+async def run_services(settings: Settings, release: str, tokens: Tokens) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics(Recent(time.monotonic))
@@ -138,7 +138,7 @@ async def run_services(settings: Settings, release: str) -> AsyncIterator[Servic
             counted=counted,
             cache=cache,
             janitor=janitor,
-            tokens=Tokens(settings.admin_token, settings.session_secret),
+            tokens=tokens,
             page=page_of(
                 database=database,
                 turns=made_turns,
@@ -289,7 +289,8 @@ class Turnlog(FastAPI):
         self._settings = settings
         self._turns = TurnRoutes()
         self._requests = RequestIds(self._serve)
-        self._guard = Guard(Tokens(settings.admin_token, settings.session_secret), settings.trusted_networks)
+        self._tokens = Tokens(settings.admin_token, settings.session_secret)
+        self._guard = Guard(self._tokens, settings.trusted_networks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -315,7 +316,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version)
+                started = run_services(self._settings, self.version, self._tokens)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
