@@ -1,8 +1,8 @@
 """The components of rewards go with a session's content: also those of sessions that earlier releases erased.
 
 An erasure left the names and values of a reward's components in the log. They are taken out as it takes them out now;
-the rewards stay. On PostgreSQL no statistics are kept of the log's data any more: they would hold samples of it. As after
-any erasure, old bytes stay in PostgreSQL's pages until `python -m ops.compact --full`.
+the rewards stay. On PostgreSQL no statistics are kept of the log's data any more: they would hold samples of it. As
+after any erasure, old bytes stay in PostgreSQL's pages until `python -m ops.compact --full`.
 
 What was erased does not come back with a downgrade.
 
@@ -88,8 +88,10 @@ def _without_components(data: bytes) -> bytes | None:
     if separator and check != b"%08x" % zlib.crc32(text):
         return b""
     try:
-        fields: dict[str, Any] = json.loads(text)
+        fields: dict[str, Any] | Any = json.loads(text)
     except ValueError:
+        return b""
+    if not isinstance(fields, dict):
         return b""
     if not fields.pop("components", None):
         return None

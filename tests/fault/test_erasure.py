@@ -117,8 +117,8 @@ def a_rich_session(stand: Stand) -> Talk:
 def grade(stand: Stand, talk: Talk) -> None:
     """Rewards of the session and of a turn, each with components."""
     components = {f"style-{CANARY}": COMPONENT}
-    for reward in ({"reward": 0.25}, {"reward": 0.75, "turn": 1}, {"reward": 0.5, "turn": 3}, {"reward": 0.5}):
-        body = {**reward, "components": components}
+    for given in ({"reward": 0.25}, {"reward": 0.75, "turn": 1}, {"reward": 0.5, "turn": 3}, {"reward": 0.5}):
+        body = {**given, "components": components}
         assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0, "turn": 2}).status_code == 200
 
