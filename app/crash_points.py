@@ -6,7 +6,8 @@ is not set, and a point costs the call of an empty function (0.05 microseconds; 
 
 `in_…` is inside the transaction, behind its last statement and before COMMIT. `after_staged` comes by after each
 staged chunk, `during_reply` between the pieces of a reply that is sent in several, `…_release` where a claim ends
-without a commit, `after_freed` after each step that frees a few chunks. At `after_erase` the rows are gone, but
+without a commit, `after_freed` after each step that frees a few chunks, `after_components` after each that takes the
+components out of a few rewards of a session that is being erased. At `after_erase` the rows are gone, but
 SQLite's log file is still to be emptied. At `after_gate_shut` the pause is on disk and no engine was told of it; at
 `before_gate_opened` the engines have been told to go on, and the pause stands.
 """
@@ -47,6 +48,7 @@ CrashPoint = Literal[
     "after_close",
     "after_tombstones",
     "after_freed",
+    "after_components",
     "in_erase",
     "after_erase",
     "after_gate_shut",

@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
 from app.store.heads import require_revision
-from app.store.schema import blobs, chunks, metadata, refused_replies, snapshots, turns
+from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, turns
 from app.store.sqlite import BUSY_TIMEOUT_S, CHECKPOINT_BYTES, GIVE_BACK_PAGES
 from ops.keeping import (
     DONE,
@@ -50,8 +50,8 @@ from ops.keeping import (
 
 MIB = 1 << 20
 
-CONTENT: Sequence[Table] = (turns, blobs, chunks, refused_replies, snapshots)
-"""The tables that an erasure deletes from."""
+CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, snapshots)
+"""The tables that an erasure deletes from, and the log, whose rewards it rewrites."""
 
 LOCK_TIMEOUT = "10s"
 """How long a rewrite waits for its table: everybody else who wants the table waits behind it."""

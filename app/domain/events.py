@@ -1,7 +1,8 @@
 """What can happen to a session, as frozen facts.
 
 An event holds ids, counts, hashes and references to blobs, never content: a prompt or a completion
-lives in the store's content tables, so that erasing it leaves the log whole. Events are stored under
+lives in the store's content tables, so that erasing it leaves the log whole. The components of a reward
+are the exception, which an erasure takes out of the event. Events are stored under
 `name` with the integer `VERSIONS[name]`; a changed shape takes the next number and a step in
 `upcast.py`. Hashes are lower-case hex.
 """
@@ -261,11 +262,16 @@ class BlobsTombstoned(Event, frozen=True):
 
 
 class RewardAssigned(Event, frozen=True):
-    """A later assignment replaces an earlier one of the same `turn` (None: of the session)."""
+    """A later assignment replaces an earlier one of the same `turn` (None: of the session).
+
+    `components_erased` (since version 2): it had components, which went with the session's content. It is the one event
+    that is ever rewritten.
+    """
 
     reward: float
     components: dict[str, float] = {}
     turn: int | None = None
+    components_erased: bool = False
 
 
 class AffinityBound(Event, frozen=True):
@@ -320,6 +326,7 @@ VERSIONS: dict[str, int] = {
     "TurnOpened": 3,
     "TurnCommitted": 5,
     "TurnRejected": 2,
+    "RewardAssigned": 2,
     "SessionClosed": 2,
 }
 

@@ -219,9 +219,17 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionClosed():
             return {"status": "closed", "open_turn": None, "closed_at": recorded.at}
         case SessionErased():
-            return {"status": "erased", "open_turn": None, "payloads": {}}
+            return {"status": "erased", "open_turn": None, "payloads": {}, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
+
+
+def _without_components(session: Session) -> dict[str, Any]:
+    """Rewards stay as numbers. The log has no components any more; a state from before they were taken out may."""
+    return {
+        "reward": None if session.reward is None else Reward(session.reward.reward, {}),
+        "turn_rewards": {turn: Reward(one.reward, {}) for turn, one in session.turn_rewards.items()},
+    }
 
 
 def _opened(event: TurnOpened, seq: int) -> OpenTurn:

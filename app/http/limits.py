@@ -28,6 +28,10 @@ MAX_TARGET_BYTES = 16 << 10
 MAX_PARAMETERS = 256
 """Of a query."""
 
+MAX_SMALL_BODY = 512 << 10
+"""Bytes of a body that holds at most 64 KiB of labels, which is decoded on the event loop: an escape has six times the
+bytes of what it stands for, and there may be white space. Decoding takes some milliseconds."""
+
 IDLE_S, BODY_S = 60.0, 600.0
 """How long nothing of a body may come, and how long all of it may take."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import math
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from app.domain.events import OnAbort, SessionConfig
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
-from app.http.state import Services, begun, services, whole_body
+from app.http.state import Services, begun, services, small_body, whole_body
 from app.service import replay, transcript
 from app.service.cache import Live
 from app.service.sessions import NewSession
@@ -32,9 +33,11 @@ SESSION_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL's text holds no NUL."""
 
-MAX_METADATA = 64 << 10
-"""Bytes of a session's metadata: it is a label, not a place for data."""
+MAX_LABEL = 64 << 10
+"""Bytes of a session's metadata, and of a reward with its components, as JSON: labels, not a place for data."""
 
+MAX_PLACE = 200
+"""Characters of a fault's place in a body that its message has: a key may be as long as the body."""
 
 MAX_INTEGER = 2**63 - 1
 """What a database's integer holds."""
@@ -73,7 +76,7 @@ class CreateSession(BaseModel):
 
 
 class Reward(BaseModel):
-    """The body of `PUT /sessions/{id}/reward`."""
+    """The body of `PUT /sessions/{id}/reward`, of which reward and components together have at most 64 KiB as JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -103,16 +106,36 @@ def read_model(raw: bytes, kind: type[Body]) -> Body:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"{place or 'the body'}: {first['msg']}") from error
+        raise InvalidRequest(f"{_place(first['loc'])}: {first['msg']}") from error
+
+
+def _place(parts: Sequence[str | int]) -> str:
+    """Where in a body something stands."""
+    return ".".join(str(part) for part in parts)[:MAX_PLACE] or "the body"
+
+
+def _require_finite(value: Any, *parts: str | int) -> None:
+    """JSON has no other numbers: they would be stored as null. Raises InvalidRequest."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{_place(parts)}: Input should be a finite number")
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for part, each in inner:
+        _require_finite(each, *parts, part)
+
+
+def _require_small(what: str, value: Any) -> None:
+    """Raises InvalidRequest."""
+    size = len(msgspec.json.encode(value))
+    if size > MAX_LABEL:
+        raise InvalidRequest(f"{what} {size} bytes as JSON; the limit is {MAX_LABEL}")
 
 
 def new_session(body: CreateSession, default_window: int) -> NewSession:
     """Raises Unsupported for choices that are documented but not built, InvalidRequest."""
     if body.history == "tree":
         raise Unsupported("history: tree is not built; use linear")
-    if body.metadata and len(msgspec.json.encode(body.metadata)) > MAX_METADATA:
-        raise InvalidRequest(f"metadata has more than {MAX_METADATA} bytes")
+    _require_finite(body.metadata, "metadata")
+    _require_small("metadata has", body.metadata)
     return NewSession(
         session_id=uuid.uuid4().hex if body.session_id is None else require_session_id(body.session_id),
         config=SessionConfig(
@@ -135,7 +158,7 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
 async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
-    raw = await whole_body(request)
+    raw = await small_body(request)
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
     await app.sessions.create(new)
     token = app.tokens.for_session(new.session_id)
@@ -164,7 +187,7 @@ async def list_sessions(
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
-    """The live turns as they were sent and answered."""
+    """The live turns as they were sent and answered, and what the session was given when it was created."""
     app = services(request)
     live = await app.sessions.require(session_id)
     content, _ = await begun(_session_json(app, live))
@@ -174,13 +197,15 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
 async def _session_json(app: Services, live: Live) -> AsyncIterator[bytes]:
     session = live.session
     metadata = await app.samples.metadata(live, session)
+    given = await app.samples.given(session)
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
         separator = b","
     if separator != b",":
         yield separator
-    yield b'],"metadata":' + msgspec.json.encode(metadata) + b"}"
+    yield b'],"metadata":' + msgspec.json.encode(metadata)
+    yield b',"session":' + msgspec.json.encode(given) + b"}"
 
 
 @router.post("/sessions/{session_id}/samples")
@@ -240,7 +265,8 @@ async def get_refused_reply(
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
-    body = read_model(await whole_body(request), Reward)
+    body = read_model(await small_body(request), Reward)
+    _require_small("reward and components have", {"reward": body.reward, "components": body.components})
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}
 

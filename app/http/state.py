@@ -8,7 +8,8 @@ import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
-from app.http.limits import Inflight, read_body
+from app.errors import InvalidRequest, RequestTooLarge
+from app.http.limits import MAX_SMALL_BODY, Inflight, read_body
 from app.http.tokens import Tokens
 from app.metrics import Metrics
 from app.service.cache import SessionCache
@@ -79,6 +80,22 @@ async def whole_body(request: Request) -> bytes:
     app = services(request)
     with app.inflight.room() as room:
         body = await read_body(request.receive, request.headers.items(), app.settings.max_request_bytes, room)
+    return body or b""
+
+
+async def small_body(request: Request) -> bytes:
+    """The body of a request that says something of a session: what is larger is refused before it is read as JSON.
+
+    Raises InvalidRequest, and what `whole_body` raises.
+    """
+    app = services(request)
+    if app.settings.max_request_bytes <= MAX_SMALL_BODY:
+        return await whole_body(request)
+    with app.inflight.room() as room:
+        try:
+            body = await read_body(request.receive, request.headers.items(), MAX_SMALL_BODY, room)
+        except RequestTooLarge as error:
+            raise InvalidRequest(str(error)) from error
     return body or b""
 
 

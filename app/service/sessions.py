@@ -38,6 +38,7 @@ from app.errors import (
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
 from app.store import reads
+from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
 from app.store.ports import Database, Writer
@@ -50,6 +51,9 @@ Clock = Callable[[], float]
 
 FREED_AT_ONCE = 4
 """Chunks, of at most a MiB each, whose pages SQLite overwrites."""
+
+REWARDS_AT_ONCE = 16
+"""Of at most about 64 KiB each, unless they are from before there was a limit."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
@@ -176,11 +180,28 @@ class Sessions:
     async def drop_content(self, session_id: str) -> None:
         """Erase a closed session; its content is out of the log files only once those have been emptied."""
         await self.free_replay(session_id)
-        erased = await self._writer.submit(Erase(session_id, self._clock()))
+        upto = await self._erase_components(session_id)
+        erased = await self._writer.submit(Erase(session_id, self._clock(), upto))
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
+
+    async def _erase_components(self, session_id: str) -> int:
+        """Take the components out of the rewards that there are, in steps; the last event looked at."""
+        after = 0
+        while True:
+            rows = await self._database.read(
+                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE)  # type: ignore[misc]
+            )
+            if not rows:
+                return after
+            rewritten = await asyncio.to_thread(without_components, rows)
+            if rewritten:
+                freed = sum(len(row.data) for row in rows)
+                await self._writer.submit(EraseComponents(session_id, rewritten, freed))
+                reach("after_components")
+            after = rows[-1].seq
 
     async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
         """Do something to a session that may be refused, because it has changed."""

@@ -11,6 +11,7 @@ from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, Se
 from app.store import groups
 from app.store import statements as sql
 from app.store.dialect import Tx
+from app.store.erasure import erase_later
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -175,10 +176,14 @@ class FreeChunks(BaseOperation, frozen=True):
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a closed session; the log's skeleton stays."""
+    """Delete the content of a closed session; the log's skeleton stays.
+
+    The components of rewards up to event `components_upto` have been taken out already (`EraseComponents`).
+    """
 
     session_id: str
     at: float
+    components_upto: int = 0
 
     def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(groups.erase_head, {"sid": self.session_id})
@@ -187,6 +192,7 @@ class Erase(BaseOperation, frozen=True):
         groups.note(tx, row[0])
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
+        erase_later(tx, self.session_id, self.components_upto)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

@@ -15,6 +15,7 @@ from app.domain.events import (
     BlobsTombstoned,
     ChunkRef,
     Recorded,
+    RewardAssigned,
     SessionCreated,
     TurnAbandoned,
     TurnCommitted,
@@ -183,6 +184,9 @@ class SessionCheck:
         for table in (turns, blobs, chunks, refused_replies, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._must(left == 0, f"erased, but {left} rows are left in {table.name}")
+        for recorded in self._log:
+            bare = not isinstance(recorded.event, RewardAssigned) or not recorded.event.components
+            self._must(bare, f"erased, but the reward of event {recorded.seq} still has components")
 
     def _blobs(self) -> None:
         """Every blob of the log is stored and is what it was; every turn's are among them."""

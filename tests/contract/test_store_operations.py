@@ -16,12 +16,24 @@ from helpers.store import (
     reward,
     silence_incarnation,
 )
+from sqlalchemy import select, update
 
-from app.domain.events import SessionClosed, SessionErased, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
+from app.domain.events import (
+    RewardAssigned,
+    SessionClosed,
+    SessionErased,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    UnknownEvent,
+)
 from app.store import reads
+from app.store.erasure import UNREADABLE, EraseComponents, RewardRow, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import Close, Existing
+from app.store.log_sessions import AssignReward, Close, Erase, Existing
 from app.store.log_turns import AbandonDead, Busy, Stale
+from app.store.schema import events
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -248,6 +260,80 @@ async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
     )
     assert any(isinstance(recorded.event, TurnCommitted) for recorded in await store.log("s"))
     await store.head_equals_fold("s")
+
+
+REWARDS = (
+    RewardAssigned(0.25, {"style": 0.5}),
+    RewardAssigned(0.75),
+    RewardAssigned(1.0, {"length": 2.0, "style": 0.125}, 1),
+)
+BARE = [
+    RewardAssigned(0.25, components_erased=True),
+    RewardAssigned(0.75),
+    RewardAssigned(1.0, turn=1, components_erased=True),
+]
+
+
+async def a_rewarded_session(store: Store, session_id: str = "s") -> None:
+    await store.create(session_id)
+    await store.take_turn(session_id)
+    for event in REWARDS:
+        assert isinstance(await store.submit(AssignReward(session_id, 4.0, event)), Appended)
+
+
+async def assigned(store: Store, session_id: str = "s") -> list[RewardAssigned]:
+    return [one.event for one in await store.log(session_id) if isinstance(one.event, RewardAssigned)]
+
+
+async def places(store: Store) -> list[tuple[object, ...]]:
+    """Where each event stands, in both orders."""
+    columns = (events.c.session_id, events.c.seq, events.c.type, events.c.at, events.c.tx, events.c.position)
+    query = select(*columns).order_by(events.c.session_id, events.c.seq)
+    return [tuple(row) for row in await store.database.read(lambda c: c.execute(query).all())]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+async def test_an_erasure_takes_components_out_of_rewards_and_moves_nothing(store: Store, steps: int) -> None:
+    """`steps`: rewards seen before the end; what was assigned meanwhile is taken out in the end's own transaction."""
+    await a_rewarded_session(store)
+    await a_rewarded_session(store, "other")
+    await store.close("s")
+    before, upto = await places(store), 0
+    for _ in range(steps):
+        rows = await store.database.read(lambda c, after=upto: reward_rows(c, "s", after, 1))
+        await store.submit(EraseComponents("s", without_components(rows), 100))
+        upto = rows[-1].seq
+    erased = await store.submit(Erase("s", 6.0, upto))
+    assert isinstance(erased, Appended)
+    assert await assigned(store) == BARE
+    assert await assigned(store, "other") == list(REWARDS)
+    after = await places(store)
+    assert [place for place in after if place in before] == before
+    assert len(after) == len(before) + 1
+    await store.head_equals_fold("s")
+
+
+async def test_only_a_session_that_is_being_erased_loses_components(store: Store) -> None:
+    await a_rewarded_session(store)
+    rows = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
+    assert await store.submit(EraseComponents("s", without_components(rows), 100)) is False
+    assert await store.submit(EraseComponents("none", without_components(rows), 100)) is False
+    assert await assigned(store) == list(REWARDS)
+
+
+async def test_of_a_damaged_reward_an_erasure_leaves_nothing(store: Store) -> None:
+    await a_rewarded_session(store)
+    await store.close("s")
+    [first, *_] = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
+    damaged = first.data.replace(b"style", b"stale")
+    change = update(events).where(events.c.session_id == "s", events.c.seq == first.seq).values(data=damaged)
+    await store.database.write(lambda tx: tx.run(change, {}), durable=True)
+    assert isinstance(await store.submit(Erase("s", 6.0)), Appended)
+    rows = await store.database.read(lambda c: reward_rows(c, "s", 0, 9))
+    assert rows[0] == RewardRow(first.seq, first.version, UNREADABLE)
+    assert without_components(rows) == [], "once is enough"
+    with pytest.raises(UnknownEvent):
+        await store.log("s")
 
 
 @pytest.mark.parametrize("death", ["ended", "silent", "unknown"])

@@ -221,7 +221,8 @@ def test_a_close(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 @pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize(
-    "point", ["in_close", "after_close", "after_tombstones", "after_freed", "in_erase", "after_erase"]
+    "point",
+    ["in_close", "after_close", "after_tombstones", "after_freed", "after_components", "in_erase", "after_erase"],
 )
 def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
     """It is taken up again where it was broken off, and then nothing of the content is left in the files."""
@@ -229,6 +230,8 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         talk, neighbour = stand.talk(), stand.talk()
         site.acknowledge(neighbour, neighbour.say("I stay"))
         talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
+        reward = {"reward": 0.5, "components": {f"forgotten-{talk.id}": 1.0}}
+        assert stand.http.put(f"{talk.path}/reward", json=reward).status_code == 200
         frames = stored_frames(site.url, talk)
         with pytest.raises(httpx.TransportError):
             stand.http.delete(talk.path, params={"erase": "true"})
@@ -240,6 +243,7 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
         types = again.types()
         assert (types.count("SessionClosed"), types.count("SessionErased")) == (1, 1)
         assert again.rows() == []
+        assert "forgotten" not in stand.http.get(f"{talk.path}/events").text
         assert stand.http.post("/sessions", json={"session_id": talk.id}).status_code == 409
         verified(site.url, site.acknowledged[-1:], tally)
     assert [frame for frame in frames if in_files(site.url, frame)] == []
@@ -258,6 +262,7 @@ def stored_frames(url: str, talk: Talk) -> list[bytes]:
         rows = connection.execute(query, {"sid": talk.id}).fetchall()
     frames = [frame[:64] for (frame,) in rows]
     assert len(frames) > 3
+    frames.append(f"forgotten-{talk.id}".encode())
     assert all(in_files(url, frame) for frame in frames)
     return frames
 

@@ -18,11 +18,11 @@ from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, error_of, serving, user
 from sqlalchemy import select, text
 
-from app.domain.events import TurnRejected
+from app.domain.events import RewardAssigned, TurnRejected
 from app.store import reads
-from app.store.engine import create_engine
-from app.store.log import Refused, StoredChunk
-from app.store.log_sessions import SaveSnapshot
+from app.store.engine import Database, create_engine
+from app.store.log import Appended, Refused, StoredChunk
+from app.store.log_sessions import AssignReward, SaveSnapshot
 from app.store.log_turns import Reject
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
 from fault.verified import verified
@@ -33,6 +33,12 @@ CANARY = "canary-5f0e1d"
 SMALL = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 8}
 LARGE = {**SMALL, "completion_tokens": 900}
 """A payload of more than a MiB that does not compress: its chunks are staged before the commit."""
+
+COMPONENT = 0.31337421337
+"""A component's value, which no other number in the files is."""
+
+GRADED = (CANARY.encode(), repr(COMPONENT).encode())
+"""By what a reward's components are known in the log, which is not compressed: their names, their values."""
 
 LATE = StoredChunk(0, "routed_experts", 3, "0" * 32, b"abc")
 
@@ -95,7 +101,7 @@ def url_of(stand: Stand) -> str:
 
 
 def a_rich_session(stand: Stand) -> Talk:
-    """With metadata, tools, payloads, a turn that was rolled back, a refused reply, a key, a reward."""
+    """With metadata, tools, payloads, a turn that was rolled back, a refused reply, a key, rewards."""
     talk = stand.talk(metadata={"owner": CANARY}, rollback_window=1)
     tool = {"type": "function", "function": {"name": "look", "description": CANARY, "parameters": {}}}
     talk.say(f"Keep this: {CANARY}", tools=[tool], headers={"idempotency-key": f"key-{CANARY}"}, sim=SMALL)
@@ -104,14 +110,28 @@ def a_rich_session(stand: Stand) -> Talk:
     talk.say(f"Instead: {CANARY}", sim=LARGE)
     refused = talk.chat([*talk.messages, user(CANARY)], sim={"fault": "bad_experts_base64"})
     assert refused.status_code == 502
-    assert stand.http.put(f"{talk.path}/reward", json={"reward": 0.5}).status_code == 200
+    grade(stand, talk)
     return talk
+
+
+def grade(stand: Stand, talk: Talk) -> None:
+    """Rewards of the session and of a turn, each with components."""
+    components = {f"style-{CANARY}": COMPONENT}
+    for given in ({"reward": 0.25}, {"reward": 0.75, "turn": 1}, {"reward": 0.5, "turn": 3}, {"reward": 0.5}):
+        body = {**given, "components": components}
+        assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0, "turn": 2}).status_code == 200
+
+
+def rewards(talk: Talk) -> list[dict[str, Any]]:
+    return [event for event in talk.events() if event["type"] == "RewardAssigned"]
 
 
 def erase(stand: Stand, session_id: str) -> httpx.Response:
     return stand.http.delete(f"/sessions/{session_id}", params={"erase": "true"})
 
 
+@pytest.mark.threat("what was erased can still be read")
 def test_nothing_of_an_erased_session_is_in_any_file(alone: Stand) -> None:
     other = alone.talk()
     other.say("Hello")
@@ -131,15 +151,59 @@ def test_nothing_of_an_erased_session_is_in_any_file(alone: Stand) -> None:
     talk.say("On", sim=LARGE)
     wanted |= pieces(frames(url_of(alone), talk.id) - before, frames(url_of(alone), other.id))
     other.say("Hello again")
+    assert alone.http.delete(talk.path).status_code == 204
+    grade(alone, talk)
+    assert {piece for _, piece in left_in(files_of(alone), GRADED)} == set(GRADED)
+    before_erasure = rewards(talk)
     assert erase(alone, talk.id).status_code == 204
-    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+    assert left_in(files_of(alone), {*wanted, *GRADED}) == []
     assert talk.types()[-1] == "SessionErased"
-    assert CANARY not in alone.http.get(f"{talk.path}/events").text
+    assert rewards(talk) == [without_components(event) for event in before_erasure]
     other.say("And again")
     verified(alone)
 
 
-@pytest.mark.parametrize("point", ["after_tombstones", "in_erase", "after_erase"])
+def without_components(event: dict[str, Any]) -> dict[str, Any]:
+    """What an erasure leaves of a reward's event; one that had no components stays as it was."""
+    left = {name: value for name, value in event.items() if name != "components"}
+    return {**left, "components_erased": True} if left != event else event
+
+
+LARGE_REWARD = {f"{CANARY}-{number:07}": number / 7 for number in range(1_200_000)}
+"""Some 46 MiB as JSON: before there was a limit that became an event."""
+
+
+@pytest.mark.threat("what was erased can still be read")
+def test_a_reward_from_before_there_was_a_limit_is_read_exported_and_erased(alone: Stand) -> None:
+    talk = alone.talk()
+    talk.say("Hello")
+    alone.server.stop()
+    asyncio.run(assign(url_of(alone), talk.id, LARGE_REWARD))
+    assert alone.server.database_path.stat().st_size > 45 << 20
+    alone.server.start()
+    [row] = talk.rows()
+    assert row["reward_components"] == LARGE_REWARD
+    assert rewards(talk)[0]["components"] == LARGE_REWARD
+    talk.say("On")
+    assert erase(alone, talk.id).status_code == 204
+    assert left_in(files_of(alone), GRADED) == []
+    assert [event.get("components") for event in rewards(talk)] == [None]
+    verified(alone)
+
+
+async def assign(url: str, session_id: str, components: dict[str, float]) -> None:
+    """Straight into the store, which sets no limit."""
+    database = Database(url)
+    await database.open()
+    try:
+        async with Store.over(database) as store:
+            event = RewardAssigned(1.0, components)
+            assert isinstance(await store.submit(AssignReward(session_id, 4.0, event)), Appended)
+    finally:
+        await database.close()
+
+
+@pytest.mark.parametrize("point", ["after_tombstones", "after_components", "in_erase", "after_erase"])
 def test_an_erasure_that_was_killed_is_finished_when_it_is_asked_for_again(alone: Stand, point: str) -> None:
     talk = a_rich_session(alone)
     wanted = pieces(frames(url_of(alone), talk.id))
@@ -152,7 +216,7 @@ def test_an_erasure_that_was_killed_is_finished_when_it_is_asked_for_again(alone
     del alone.server.environment["TURNLOG_CRASH_POINT"]
     alone.server.start()
     assert erase(alone, talk.id).status_code == 204
-    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+    assert left_in(files_of(alone), {*wanted, *GRADED}) == []
     assert talk.types()[-1] == "SessionErased"
     verified(alone)
 
@@ -170,7 +234,7 @@ def test_an_erasure_that_was_killed_is_finished_by_the_next_start(alone: Stand) 
     assert left_in(files_of(alone), wanted)
     del alone.server.environment["TURNLOG_CRASH_POINT"]
     alone.server.start()
-    assert left_in(files_of(alone), {*wanted, CANARY.encode()}) == []
+    assert left_in(files_of(alone), {*wanted, *GRADED}) == []
 
 
 def test_a_turn_in_flight_does_not_bring_an_erased_session_back(
@@ -252,13 +316,18 @@ def test_on_postgresql_a_full_compaction_takes_the_traces_out(
         whole = pieces(frames(postgres_url, talk.id), frames(postgres_url, other.id))
         wanted = {piece for _, piece in left_in(_tables(postgres_url), whole)}
         assert len(wanted) > 10
+        assert stand.http.delete(talk.path).status_code == 204
+        grade(stand, talk)
+        assert {piece for _, piece in left_in(_tables(postgres_url), GRADED)} == set(GRADED)
         # What the planner wants to know of a table must not be its content.
         _analyze(postgres_url)
+        before = rewards(talk)
         assert erase(stand, talk.id).status_code == 204
+        assert rewards(talk) == [without_components(event) for event in before]
         assert left_in(_tables(postgres_url), wanted), "a deleted row's bytes stay in its page"
         done = run_module("ops.compact", "--full", environment=stand.server.environment)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert left_in(_tables(postgres_url), {*wanted, CANARY.encode()}) == []
+        assert left_in(_tables(postgres_url), {*wanted, *GRADED}) == []
         other.say("On")
         verified(stand)
         assert {kind for kind in KINDS if kind in other.rows(replay="true")[0]}

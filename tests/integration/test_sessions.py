@@ -8,6 +8,7 @@ import uuid
 
 import pytest
 
+from app.http.sessions import CreateSession
 from integration.stand import FIRST_TURN, Stand, error_of, until, user
 
 
@@ -150,6 +151,47 @@ def test_a_session_reads_back_as_it_was_sent_and_received(stand: Stand) -> None:
     assert metadata["version"] == talk.events()[-1]["seq"]
 
 
+def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> None:
+    parent = stand.talk()
+    given = {
+        "session_id": fresh(),
+        "group_id": "g8",
+        "attempt": 3,
+        "metadata": {"snapshot": "img-1", "big": 2**70, "nested": [{"é": None}], "small": 1e-300},
+        "rollback_window": 4,
+        "retain": "all",
+        "history": "linear",
+        "on_divergence": "segment",
+        "on_drift": "reject",
+        "matcher": "strict",
+        "adapter": "a1",
+        "on_abort": "fail",
+        "parent_session_id": parent.id,
+    }
+    talk = stand.talk(**given)
+    assert set(given) == set(CreateSession.model_fields)
+    assert talk.state()["session"] == given
+    assert "snapshot" not in talk.state()["metadata"], "that is what is so now"
+
+
+def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) -> None:
+    assert stand.talk(session_id=(name := fresh())).state()["session"] == {
+        "session_id": name,
+        "group_id": None,
+        "attempt": None,
+        "metadata": {},
+        "rollback_window": 1,
+        "retain": "window",
+        "history": "linear",
+        "on_divergence": "reject",
+        "on_drift": "segment",
+        "matcher": "tolerant",
+        "adapter": None,
+        "on_abort": None,
+        "parent_session_id": None,
+    }
+
+
 def test_a_session_without_turns_reads_back_empty(stand: Stand) -> None:
     state = stand.talk().state()
     assert state["records"] == []
@@ -185,6 +227,12 @@ def test_rewards_are_kept_and_the_last_one_counts(stand: Stand) -> None:
         '{"reward": 1, "components": {"a": NaN}}',
         '{"reward": 1, "components": {"a": true}}',
         '{"reward": 1, "components": {"a": "1"}}',
+        '{"reward": 1, "components": {"a": -1e999}}',
+        '{"reward": 1, "components": {"a": %s}}' % ("1" * 401),
+        '{"reward": 1, "components": {"\\ud800": 1}}',
+        '{"reward": 1, "turn": %s}' % ("1" * 401),
+        '{"reward": %s}' % ("1" * 401),
+        '{"reward": %s}' % ("1" * 5000),
         '{"reward": 1, "other": 2}',
     ],
 )

@@ -51,6 +51,11 @@ def test_an_event_survives_its_row(event: Event) -> None:
     assert msgspec.convert(to_fields(event), type(event)) == event
 
 
+def test_a_reward_of_before_erasures_took_its_components_is_read_as_it_was() -> None:
+    row = b'{"reward":0.5,"components":{"style":0.25},"turn":2}'
+    assert decode("RewardAssigned", 1, row) == RewardAssigned(0.5, {"style": 0.25}, 2, components_erased=False)
+
+
 def test_events_are_frozen() -> None:
     with pytest.raises(AttributeError):
         SessionClosed().reason = "x"  # type: ignore[misc]

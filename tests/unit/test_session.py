@@ -110,6 +110,16 @@ def test_metadata_is_the_first_blob() -> None:
     assert (session.blob_count, session.metadata, session.created_at) == (1, ref, 5.0)
 
 
+def test_an_erased_session_has_its_rewards_without_components() -> None:
+    """Also where the state is older than the erasure, as another process's is."""
+    book = two_turns()
+    for event in (RewardAssigned(0.5, {"style": 0.25}), RewardAssigned(1.0, {"length": 2.0}, 2), SessionClosed()):
+        book.add(event)
+    assert book.session.turn_rewards == {2: Reward(1.0, {"length": 2.0})}
+    book.add(SessionErased())
+    assert (book.session.reward, book.session.turn_rewards) == (Reward(0.5, {}), {2: Reward(1.0, {})})
+
+
 def test_a_gap_a_repeat_and_a_foreign_beginning_are_refused() -> None:
     events = two_turns().events
     for bad in (events[1:], [events[0], *events[2:]], [*events[:3], events[2]], [events[0], *events]):

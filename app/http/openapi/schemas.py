@@ -87,7 +87,27 @@ _BY_HAND: Mapping[str, Schema] = {
         response=ANYTHING,
     ),
     "SessionRecords": record(
-        "A session's live turns.", session_id=TEXT, records=listed(ref("Record")), metadata=ref("SessionMetadata")
+        "A session's live turns, what is so of it now, and what it was given when it was created.",
+        session_id=TEXT,
+        records=listed(ref("Record")),
+        metadata=ref("SessionMetadata"),
+        session=ref("SessionGiven"),
+    ),
+    "SessionGiven": record(
+        "The fields of `POST /sessions`, with their defaults.",
+        session_id=TEXT,
+        group_id=nullable(TEXT),
+        attempt=nullable(COUNT),
+        metadata=ANYTHING,
+        rollback_window=COUNT,
+        retain=TEXT,
+        history=TEXT,
+        on_divergence=TEXT,
+        on_drift=TEXT,
+        matcher=TEXT,
+        adapter=nullable(TEXT),
+        on_abort=nullable(TEXT),
+        parent_session_id=nullable(TEXT),
     ),
     "SessionMetadata": record(
         "`accumulated_token_ids` are those of the newest turn, prompt and output. With a tokenizer there is "

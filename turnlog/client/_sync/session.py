@@ -55,7 +55,7 @@ class Session:
         """Of the session, or of one of its turns; the last one counts. Also after the close.
 
         Returns the number of the event. Raises ValueError for what is not finite, NotFound, InvalidRequest (no such
-        turn).
+        turn, more than 64 KiB).
         """
         body: Object = {"reward": _finite(reward)}
         if components is not None:
@@ -67,8 +67,9 @@ class Session:
         return seq
 
     def get(self) -> Object:
-        """`session_id`, `records` (a live turn each: its request as sent to the engine, the engine's reply) and
-        `metadata`. Raises NotFound, SessionClosed."""
+        """`session_id`, `records` (a live turn each: its request as sent to the engine, the engine's reply),
+        `metadata` (what is so now) and `session` (what it was given when it was created). Raises NotFound,
+        SessionClosed."""
         return self._transport.read("GET", self._path, token=self.token)
 
     def samples(self, max_seq_len: int | None = None) -> Samples:

@@ -1,0 +1,111 @@
+"""What an erasure takes out of the log: the components of rewards, their names and their values.
+
+They are all that a client can put into an event that is neither an id nor a number. The rows stay where they are in
+both orders, so that what reads the log finds no gap; their new version of the event says that components are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, bindparam, select, update
+
+from app.domain import upcast
+from app.domain.events import VERSIONS, RewardAssigned, UnknownEvent
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import BaseOperation
+from app.store.schema import events
+
+REWARD = RewardAssigned.__name__
+
+UNREADABLE = b""
+"""What is left of an event that is damaged or of a newer release: nobody can say what of it may stay. It is still an
+event that cannot be read."""
+
+_rewards = (
+    select(events.c.seq, events.c.version, events.c.data)
+    .where(
+        events.c.session_id == bindparam("sid"),
+        events.c.seq > bindparam("after"),
+        events.c.type == REWARD,
+    )
+    .order_by(events.c.seq)
+)
+_some_rewards = _rewards.limit(bindparam("most"))
+_rewrite = (
+    update(events)
+    .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
+    .values(version=VERSIONS[REWARD], data=bindparam("left"))
+)
+
+
+class RewardRow(NamedTuple):
+    """A stored reward, not yet decoded."""
+
+    seq: int
+    version: int
+    data: bytes
+
+
+class Rewritten(NamedTuple):
+    """What event `seq` is to be."""
+
+    seq: int
+    data: bytes
+
+
+def reward_rows(connection: Connection, session_id: str, after: int, most: int) -> list[RewardRow]:
+    """Up to `most` of a session's rewards behind event `after`, in order."""
+    found = connection.execute(_some_rewards, {"sid": session_id, "after": after, "most": most})
+    return [RewardRow(*row) for row in found]
+
+
+def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
+    """Those of the rewards that have components, without them."""
+    found: list[Rewritten] = []
+    for row in rows:
+        try:
+            event = upcast.decode(REWARD, row.version, row.data)
+        except UnknownEvent:
+            if row.data != UNREADABLE:
+                found.append(Rewritten(row.seq, UNREADABLE))
+            continue
+        if isinstance(event, RewardAssigned) and event.components:
+            left = msgspec.structs.replace(event, components={}, components_erased=True)
+            found.append(Rewritten(row.seq, upcast.encode(left)))
+    return found
+
+
+class EraseComponents(BaseOperation, frozen=True):
+    """Rewrite rewards of a session that is being erased. `freed` is how many bytes they had."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    rewritten: Sequence[Rewritten]
+    freed: int
+
+    @property
+    def size(self) -> int:
+        return self.freed
+
+    def apply(self, tx: Tx) -> bool:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] == "open":
+            return False
+        rewrite(tx, self.session_id, self.rewritten)
+        return True
+
+
+def erase_later(tx: Tx, session_id: str, after: int) -> None:
+    """Take the components out of what was assigned behind event `after`: in the same transaction as the session's end,
+    so that nothing comes between. They are few."""
+    found = tx.all(_rewards, {"sid": session_id, "after": after})
+    rewrite(tx, session_id, without_components(RewardRow(*row) for row in found))
+
+
+def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
+    tx.run_all(_rewrite, [{"sid": session_id, "place": one.seq, "left": one.data} for one in rewritten])
