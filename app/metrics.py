@@ -101,6 +101,9 @@ class Metrics:
         )
         self._bytes = tuple(sizes.labels(kind) for kind in ("request", "reply", "stored"))
         self.turns_in_flight = self._live("turnlog_turns_in_flight", "Turns that are being worked on.")
+        self.turns_rolled_back = self._counter(
+            "turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."
+        )
         self.turns_gated = self._live("turnlog_turns_gated", "Turns that wait until a pause ends.")
 
     def _traffic_instruments(self) -> None:

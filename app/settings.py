@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
 from app.domain import base_url
-from app.domain.events import OnAbort
+from app.domain.events import OnAbort, OnDivergence
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
@@ -79,6 +79,7 @@ class Settings(BaseSettings):
     tokenizer: Annotated[str | None, BeforeValidator(_unset)] = None
     tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)
+    on_divergence: OnDivergence = "reject"
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)

@@ -1,7 +1,8 @@
 """Is this prompt the stored tokens or text, and what is new? Where a completion joins its session.
 
 A completion's prompt is compared as a whole: it begins with all that is stored up to some live turn, or it is
-a live turn's own prompt once more, or it is something else. `Turn.tokens_hash` tells the first for prompts
+a live turn's own prompt once more, or it is something else, as one that has nothing sampled in common with what
+is stored. `Turn.tokens_hash` tells the first for prompts
 given as ids, the last of `Turn.message_hashes` for text.
 """
 
@@ -87,12 +88,12 @@ class IncomingPrompt:
             turn = chain[place]
             if self._stored(turn).size < 0:
                 break  # its tokens are not known as text: what comes before it would be discarded on a guess
-            if turn.number in continued:
+            if turn.number in continued and (turn is chain[-1] or any(map(self._sampled, chain[: place + 1]))):
                 return self._within(session, Plan(turn.number, turn.message_count, _numbers(chain[place + 1 :])))
             if turn.protocol == "completions" and turn.client_hash == own:
                 return self._within(session, Plan(turn.parent, turn.base_messages, _numbers(chain[place:])))
         return diverging(
-            session, HistoryMismatch("the prompt does not begin with what is stored, and is no live turn's own prompt")
+            session, HistoryMismatch("the prompt begins with no stored output, and is no live turn's own prompt")
         )
 
     def _within(self, session: Session, plan: Plan) -> Plan:
@@ -111,6 +112,12 @@ class IncomingPrompt:
             return _Mark(turn.tokens_text_bytes, turn.tokens_hash)
         size, _, digest = turn.message_hashes[-1].partition(":")
         return _Mark(int(size), digest) if digest else _Mark(-1, "-")
+
+    def _sampled(self, turn: Turn) -> bool:
+        """Has the prompt, which begins with all that is stored up to this turn, an output of it in common?"""
+        if self._ids is not None:
+            return turn.output_tokens > 0
+        return _digest(b"text:" + self._data[: self._stored(turn).size]) != turn.client_hash
 
     def _continued(self, chain: Sequence[Turn]) -> set[int]:
         """Which of these turns the prompt begins with all of; each byte of it is hashed once."""

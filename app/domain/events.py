@@ -16,6 +16,8 @@ import msgspec
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 
 OnAbort = Literal["return", "continue", "fail"]
+
+OnDivergence = Literal["reject", "segment"]
 """What becomes of a generation that an engine ended before its time."""
 
 Protocol = Literal["chat", "completions"]
@@ -35,7 +37,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     rollback_window: int
     matcher: Matcher = "tolerant"
-    on_divergence: Literal["reject", "segment"] = "reject"
+    on_divergence: OnDivergence = "reject"
     retain: Literal["window", "all"] = "window"
     on_drift: Literal["segment", "reject"] = "segment"
     history: Literal["linear"] = "linear"

@@ -2,8 +2,8 @@
 
 Harnesses do not send the engine's assistant message back as it was: they drop reasoning, turn null into
 absent or `""`, re-serialise tool arguments, move unknown fields. The `tolerant` matcher sees through
-that; what is stored keeps the engine's spelling. What no matcher sees through is refused, because taking
-it for a retry would silently discard a sampled turn.
+that; what is stored keeps the engine's spelling. What no matcher sees through diverges, and so does a request
+that has nothing sampled in common with the history: taking it for a retry would discard a sampled turn.
 """
 
 from __future__ import annotations
@@ -205,8 +205,9 @@ class Plan(msgspec.Struct, frozen=True):
 def match(session: Session, incoming: Incoming) -> Plan:
     """Find where the request joins the session.
 
-    Raises RollbackTooDeep where it goes back further than the session's window, and HistoryMismatch where
-    it holds an assistant message in a place where another one is stored.
+    It supersedes turns only where it repeats the input of one of them, or follows a reply that this session sampled.
+    Raises RollbackTooDeep where it goes back further than the session's window, and HistoryMismatch where it shares
+    nothing sampled with the history, or holds an assistant message in a place where another one is stored.
     """
     leaf = session.leaf
     if leaf is None:
@@ -224,10 +225,11 @@ def match(session: Session, incoming: Incoming) -> Plan:
     if equal >= leaf.message_count:
         return Plan(leaf.number, leaf.message_count)
     kept = [turn for turn in history if turn.message_count <= equal]
-    discarded = tuple(turn.number for turn in history[len(kept) :])
-    error = _refusal(session, incoming, equal, len(discarded))
+    superseded = history[len(kept) :]
+    error = _refusal(session, incoming, equal, superseded, follows_sampled=bool(kept))
     if error is None:
-        return Plan(session.turn(discarded[0]).parent, kept[-1].message_count if kept else 0, discarded)
+        numbers = tuple(turn.number for turn in superseded)
+        return Plan(superseded[0].parent, kept[-1].message_count if kept else 0, numbers)
     return diverging(session, error)
 
 
@@ -252,9 +254,12 @@ def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) ->
 
 
 def _refusal(
-    session: Session, incoming: Incoming, equal: int, discards: int
+    session: Session, incoming: Incoming, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
 ) -> HistoryMismatch | RollbackTooDeep | None:
-    window = session.config.rollback_window
+    """Why the request may not supersede these turns, the newest of the history; None where it may.
+
+    Its first `equal` messages are the stored ones; `follows_sampled`: a reply of the session is among them.
+    """
     roles = [incoming.message(index)["role"] for index in range(equal, len(incoming))]
     if "assistant" in roles:
         return HistoryMismatch(
@@ -262,8 +267,16 @@ def _refusal(
             f"an assistant message follows that this session never produced there; "
             f"{equal} of {len(incoming)} messages match"
         )
-    if discards > window:
+    repeats_input = equal == len(incoming) == superseded[0].message_count - 1
+    if not (follows_sampled or repeats_input):
+        return HistoryMismatch(
+            f"the request begins another conversation: {equal} of {len(incoming)} messages match (matcher "
+            f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
+        )
+    window = session.config.rollback_window
+    if len(superseded) > window:
         return RollbackTooDeep(
-            f"the request goes back {discards} turns, to message {equal}; the session's rollback window is {window}"
+            f"the request goes back {len(superseded)} turns, to message {equal}; "
+            f"the session's rollback window is {window}"
         )
     return None

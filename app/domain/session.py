@@ -141,6 +141,16 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         """Turn `number`'s payload of a kind; None where there was none or it has been tombstoned."""
         return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
 
+    def superseded_by(self, number: int) -> int:
+        """How many live turns the commit of turn `number` rolled back: the path from its parent to the turn before it.
+
+        A turn that commits becomes the leaf, so the turn before it was the leaf then.
+        """
+        parent, before, count = self.turn(number).parent, number - 1, 0
+        while before > parent:
+            before, count = self.turn(before).parent, count + 1
+        return count
+
     def message_chain(self, number: int) -> list[Turn]:
         """The turns whose messages make up the history after turn `number`, oldest first."""
         return self._chain(number, lambda turn: turn.base_messages > 0)

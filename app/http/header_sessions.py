@@ -107,7 +107,7 @@ class HeaderSession:
         if await app.sessions.config_of(self.session_id) is not None:
             return
         wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
-        new = new_session(wish, app.settings.rollback_window)
+        new = new_session(wish, app.settings)
         parent = None if self.parent is None else await app.sessions.config_of(self.parent)
         if parent is not None:
             config = msgspec.structs.replace(
@@ -116,6 +116,7 @@ class HeaderSession:
                 on_abort=parent.on_abort,
                 matcher=parent.matcher,
                 rollback_window=parent.rollback_window,
+                on_divergence=parent.on_divergence,
             )
             new = msgspec.structs.replace(new, config=config)
         await app.sessions.ensure(new)

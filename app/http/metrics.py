@@ -117,6 +117,7 @@ def _refresh_writer(app: Services) -> None:
     metrics.totals(metrics.abandoned, tally.abandoned)
     metrics.totals(metrics.tombstones, tally.tombstoned)
     metrics.total(metrics.chunks_freed, tally.chunks_freed)
+    metrics.total(metrics.turns_rolled_back, tally.rolled_back)
 
 
 class _State(Collector):

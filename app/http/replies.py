@@ -15,6 +15,9 @@ from app.upstream.headers import Headers
 PIECE = 256 << 10
 """A large body goes out in pieces, so that the loop serves others between them."""
 
+ROLLED_BACK = "x-turnlog-rolled-back"
+"""How many live turns the reply's turn superseded when it committed."""
+
 Part = bytes | memoryview
 
 

@@ -16,12 +16,13 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from app.domain.events import OnAbort, SessionConfig
+from app.domain.events import OnAbort, OnDivergence, SessionConfig
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
 from app.http.state import Services, begun, services, small_body, whole_body
 from app.service import replay, transcript
 from app.service.cache import Live
 from app.service.sessions import NewSession
+from app.settings import Settings
 from app.store import reads
 from app.upstream import headers as http_headers
 
@@ -67,7 +68,7 @@ class CreateSession(BaseModel):
     rollback_window: int | None = Field(default=None, ge=0, le=1000)
     retain: Literal["window", "all"] = "window"
     history: Literal["linear", "tree"] = "linear"
-    on_divergence: Literal["reject", "segment"] = "reject"
+    on_divergence: OnDivergence | None = None
     on_drift: Literal["segment", "reject"] = "segment"
     matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
     adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
@@ -130,8 +131,11 @@ def _require_small(what: str, value: Any) -> None:
         raise InvalidRequest(f"{what} {size} bytes as JSON; the limit is {MAX_LABEL}")
 
 
-def new_session(body: CreateSession, default_window: int) -> NewSession:
-    """Raises Unsupported for choices that are documented but not built, InvalidRequest."""
+def new_session(body: CreateSession, settings: Settings) -> NewSession:
+    """What the body leaves out is as the settings say.
+
+    Raises Unsupported for choices that are documented but not built, InvalidRequest.
+    """
     if body.history == "tree":
         raise Unsupported("history: tree is not built; use linear")
     _require_finite(body.metadata, "metadata")
@@ -139,9 +143,9 @@ def new_session(body: CreateSession, default_window: int) -> NewSession:
     return NewSession(
         session_id=uuid.uuid4().hex if body.session_id is None else require_session_id(body.session_id),
         config=SessionConfig(
-            rollback_window=default_window if body.rollback_window is None else body.rollback_window,
+            rollback_window=settings.rollback_window if body.rollback_window is None else body.rollback_window,
             matcher=body.matcher,
-            on_divergence=body.on_divergence,
+            on_divergence=body.on_divergence or settings.on_divergence,
             on_drift=body.on_drift,
             retain=body.retain,
             group_id=body.group_id,
@@ -159,7 +163,7 @@ async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
     raw = await small_body(request)
-    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings.rollback_window)
+    new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
     await app.sessions.create(new)
     token = app.tokens.for_session(new.session_id)
     created = {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}

@@ -64,6 +64,11 @@ def _choice(choice: Fields) -> dict[str, Any]:
     return {"index": 0, **kept, "delta": delta}
 
 
+def as_comment(text: str) -> bytes:
+    """What clients skip: said in a stream whose headers have gone out already."""
+    return b": " + text.encode() + b"\n\n"
+
+
 def as_error_event(body: dict[str, Any] | bytes) -> bytes:
     """`body`: our own error object, or an engine's error as it came."""
     if isinstance(body, bytes):

@@ -18,10 +18,10 @@ from app.errors import AppError, SessionNotFound
 from app.http.auth import HOLDER, route_path
 from app.http.header_sessions import HeaderSession, named
 from app.http.limits import Room, read_body
-from app.http.replies import error_parts, send_reply, start_reply
+from app.http.replies import ROLLED_BACK, error_parts, send_reply, start_reply
 from app.http.sessions import SESSION_ID
 from app.http.state import Services, of_scope
-from app.http.stream import DONE, KEEPALIVE, as_error_event, as_stream, wants_stream
+from app.http.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
 from app.logs import about_session
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.service.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, WELL, Stages, TurnStage
@@ -175,6 +175,8 @@ class _Exchange:
         if reply.turn is not None:
             if not began:
                 await _start_stream(self._send, [h for h in _marked(reply) if h[0] != "content-type"])
+            elif reply.rolled_back:
+                await self._event(as_comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
             await self._event(await _rendered(reply))
         elif began:
             await self._event(as_error_event(b"".join(reply.parts)) + DONE)
@@ -212,11 +214,15 @@ async def _rendered(reply: TurnReply) -> bytes:
 
 
 def _marked(reply: TurnReply) -> Headers:
-    """The engine's headers, and which turn this is."""
+    """The engine's headers, which turn this is, and what it superseded when it committed."""
     if reply.turn is None:
         return reply.headers
     headers = [*reply.headers, ("x-turnlog-turn", str(reply.turn))]
-    return [*headers, ("x-turnlog-replayed", "true")] if reply.replayed else headers
+    if reply.replayed:
+        headers.append(("x-turnlog-replayed", "true"))
+    if reply.rolled_back:
+        headers.append((ROLLED_BACK, str(reply.rolled_back)))
+    return headers
 
 
 def _outcome(reply: TurnReply) -> str:

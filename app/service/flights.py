@@ -45,6 +45,7 @@ class TurnReply(msgspec.Struct, frozen=True):
 
     `turn` is None for an engine's own error, which committed nothing. `replayed`: it was another request's turn, which
     was stored or, where this one `joined` it, still in flight. `is_aborted`: an engine ended its generation.
+    `rolled_back` live turns were superseded by this one when it committed.
     """
 
     status: int
@@ -54,6 +55,7 @@ class TurnReply(msgspec.Struct, frozen=True):
     replayed: bool = False
     joined: bool = False
     is_aborted: bool = False
+    rolled_back: int = 0
 
 
 class Flight:

@@ -57,7 +57,7 @@ REWARDS_AT_ONCE = 16
 
 
 class NewSession(msgspec.Struct, frozen=True):
-    """What a client asks for; `config.rollback_window` is already settled."""
+    """What a client asks for; what `config` takes from the settings is already settled."""
 
     session_id: str
     config: SessionConfig

@@ -262,8 +262,8 @@ class Turns:
         stages.enter(TurnStage.REPLY)
         shown = self._shown(made.ask.clients)
         parts = _without(made.body, [place for place in judged.places if place.kind not in shown])
-        is_aborted = judged.reply.finish_reason == "abort"
-        return TurnReply(200, made.headers, parts, turn=opening.event.turn, is_aborted=is_aborted)
+        is_aborted, gone = judged.reply.finish_reason == "abort", len(opening.plan.discarded)
+        return TurnReply(200, made.headers, parts, turn=opening.event.turn, is_aborted=is_aborted, rolled_back=gone)
 
     def _shown(self, clients: Collection[str]) -> Collection[str]:
         return shown_kinds(clients, self._settings)
@@ -353,7 +353,7 @@ class Turns:
         if not self._cache.database.is_sqlite:
             await self._writer.submit(Settled(session_id))
         status, headers, body = await transcript.stored_reply(self._cache.database, session, number, kinds)
-        return TurnReply(status, headers, [body], turn=number, replayed=True)
+        return TurnReply(status, headers, [body], turn=number, replayed=True, rolled_back=session.superseded_by(number))
 
     async def drain(self, grace_s: float) -> None:
         """Wait for the turns in flight, at most `grace_s`; what is left then is abandoned with the process."""

@@ -91,9 +91,13 @@ class Author(Agent):
         return self.states[self.session_id][-1]
 
     def _turn(self, asked: float, kept: tuple[Turn, ...]) -> None:
-        """A turn behind these: with fewer than are live, the last one is rolled back."""
+        """A turn behind these: with fewer than are live, the last one is rolled back.
+
+        Where that was the first one, its input is sent once more: another would be another conversation.
+        """
         self.messages = kept[-1].messages if kept else []
-        said = f"{self.requests} {self.rng.random()}"
+        again = self._now.live[0].messages[-2]["content"] if self._now.live and not kept else None
+        said = again or f"{self.requests} {self.rng.random()}"
         sim = {"completion_tokens": self.rng.randrange(5, 40), "tool_calls": False, "reasoning": False}
         reply = self.say(said, sim=sim)
         choice = reply.json()["choices"][0]

@@ -4,8 +4,9 @@ Every call takes effect at one moment between its start and its end. The search 
 verifying concurrent objects", 1993): take one of the calls that nothing unplaced precedes in real time, see whether the
 model gives that reply there, go on, and go back where it does not; states that were seen before are not searched again.
 
-The model is the session as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a retry
-may discard the newest few, a flag that says closed, and the keys of the turns that committed.
+The model is the session as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a retry,
+which follows a sampled message or repeats an input, may discard the newest few, a flag that says closed, and the keys
+of the turns that committed.
 """
 
 from __future__ import annotations
@@ -182,8 +183,10 @@ def _joined(state: State, messages: Sequence[Message], equal: int, window: int) 
     """The first `equal` of the messages are the stored ones."""
     path = state.path()
     kept = [number for number in path if state.turns[number - 1].length <= equal]
-    if len(kept) < len(path) and any(role == "assistant" for role, _ in messages[equal:]):
-        return Place(refusal="history_mismatch")
+    if len(kept) < len(path):
+        repeats_first_input = equal == len(messages) == state.turns[path[0] - 1].length - 1
+        if any(role == "assistant" for role, _ in messages[equal:]) or not (kept or repeats_first_input):
+            return Place(refusal="history_mismatch")
     if len(path) - len(kept) > window:
         return Place(refusal="rollback_too_deep")
     return Place(parent=kept[-1] if kept else 0)

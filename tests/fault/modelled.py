@@ -122,15 +122,16 @@ class Node:
             lambda tx: register(tx, self._name, alone=self.mortal.is_sqlite), durable=True
         )
         self.service = Service(
-            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._end_if_gone, POLL_S
+            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._lease_left, POLL_S
         )
         await self.service.start()
 
-    async def _end_if_gone(self, incarnation: int) -> bool:
+    async def _lease_left(self, incarnation: int) -> float | None:
+        """As `Recovery.lease_left`: None where its claims are void, and for a while longer where it lives."""
         if incarnation not in self._place.gone:
-            return False
+            return SETTINGS.lease_s
         await self.mortal.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
-        return True
+        return None
 
     async def stop(self) -> None:
         await self.service.stop()

@@ -41,7 +41,9 @@ RIGHT: dict[str, list[Call]] = {
     "one after the other": [FIRST, SECOND, call(5, 6, Audit(), BOTH), call(7, 8, Look(), Seen(("A", "B")))],
     "a replay": [FIRST, SECOND, call(5, 6, chat("a", key="k1"), taken(1, "A", replayed=True))],
     "a rollback": [FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X")), call(7, 8, Look(), Seen(("A", "X")))],
-    "too deep": [FIRST, SECOND, call(5, 6, chat("x"), TOO_DEEP)],
+    "an input once more": [FIRST, call(3, 4, chat("a"), taken(2, "Z")), call(5, 6, Look(), Seen(("Z",)))],
+    "too deep": [FIRST, SECOND, call(5, 6, chat("a"), TOO_DEEP)],
+    "another conversation": [FIRST, call(3, 4, chat("x"), MISMATCH), replace(SECOND, start=5, end=6)],
     "a mismatch": [FIRST, SECOND, call(5, 6, chat("a", "X", "c"), MISMATCH)],
     "a mismatch with a turn that was discarded": [
         *(FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X"))),
@@ -98,7 +100,9 @@ LIES: dict[str, list[Call]] = {
     "a claim lost to nobody": [FIRST, call(3, 4, SECOND.request, Refused(409, "claim_lost"))],
     "a mismatch that fits": [FIRST, call(3, 4, SECOND.request, MISMATCH)],
     "too deep within the window": [FIRST, SECOND, call(5, 6, chat("a", "A", "x"), TOO_DEEP)],
-    "a rollback beyond the window": [FIRST, SECOND, call(5, 6, chat("x"), taken(3, "X"))],
+    "a rollback beyond the window": [FIRST, SECOND, call(5, 6, chat("a"), taken(3, "X"))],
+    "a rollback by another conversation": [FIRST, call(3, 4, chat("x"), taken(2, "X"))],
+    "another conversation that is too deep": [FIRST, SECOND, call(5, 6, chat("x"), TOO_DEEP)],
     "a rollback that kept what it discarded": [
         *(FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X"))),
         call(7, 8, Look(), Seen(("A", "B", "X"))),
@@ -169,6 +173,8 @@ class Honest:
         keep = sum(end <= equal for end in self.ends)
         if keep < len(self.ends):
             if any(role == "assistant" for role, _ in sent[equal:]):
+                return MISMATCH
+            if keep == 0 and sent != self.history[: self.ends[0] - 1]:
                 return MISMATCH
             if len(self.ends) - keep > WINDOW:
                 return TOO_DEEP

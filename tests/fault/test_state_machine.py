@@ -31,6 +31,7 @@ from app.domain.events import SessionConfig
 from app.errors import (
     AppError,
     ClaimLost,
+    HistoryMismatch,
     IdempotencyMismatch,
     RollbackTooDeep,
     SessionBusy,
@@ -113,13 +114,21 @@ class Machine(RuleBasedStateMachine):
     @rule(model=sessions, node=st.integers(0, 7), back=st.integers(1, 3))
     def rollback(self, model: Model, node: int, back: int) -> None:
         if back <= len(model.live):
-            base = list(model.live[-back - 1].messages) if back < len(model.live) else []
+            # All of it is discarded only by the first turn's input once more.
+            base = list(model.live[-back - 1].messages) if back < len(model.live) else None
             self.take(model, node, base, back)
 
-    def take(self, model: Model, node: int, base: list[Message], back: int) -> None:
-        """A turn that discards `back` live ones."""
+    @rule(model=sessions, node=st.integers(0, 7))
+    def another_conversation(self, model: Model, node: int) -> None:
+        """It shares nothing with what is live, and discards none of it, whatever the window."""
+        if model.live:
+            self.take(model, node, [], 0)
+
+    def take(self, model: Model, node: int, base: list[Message] | None, back: int) -> None:
+        """A turn after `base` that discards `back` live ones; after None the first live turn's input once more."""
         text = f"{model.id}:{next(self.texts)}"
-        messages = [*base, {"role": "user", "content": text}]
+        new = [{"role": "user", "content": text}]
+        messages = [*base, *new] if base is not None else model.live[0].messages[:-1]
 
         async def taken() -> TurnReply:
             return await self.any_node(node).take(model, messages, text)
@@ -131,6 +140,8 @@ class Machine(RuleBasedStateMachine):
         elif model.flight is not None and model.flight.node is self.any_node(node):
             # The process does not know yet that its turn was taken over.
             self.refused(SessionBusy, taken())
+        elif model.live and base == []:
+            self.refused(HistoryMismatch, taken())
         elif back > model.config.rollback_window:
             self.refused(RollbackTooDeep, taken())
         else:
@@ -422,7 +433,7 @@ def url(request: pytest.FixtureRequest) -> str | None:
 
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 16 if url is None else 6, 25)
+    explore(url, tally, 40 if url is None else 6, 25)
 
 
 @pytest.mark.long

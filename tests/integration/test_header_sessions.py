@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from integration.stand import Stand, Talk, error_of, until, user
+from integration.places import Places
+from integration.stand import Stand, Talk, error_of, standing, until, user
 
 
 class Agent:
@@ -112,11 +114,16 @@ def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(
 
 
 def test_a_child_takes_after_its_parent(stand: Stand) -> None:
-    parent = stand.talk(adapter="poet", on_abort="fail", matcher="strict", rollback_window=3, group_id="task")
+    taken = {
+        "adapter": "poet",
+        "on_abort": "fail",
+        "matcher": "strict",
+        "rollback_window": 3,
+        "on_divergence": "segment",
+    }
+    parent = stand.talk(**taken, group_id="task")
     Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
-    child = config(stand, f"{parent.id}:sub")
-    taken = {"adapter": "poet", "on_abort": "fail", "matcher": "strict", "rollback_window": 3, "parent": parent.id}
-    assert child == taken
+    assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
 
 
 def test_a_session_is_not_its_own_parent(stand: Stand) -> None:
@@ -150,17 +157,21 @@ def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand:
     assert busy.headers["x-should-retry"] == "false"
     first.result()
     one.say("More")
+    other = two.chat("Something else")
+    assert error_of(other) == (400, "history_mismatch")
+    one.say("And more")
+    two.messages = one.messages[:2]
     deep = two.chat("Something else")
     assert error_of(deep) == (400, "rollback_too_deep")
     two.messages = [user("Something else"), {"role": "assistant", "content": "An answer"}]
     mismatch = two.chat("And now?", stream=True)
     assert error_of(mismatch) == (400, "history_mismatch")
-    for refused in (busy, deep, mismatch):
+    for refused in (busy, other, deep, mismatch):
         message = refused.json()["error"]["message"]
         assert "x-turnlog-agent-id" in message
         assert "x-turnlog-parent-session-id" in message
     in_path = session_of(stand, session).chat([user("Something else")])
-    assert error_of(in_path) == (400, "rollback_too_deep")
+    assert error_of(in_path) == (400, "history_mismatch")
     assert "x-turnlog-agent-id" not in in_path.text
 
 
@@ -180,3 +191,41 @@ def test_a_final_turn_closes_its_session_after_the_reply(stand: Stand, stream: b
     assert talk.events()[-1].get("reason", "deleted") == "deleted"
     assert error_of(agent.chat("More")) == (404, "session_closed")
     assert len(talk.committed()) == 2
+
+
+@pytest.fixture(scope="module")
+def keeping(places: Places) -> Iterator[Stand]:
+    """A server that begins a segment where a request diverges, unless the session says otherwise."""
+    environment = {"TURNLOG_ON_DIVERGENCE": "segment", "TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
+    with standing(places.new("keeping"), environment=environment) as made:
+        yield made
+
+
+def test_a_server_may_keep_what_diverges_in_sessions_that_do_not_say(keeping: Stand) -> None:
+    said, unsaid, named = keeping.talk(on_divergence="reject"), keeping.talk(), fresh()
+    agents = {
+        unsaid.id: Agent(keeping, x_session_id=unsaid.id),
+        named: Agent(keeping, x_session_id=named),
+        f"{named}:sub": Agent(keeping, x_turnlog_session_id=named, x_turnlog_agent_id="sub"),
+    }
+    for session_id, agent in agents.items():
+        assert [agent.chat(text).status_code for text in ("One", "Two")] == [200, 200]
+        assert [row["segment"] for row in session_of(keeping, session_id).rows()] == [0, 1]
+    strict = [
+        Agent(keeping, x_session_id=said.id),
+        Agent(keeping, x_turnlog_session_id=said.id, x_turnlog_agent_id="sub"),
+    ]
+    for agent in strict:
+        assert agent.chat("One").status_code == 200
+        assert error_of(agent.chat("Two")) == (400, "history_mismatch")
+
+
+def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
+    talk = keeping.talk()
+    talk.say("Hello")
+    talk.say("More")
+    again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
+    assert "x-turnlog-rolled-back" not in again.headers
+    first, *_, told, chunk, done, end = again.text.split("\n\n")
+    assert (first, told, done, end) == (": keep-alive", ": x-turnlog-rolled-back: 1", "data: [DONE]", "")
+    assert chunk.startswith("data: {")

@@ -67,11 +67,12 @@ def test_each_way_in_which_a_turn_ends_is_counted_once(watched: Stand) -> None:
     before = {outcome: counted(outcome) for outcome in outcomes}
     talk = watched.talk()
     sent = [user("Hello")]
-    assert talk.chat(sent, headers=KEY).status_code == 200
+    talk.say("Hello", headers=KEY)
     assert talk.chat(sent, headers=KEY).headers["x-turnlog-replayed"] == "true"
     assert talk.say("Stop here", sim={"fault": "abort"}).json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.chat([user("x")], sim={"fault": "status_429"}).status_code == 429
-    assert error_of(talk.chat([user("x")], sim={"fault": "not_json"})) == (502, "upstream_invalid")
+    more = [*talk.messages, user("x")]
+    assert talk.chat(more, sim={"fault": "status_429"}).status_code == 429
+    assert error_of(talk.chat(more, sim={"fault": "not_json"})) == (502, "upstream_invalid")
     assert watched.known("nobody").chat(sent).status_code == 404
     other = watched.talk()
     slow = {"sim": {"latency_s": 1.0}, "headers": {"idempotency-key": "k"}}
@@ -83,6 +84,16 @@ def test_each_way_in_which_a_turn_ends_is_counted_once(watched: Stand) -> None:
         **dict.fromkeys(outcomes, 1),
         "committed": 2,
     }
+
+
+def test_turns_that_were_rolled_back_are_counted_once(watched: Stand) -> None:
+    before = value(watched, "turnlog_turns_rolled_back_total")
+    talk = watched.talk(rollback_window=2)
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    sent = [*talk.messages[:2], user("Instead")]
+    told = [talk.chat(sent, headers=KEY).headers["x-turnlog-rolled-back"] for _ in range(2)]
+    assert (told, value(watched, "turnlog_turns_rolled_back_total")) == (["2", "2"], before + 2)
 
 
 def test_the_stages_are_what_the_log_says_and_add_up_to_what_the_client_waited(watched: Stand) -> None:

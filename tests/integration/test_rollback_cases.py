@@ -13,6 +13,7 @@ from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
 from integration.tito import require_consistent
 
 PLAIN = {"tool_calls": False, "reasoning": False}
+ROLLED_BACK = "x-turnlog-rolled-back"
 MATCHERS = ("tolerant", "strict", "role_content_only")
 
 Change = Callable[[Message], Message]
@@ -62,18 +63,83 @@ def test_the_whole_history_and_nothing_new_continues_the_leaf(talk: Talk) -> Non
 def test_a_history_that_stops_one_turn_short_discards_that_turn(talk: Talk, keep: int, new: list[str]) -> None:
     response = talk.chat([*talk.messages[:keep], *map(user, new)], sim=PLAIN)
     assert response.status_code == 200, response.text
+    assert response.headers[ROLLED_BACK] == "1"
     assert path(talk) == [1, 2, 4]
     assert talk.events()[-2]["discarded"] == [3]
     assert talk.committed()[-1]["parent"] == 2
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2, 3])
-def test_a_history_that_stops_further_back_is_too_deep(talk: Talk, keep: int) -> None:
+@pytest.mark.parametrize(
+    ("keep", "new", "code"),
+    [
+        (0, ["Instead"], "history_mismatch"),
+        (1, ["Instead"], "history_mismatch"),
+        (1, [], "rollback_too_deep"),
+        (2, ["Instead"], "rollback_too_deep"),
+        (2, [], "rollback_too_deep"),
+        (3, ["Instead"], "rollback_too_deep"),
+        (3, [], "rollback_too_deep"),
+    ],
+)
+def test_a_history_that_stops_further_back_is_refused(talk: Talk, keep: int, new: list[str], code: str) -> None:
+    """Too deep is what a wider window would allow: an input once more, or what follows a sampled message."""
     before = talk.state()["records"]
-    response = talk.chat([*talk.messages[:keep], user("Instead")], sim=PLAIN)
-    assert error_of(response) == (400, "rollback_too_deep")
+    response = talk.chat([*talk.messages[:keep], *map(user, new)], sim=PLAIN)
+    assert error_of(response) == (400, code)
     assert response.headers["x-should-retry"] == "false"
     assert talk.state()["records"] == before
+
+
+@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("on_divergence", ["reject", "segment"])
+def test_unrelated_messages_lose_no_turn(either: Stand, on_divergence: str, system: bool) -> None:
+    """Five requests that each send only a new user message, with or without the same system message."""
+    talk = either.talk(on_divergence=on_divergence, rollback_window=9)
+    first = [{"role": "system", "content": "You are brief"}] if system else []
+    replies = [talk.chat([*first, user(f"Task {number}")], sim=PLAIN) for number in range(5)]
+    assert "RolledBack" not in talk.types()
+    if on_divergence == "reject":
+        assert replies[0].status_code == 200
+        assert [error_of(reply) for reply in replies[1:]] == [(400, "history_mismatch")] * 4
+        assert (path(talk), len(talk.rows())) == ([1], 1)
+        return
+    assert [reply.status_code for reply in replies] == [200] * 5
+    assert path(talk) == [1, 2, 3, 4, 5]
+    rows = talk.rows()
+    assert [(row["segment"], row["segment_cause"]) for row in rows] == [
+        (number, "divergence" if number else None) for number in range(5)
+    ]
+    assert sum(sum(row["loss_mask"]) for row in rows) == sum(event["output_tokens"] for event in talk.committed())
+
+
+def test_two_conversations_by_turns_in_one_session_are_all_kept(either: Stand) -> None:
+    talk = either.talk(on_divergence="segment", rollback_window=9)
+    kept: list[Message] = []
+    for text in ("One", "Two", "Three"):
+        talk.messages = kept
+        talk.say(text, sim=PLAIN)
+        kept = talk.messages
+        talk.messages = []
+        talk.say("Title, please", sim=PLAIN)
+    assert "RolledBack" not in talk.types()
+    assert path(talk) == [1, 2, 3, 4, 5, 6]
+    assert [[span["turn"] for span in row["turns"]] for row in talk.rows()] == [[1], [2], [3], [4], [5], [6]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_rollback_is_told_with_its_turn_and_with_its_turn_given_again(
+    either: Stand, marked: bool, stream: bool
+) -> None:
+    talk = either.talk(rollback_window=2)
+    headers = {"idempotency-key": "k"} if marked else {"x-stainless-retry-count": "1"}
+    for text in ("One", "Two", "Three"):
+        assert ROLLED_BACK not in talk.say(text, sim=PLAIN).headers
+    sent = [*talk.messages[:2], user("Instead")]
+    told = [talk.chat(sent, headers=headers, sim=PLAIN, stream=stream).headers for _ in range(2)]
+    assert [head.get("x-turnlog-replayed") for head in told] == [None, "true"]
+    assert [head.get(ROLLED_BACK) for head in told] == ["2", "2"]
+    assert path(talk) == [1, 4]
 
 
 @pytest.mark.parametrize("place", [1, 3, 5])
@@ -131,6 +197,7 @@ def test_a_rollback_and_its_copy_at_once_roll_back_once(either: Stand) -> None:
     assert sorted(call.result().status_code for call in calls) == [200] + [409] * 5
     assert path(talk) == [1, 2, 4]
     assert talk.types().count("RolledBack") == 1
+    assert {call.result().headers.get(ROLLED_BACK) for call in calls if call.result().status_code == 200} == {"1"}
 
 
 def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: Stand) -> None:
@@ -151,9 +218,11 @@ def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: St
 def test_a_window_of_none_takes_no_retry(either: Stand) -> None:
     talk = either.talk(rollback_window=0)
     talk.say("One", sim=PLAIN)
-    for sent in ([user("One")], [user("Other")]):
-        assert error_of(talk.chat(sent, sim=PLAIN)) == (400, "rollback_too_deep")
+    for sent, code in (([user("One")], "rollback_too_deep"), ([user("Other")], "history_mismatch")):
+        assert error_of(talk.chat(sent, sim=PLAIN)) == (400, code)
     talk.say("Two", sim=PLAIN)
+    for sent in (talk.messages[:3], [*talk.messages[:2], user("Other")]):
+        assert error_of(talk.chat(sent, sim=PLAIN)) == (400, "rollback_too_deep")
 
 
 def test_a_wide_window_discards_several_turns_at_once(either: Stand) -> None:
@@ -169,13 +238,29 @@ def test_a_wide_window_discards_several_turns_at_once(either: Stand) -> None:
     assert [span["turn"] for span in row["turns"]] == [1, 5, 6]
 
 
-def test_an_invalid_tool_call_that_a_harness_drops_is_a_rollback_of_one(either: Stand) -> None:
-    """mini-swe-agent: the assistant message is left out, and the user reports an error in its place."""
+@pytest.mark.parametrize("place", ["first", "later"])
+def test_an_invalid_tool_call_that_a_harness_drops(either: Stand, place: str) -> None:
+    """mini-swe-agent: the assistant message is left out, and the user reports an error in its place.
+
+    In the session's first turn nothing sampled is left in common, and the request diverges.
+    """
     talk = either.talk()
-    talk.say("Look", tools=[WEATHER], sim={"tool_calls": True, "reasoning": False})
-    response = talk.chat([user("Look"), user("That was no valid call")], tools=[WEATHER], sim=PLAIN)
-    assert response.status_code == 200
-    assert path(talk) == [2]
+    calls = {"tool_calls": True, "reasoning": False}
+    if place == "later":
+        talk.say("Hello", sim=PLAIN)
+    before = talk.messages
+    talk.say("Look", tools=[WEATHER], sim=calls)
+    sent = [*before, user("Look"), user("That was no valid call")]
+    response = talk.chat(sent, tools=[WEATHER], sim=PLAIN)
+    if place == "later":
+        assert (response.status_code, path(talk)) == (200, [1, 3])
+        return
+    assert error_of(response) == (400, "history_mismatch")
+    assert path(talk) == [1]
+    keeping = either.talk(on_divergence="segment")
+    keeping.say("Look", tools=[WEATHER], sim=calls)
+    assert keeping.chat(sent, tools=[WEATHER], sim=PLAIN).status_code == 200
+    assert path(keeping) == [1, 2]
 
 
 def reserialised(message: Message) -> Message:

@@ -111,6 +111,26 @@ def test_another_prompt_is_a_mismatch_or_a_segment(prompt: Prompt) -> None:
     assert told(9, "segment").plan(prompt) == Plan(3, 0)
 
 
+@pytest.mark.parametrize(
+    ("first", "ids", "second", "other"),
+    [("a", [], "ab", "ad"), ("a", [9], "ab", "ad"), ([1], [], [1, 2], [1, 3])],
+    ids=["text", "text that shows no end token", "ids"],
+)
+def test_an_output_of_nothing_is_nothing_in_common(
+    first: Prompt, ids: list[int], second: Prompt, other: Prompt
+) -> None:
+    """What is left in common is a prompt, as with a chat that shares a system message alone."""
+    story = Story(9)
+    story.turn(first, "", ids)
+    story.turn(second, "c", [8])
+    with pytest.raises(HistoryMismatch):
+        story.plan(other)
+    assert story.plan(first) == Plan(0, 0, (1, 2)), "a turn's own prompt"
+    said = "abc" if isinstance(second, str) else [1, 2, 8]
+    story.turn(said, "d", [7])
+    assert story.plan(said) == Plan(2, story.session.turn(2).message_count, (3,)), "an output in common"
+
+
 def test_the_first_prompt_joins_at_the_beginning() -> None:
     assert Story().plan("anything") == Story().plan([1]) == Plan(0, 0)
 

@@ -39,7 +39,7 @@ def test_a_turn_gets_the_next_number_also_after_a_rollback() -> None:
 
 def test_a_replacing_turn_rolls_back_in_its_own_commit() -> None:
     book = one_turn()
-    book.turn([user("b")], assistant("y"), prompt=[5], output=[6])
+    book.turn([user("a")], assistant("y"), prompt=[5], output=[6])
     assert [event.event for event in book.events if isinstance(event.event, RolledBack)] == [RolledBack(0, (1,))]
     assert isinstance(book.events[-2].event, RolledBack)
     committed = book.events[-1].event

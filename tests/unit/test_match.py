@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Book, assistant, user
 
+from app.domain.events import Matcher
 from app.domain.history import Plan
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 
@@ -38,7 +39,6 @@ JOINS: list[tuple[str, int, list[dict[str, Any]], Plan]] = [
     ("new input instead of the last turn", 1, [A, X, B, Y, D], Plan(2, 4, (3,))),
     ("dropped assistant with a user error", 1, [A, X, B, Y, C, user("invalid tool call")], Plan(2, 4, (3,))),
     ("all of it again", 3, [A], Plan(0, 0, (1, 2, 3))),
-    ("another beginning", 3, [D], Plan(0, 0, (1, 2, 3))),
     ("back two turns", 3, [A, X, D], Plan(1, 2, (2, 3))),
     ("back two turns, to a reply", 3, [A, X], Plan(1, 2, (2, 3))),
 ]
@@ -52,10 +52,54 @@ def test_a_request_joins(window: int, messages: list[dict[str, Any]], plan: Plan
             three_turns(len(plan.discarded) - 1).plan(messages)
 
 
+SYSTEM = {"role": "system", "content": "s"}
+
+BEGINNINGS: list[tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ("a system message in common", [SYSTEM, A], [SYSTEM, D]),
+    ("a system message and the task in common", [SYSTEM, A], [SYSTEM, A, D]),
+    ("a part of the input", [SYSTEM, A], [SYSTEM]),
+    ("the client's own assistant message in common", [A, W, B], [A, W, D]),
+    ("the client's own assistant message and nothing new", [A, W, B], [A, W]),
+    ("a tool's result in common", [{"role": "tool", "content": "7"}, A], [{"role": "tool", "content": "7"}, D]),
+]
+
+
+@pytest.mark.parametrize("matcher", ["tolerant", "strict", "role_content_only"])
+@pytest.mark.parametrize(("first", "messages"), [b[1:] for b in BEGINNINGS], ids=[b[0] for b in BEGINNINGS])
+def test_a_request_with_nothing_sampled_in_common_is_never_a_rollback(
+    first: list[dict[str, Any]], messages: list[dict[str, Any]], matcher: Matcher
+) -> None:
+    """What both have in common came from the client: it proves nothing about the turns that would be discarded."""
+    refusing, keeping = Book(3, matcher=matcher), Book(3, "segment", matcher)
+    for book in (refusing, keeping):
+        book.turn(first, X)
+        book.turn([*first, X, C], Y)
+    with pytest.raises(HistoryMismatch):
+        refusing.plan(messages)
+    assert keeping.plan(messages) == Plan(2, 0)
+    for book in (refusing, keeping):
+        assert book.plan(first) == Plan(0, 0, (1, 2)), "an input that is repeated"
+        assert book.plan([*first, X, D]) == Plan(1, len(first) + 1, (2,)), "a sampled message in common"
+
+
+@pytest.mark.parametrize("window", [0, 1, 9])
+def test_two_conversations_by_turns_are_segments_and_none_is_lost(window: int) -> None:
+    """A return to the older one, also by a request that it had before, is a segment again: there is one live path."""
+    book = Book(window, "segment")
+    for number, (messages, reply) in enumerate([([A], X), ([B], Y), ([A], X), ([A, X, C], Z), ([B, Y, D], W)], 1):
+        book.turn(messages, reply)
+        assert book.session.path == tuple(range(1, number + 1))
+    assert [turn.segment for turn in book.session.turns] == [0, 1, 2, 2, 3]
+    assert [turn.base_messages for turn in book.session.turns] == [0, 0, 0, 2, 0]
+
+
 REFUSED: list[tuple[str, int, list[dict[str, Any]], type[AppError]]] = [
     ("retry, window 0", 0, [A, X, B, Y, C], RollbackTooDeep),
     ("back two turns, window 1", 1, [A, X, D], RollbackTooDeep),
-    ("back three turns, window 1", 1, [D], RollbackTooDeep),
+    ("the first turn's input, window 2", 2, [A], RollbackTooDeep),
+    ("another conversation", 3, [D], HistoryMismatch),
+    ("another conversation, window 0", 0, [D], HistoryMismatch),
+    ("the first turn's input and more", 3, [A, D], HistoryMismatch),
     ("edited assistant", 3, [A, X, B, W, C, Z, D], HistoryMismatch),
     ("edited last assistant", 3, [A, X, B, Y, C, W, D], HistoryMismatch),
     ("dropped user message", 3, [A, X, Y, C, Z, D], HistoryMismatch),
@@ -108,9 +152,9 @@ def test_window_three_rolls_back_again_and_again() -> None:
     book = three_turns(3)
     book.turn([A, X, D], W)
     assert book.session.path == (1, 4)
-    book.turn([C], Y)
+    book.turn([A], Y)
     assert book.session.path == (5,)
-    assert book.plan([C, Y, A]) == Plan(5, 2)
+    assert book.plan([A, Y, A]) == Plan(5, 2)
 
 
 class Oracle:
@@ -134,7 +178,9 @@ class Oracle:
         while equal < min(len(messages), len(history)) and messages[equal] == history[equal]:
             equal += 1
         refusal = None
-        if any(message["role"] == "assistant" for message in messages[equal:]):
+        if any(message["role"] == "assistant" for message in messages[equal:]) or (
+            not kept and list(messages) != turns[0][1][:-1]
+        ):
             refusal = "mismatch"
         elif len(lost) > self.window:
             refusal = "deep"

@@ -17,6 +17,7 @@ from app.domain.events import (
     Event,
     Recorded,
     RewardAssigned,
+    RolledBack,
     SessionClosed,
     SessionConfig,
     SessionCreated,
@@ -148,7 +149,7 @@ def test_a_long_session_folds_in_linear_size() -> None:
 
 STEPS: dict[str, Callable[[Book], None]] = {
     "extend": lambda book: _turn(book, _history(book), user("n")),
-    "retry": lambda book: _turn(book, _history(book)[:-2], user("m")),
+    "retry": lambda book: _retry(book, _history(book)),
     "reject": lambda book: book.reject([*_history(book), user("q")]),
     "abandon": lambda book: book.add(_abandoned(book)),
     "reward": lambda book: book.add(RewardAssigned(0.5, {"a": 1.0}, 1 if book.session.turns else None)),
@@ -161,6 +162,14 @@ def _history(book: Book) -> list[dict[str, Any]]:
 
 def _turn(book: Book, base: list[dict[str, Any]], new: dict[str, Any]) -> None:
     book.turn([*base, new], assistant(str(len(book.events))), finish_reason=None)
+
+
+def _retry(book: Book, history: list[dict[str, Any]]) -> None:
+    """Another input in place of the last turn's; of the first turn the same: another would be another conversation."""
+    if len(history) > 2:
+        _turn(book, history[:-2], user("m"))
+    else:
+        _turn(book, [], history[0] if history else user("m"))
 
 
 def _abandoned(book: Book) -> Event:
@@ -205,6 +214,12 @@ def test_what_every_log_keeps(steps: list[str]) -> None:
     parents = [session.turn(number).parent for number in session.path]
     assert parents == [0, *session.path][: len(parents)]
     assert session.open_turn is None
+    rolled = {
+        two.seq: len(one.event.discarded) for one, two in pairwise(book.events) if isinstance(one.event, RolledBack)
+    }
+    assert [session.superseded_by(turn.number) for turn in session.turns] == [
+        rolled.get(turn.seq, 0) for turn in session.turns
+    ]
 
 
 @settings(max_examples=60, deadline=None)

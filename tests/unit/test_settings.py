@@ -67,6 +67,8 @@ BAD = [
     ("UPSTREAM_CONNECT_TIMEOUT_S", "soon"),
     ("ROLLBACK_WINDOW", "-1"),
     ("ROLLBACK_WINDOW", "1.5"),
+    ("ON_DIVERGENCE", "ignore"),
+    ("ON_DIVERGENCE", ""),
     ("CLIENT_REPLY", "short"),
     ("STREAM_KEEPALIVE_S", "-1"),
     ("ON_DISCONNECT", "abort"),

@@ -11,7 +11,7 @@ ERRORS: Mapping[str, str] = {
     "invalid_request": "JSON, shape or a parameter",
     "unsupported": "a documented choice that this version lacks",
     "rollback_too_deep": "the history goes back further than the rollback window",
-    "history_mismatch": "the history is not the stored one",
+    "history_mismatch": "the history is not the stored one, or has nothing sampled in common with it",
     "unauthorized": "no token, or one that is not known",
     "forbidden": "a session's token where the admin's is needed; without tokens, a client that is not this machine",
     "session_not_found": "an id never seen, or another's",
@@ -96,6 +96,7 @@ TURN_HEADERS: Mapping[str, str] = {
 REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-turn": "The number of the turn that this reply is.",
     "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
+    "x-turnlog-rolled-back": "How many turns this one superseded when it committed; absent where it is none.",
     "x-turnlog-cursor": "Repeats this export.",
     "x-turnlog-next-cursor": "Goes on behind the whole export.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",

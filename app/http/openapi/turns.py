@@ -33,6 +33,7 @@ from app.http.openapi.schemas import (
     record,
     ref,
 )
+from app.http.replies import ROLLED_BACK
 from app.http.sessions import SESSION_ID
 from app.upstream.engines import PATHS
 
@@ -115,6 +116,9 @@ _SESSION_ID: Schema = {
 }
 
 _BODIES = {"chat": "ChatRequest", "completions": "CompletionRequest"}
+TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK)
+"""What a reply's headers say of its turn."""
+
 _EXAMPLES: Mapping[str, Schema] = {
     "chat": {"model": "simulator", "messages": [{"role": "user", "content": "What is 6 times 7?"}]},
     "completions": {"model": "simulator", "prompt": "6 times 7 is", "max_tokens": 8},
@@ -146,7 +150,7 @@ def _turn(protocol: str, parameters: list[Schema], errors: Schema) -> Schema:
         "responses": {
             "200": {
                 "description": "The turn is on disk, and this is the engine's reply.",
-                "headers": {name: header(name) for name in ("x-turnlog-turn", "x-turnlog-replayed")},
+                "headers": {name: header(name) for name in TOLD},
                 "content": {JSON: {"schema": ref("TurnReply")}, EVENTS: {"schema": {}}},
             },
             **errors,

@@ -233,12 +233,14 @@ class SessionView {
     const newest = live.at(-1);
     const engine = session.affinity?.engine ?? newest?.engine;
     const segments = new Set(live.map((turn) => turn.segment)).size;
+    const gone = session.turns.length - live.length;
     return [
       fact(
         "Turns",
         count(live.length),
-        session.turns.length > live.length && ` live of ${count(session.turns.length)}`,
+        gone > 0 && ` live of ${count(session.turns.length)}`,
         segments > 1 && `, ${segments} segments`,
+        gone > 0 && [" ", badge(`${count(gone)} rolled back`, "warn")],
       ),
       fact("Reward", session.reward ? rewardParts(session.reward) : "none"),
       config.group_id != null &&
