@@ -165,7 +165,7 @@ class _Store(NamedTuple):
 
 async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: Metrics) -> _Store:
     """The writer runs; all are stopped with `stack`. Raises StartupError."""
-    database = Database(settings.database_url, metrics.committed)
+    database = Database(settings.database_url, metrics.committed, _end_without_store)
     stack.push_async_callback(database.close)
     await database.open()
     incarnation = await register(database)
@@ -190,6 +190,12 @@ async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: 
     )
     stack.push_async_callback(claims.close)
     return _Store(database, incarnation, writer, recovery, cache, followers, claims)
+
+
+def _end_without_store(reason: str) -> None:
+    """As SIGTERM does; a supervisor starts it anew, on the file that is there then."""
+    log.critical("%s under this server: nothing more is written, and it ends", reason)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _controls(settings: Settings, store: _Store, engines: Engines, client: EngineClient) -> SessionControls:

@@ -8,13 +8,13 @@ import os
 import sys
 
 from alembic import context
-from filelock import Timeout
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import StartupError
 from app.settings import load_settings
 from app.store.engine import create_engine, sqlite_lock
+from app.store.lock import Held
 from app.store.postgres import DRIVER_ERRORS
 from app.store.schema import metadata
 
@@ -44,12 +44,14 @@ def run() -> None:
         url = context.config.get_main_option("sqlalchemy.url") or load_settings().database_url
     except StartupError as error:
         sys.exit(f"turnlog: {error}")
-    lock = sqlite_lock(url)
+    lock = sqlite_lock(url, create=True)
     if lock is not None:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            sys.exit("turnlog: a server is running on this database: stop it before changing its schema")
+            lock.acquire()
+        except Held as held:
+            sys.exit(f"turnlog: a server is running on this database, {held}: stop it before changing its schema")
+        except OSError as error:
+            sys.exit(f"turnlog: the database cannot be opened: {error}")
     before = os.umask(PRIVATE)
     try:
         asyncio.run(_online(url))

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from filelock import FileLock, Timeout
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
@@ -25,7 +24,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
-from app.errors import StartupError
+from app.errors import StartupError, StoreLost
 from app.store.dialect import (
     FILE_PRAGMAS,
     PRAGMAS,
@@ -38,6 +37,7 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
+from app.store.lock import Held, SqliteLock
 from app.store.ports import Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -143,31 +143,44 @@ async def _dispose(engine: AsyncEngine) -> None:
         await engine.dispose(close=False)
 
 
-def sqlite_lock(url: str) -> FileLock | None:
+def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
 
-    The kernel releases it when the process dies, so whoever holds it knows that all others are dead.
+    The kernel releases it when the process dies, so whoever holds it knows that all others are dead. `create`: the file
+    is made where there is none.
     """
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return None
-    path = Path(parsed.database or "").resolve()
+    path = Path(parsed.database or "")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(f"{path}.lock")
+    return SqliteLock(path, create=create)
+
+
+def _file(url: str) -> Path:
+    """Of an SQLite URL, without links: SQLite keeps its log file beside the file that they lead to."""
+    return Path(make_url(url).database or "").resolve()
+
+
+def _ignored(reason: str) -> None: ...
 
 
 class Database:
     """The store's connections. `open` before use, `close` after; raises StartupError where it cannot serve.
 
-    `committed` is told of each durable transaction.
+    `committed` is told of each durable transaction; `lost`, once, of why the SQLite file is this process's no more:
+    nothing is written from then on.
     """
 
-    def __init__(self, url: str, committed: Committed = lambda seconds: None) -> None:
+    def __init__(
+        self, url: str, committed: Committed = lambda seconds: None, lost: Callable[[str], None] = _ignored
+    ) -> None:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
         self._lock = sqlite_lock(url)
-        self._sqlite = SqliteWriter(make_url(url).database or "", committed) if self.is_sqlite else None
+        self._on_lost: Callable[[str], None] | None = lost
+        self._sqlite = None if self._lock is None else SqliteWriter(_file(url), committed, self._lock)
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
@@ -182,12 +195,14 @@ class Database:
     async def open(self) -> None:
         if self._lock is not None:
             try:
-                self._lock.acquire(timeout=0)
-            except Timeout:
+                self._lock.acquire()
+            except Held as held:
                 raise StartupError(
-                    f"another process serves {make_url(self.url).database}: SQLite is for one API process; "
+                    f"{held} serves {make_url(self.url).database}: SQLite is for one API process; "
                     "stop that one, run without --workers, or set TURNLOG_DATABASE_URL to PostgreSQL"
                 ) from None
+            except OSError as error:
+                raise StartupError(f"the database cannot be opened: {error}") from error
         await self._check_revision()
         if self._sqlite is not None:
             try:
@@ -255,7 +270,7 @@ class Database:
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
         after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
-        content it writes. Raises StoreFull, StoreUnavailable;
+        content it writes. Raises StoreFull, StoreUnavailable, StoreLost;
         nothing is written then; WriteConflict where trying again is safe.
         """
         try:
@@ -263,6 +278,11 @@ class Database:
                 return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
+        except StoreLost as error:
+            if self._on_lost is not None:
+                told, self._on_lost = self._on_lost, None
+                told(str(error))
+            raise
         except _FAULTS as error:
             if is_conflict(error):
                 raise WriteConflict(str(error)) from error
@@ -273,7 +293,7 @@ class Database:
         if not self.is_sqlite:
             return None
         try:
-            return Path(f"{make_url(self.url).database}-wal").stat().st_size
+            return Path(f"{_file(self.url)}-wal").stat().st_size
         except FileNotFoundError:
             return 0
 

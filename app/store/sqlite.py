@@ -15,12 +15,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import select
 
-from app.errors import StartupError, StoreUnavailable
+from app.errors import StartupError, StoreLost, StoreUnavailable
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
+from app.store.lock import SqliteLock
 from app.store.ports import Committed
 from app.store.schema import events
 
@@ -60,10 +62,14 @@ _LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c
 
 
 class SqliteWriter:
-    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones."""
+    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones.
 
-    def __init__(self, path: str, committed: Committed) -> None:
+    None is begun on a file that `lock` has lost.
+    """
+
+    def __init__(self, path: Path, committed: Committed, lock: SqliteLock) -> None:
         self._path = path
+        self._lock = lock
         self._committed = committed
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="turnlog-writer", daemon=True)
@@ -90,7 +96,7 @@ class SqliteWriter:
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int) -> T:
         """Run `function`, which writes about `size` bytes, in one transaction.
 
-        Raises sqlite3.Error; nothing is written then.
+        Raises sqlite3.Error, OSError, StoreLost; nothing is written then.
         """
         if brief and not durable and not self._on_thread:
             try:
@@ -205,6 +211,7 @@ class SqliteWriter:
             self._durable = durable
         self._begin(wait_s)
         try:
+            self._require_own()
             result = function(self._tx)
             began = time.perf_counter()
             connection.execute("COMMIT")
@@ -215,6 +222,12 @@ class SqliteWriter:
         if durable:
             self._committed(time.perf_counter() - began)
         return result
+
+    def _require_own(self) -> None:
+        """What is written to a file without its name is lost with this process. Raises StoreLost, OSError."""
+        reason = self._lock.lost()
+        if reason is not None:
+            raise StoreLost(reason)
 
     def _begin(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
