@@ -35,6 +35,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
     ├── Overloaded              503 overloaded            past a bound; try again later
     ├── StoreUnavailable        503 store_unavailable
+    │   └── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
     ├── StoreFull               507 store_full
     ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
     └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
@@ -211,6 +212,10 @@ class Overloaded(AppError):
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
     retry_after_s = 2
+
+
+class StoreLost(StoreUnavailable):
+    """Nothing more is written, and this process ends: what is acknowledged must be found by the next one."""
 
 
 class StoreFull(AppError):

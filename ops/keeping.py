@@ -18,7 +18,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import Timeout
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
@@ -26,6 +25,7 @@ from app.errors import AppError, StartupError
 from app.settings import PREFIX, Settings, load_settings
 from app.store.dialect import store_error
 from app.store.engine import sqlite_lock
+from app.store.lock import Held
 
 DONE, NOT_ALL_WELL, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
@@ -102,9 +102,9 @@ def stopped(url: str) -> Iterator[None]:
         yield
         return
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise StartupError(f"a server runs on {sqlite_path(url)}: stop it first") from None
+        lock.acquire()
+    except Held as held:
+        raise StartupError(f"a server runs on {sqlite_path(url)}: {held} has it; stop it first") from None
     try:
         yield
     finally:

@@ -17,19 +17,16 @@ from typing import Any, TypeVar
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from filelock import FileLock, Timeout
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
-from app.errors import StartupError
+from app.errors import StartupError, StoreFull, StoreLost
+from app.store import sqlite_engine
 from app.store.dialect import (
-    FILE_PRAGMAS,
-    PRAGMAS,
-    READER_CACHE,
     ConnectionLost,
     Parameters,
     Row,
@@ -38,6 +35,7 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
+from app.store.lock import Held, SqliteLock
 from app.store.ports import Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -48,7 +46,8 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
-from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
+from app.store.sqlite import SqliteWriter
+from app.store.turnstile import Turnstile
 
 T = TypeVar("T")
 
@@ -63,6 +62,8 @@ SPARE_WRITERS = 3
 
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
+
+NO_ROOM = "there is no room to open the database for more than reads"
 
 RECYCLE_S = 1800
 """Age after which a connection is made anew, so that after a failover they spread again."""
@@ -84,24 +85,7 @@ def create_engine(url: str) -> AsyncEngine:
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return _postgres_engine(parsed, READERS)
-    Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
-    engine = create_async_engine(parsed, pool_size=READERS, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_S})
-
-    @event.listens_for(engine.sync_engine, "connect")
-    def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA page_count")
-        is_new = cursor.fetchone()[0] == 0
-        for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
-            cursor.execute(pragma)
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN")
-
-    return engine
+    return sqlite_engine.create(parsed, READERS)
 
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
@@ -143,31 +127,60 @@ async def _dispose(engine: AsyncEngine) -> None:
         await engine.dispose(close=False)
 
 
-def sqlite_lock(url: str) -> FileLock | None:
+async def revision_without_room(url: str) -> str | None:
+    """An SQLite file's, where there is no room to open it as usual; None where it cannot be read either."""
+    engine = sqlite_engine.create_reader(make_url(url), 1)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+    except (DBAPIError, OSError):
+        return None
+    finally:
+        await engine.dispose()
+
+
+def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
 
-    The kernel releases it when the process dies, so whoever holds it knows that all others are dead.
+    The kernel releases it when the process dies, so whoever holds it knows that all others are dead. `create`: the file
+    is made where there is none.
     """
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return None
-    path = Path(parsed.database or "").resolve()
+    path = Path(parsed.database or "")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(f"{path}.lock")
+    return SqliteLock(path, create=create)
+
+
+def _raise_if_full(error: BaseException) -> None:
+    """Raises StoreFull where that is what a driver's error means."""
+    found = store_error(error)
+    if isinstance(found, StoreFull):
+        raise found from error
+
+
+def _ignored(reason: str) -> None: ...
 
 
 class Database:
     """The store's connections. `open` before use, `close` after; raises StartupError where it cannot serve.
 
-    `committed` is told of each durable transaction.
+    `committed` is told of each durable transaction; `lost`, once, of why the SQLite file is this process's no more:
+    nothing is written from then on.
     """
 
-    def __init__(self, url: str, committed: Committed = lambda seconds: None) -> None:
+    def __init__(
+        self, url: str, committed: Committed = lambda seconds: None, lost: Callable[[str], None] = _ignored
+    ) -> None:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
+        self.is_read_only = False
+        self._readers = Turnstile()
         self._lock = sqlite_lock(url)
-        self._sqlite = SqliteWriter(make_url(url).database or "", committed) if self.is_sqlite else None
+        self._on_lost: Callable[[str], None] | None = lost
+        self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
@@ -180,19 +193,73 @@ class Database:
         return 1 if self.is_sqlite else LANES
 
     async def open(self) -> None:
+        """`is_read_only` afterwards: there is no room to open an SQLite file for more than reads; see `reopen`."""
         if self._lock is not None:
             try:
-                self._lock.acquire(timeout=0)
-            except Timeout:
+                self._lock.acquire()
+            except Held as held:
                 raise StartupError(
-                    f"another process serves {make_url(self.url).database}: SQLite is for one API process; "
+                    f"{held} serves {make_url(self.url).database}: SQLite is for one API process; "
                     "stop that one, run without --workers, or set TURNLOG_DATABASE_URL to PostgreSQL"
                 ) from None
+            except OSError as error:
+                raise StartupError(f"the database cannot be opened: {error}") from error
+        try:
+            await self._open()
+        except StoreFull as full:
+            if not self.is_sqlite:
+                raise StartupError(f"the database cannot be opened: {full}") from full
+            await self._open_to_read()
+
+    async def reopen(self) -> None:
+        """Try again to open for writes what could only be opened for reads, between two reads.
+
+        Raises StoreFull while there is still no room, StoreLost, StartupError.
+        """
+        async with self._readers.alone():
+            self._require_own()
+            await self._exchange(create_engine(self.url))
+            try:
+                await self._open()
+            except StoreFull:
+                await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+                raise
+            self.is_read_only = False
+
+    async def _open_to_read(self) -> None:
+        """Raises StartupError."""
+        await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+        self.is_read_only = True
+        try:
+            await self._check_revision()
+        except StoreFull as full:
+            raise StartupError(f"the database cannot be opened: {full}") from full
+
+    async def _exchange(self, engine: AsyncEngine) -> None:
+        """Close all connections first: those to one file share its memory, and are all readers if one is."""
+        await _dispose(self.engine)
+        self.engine = engine
+
+    def _require_own(self) -> None:
+        """Raises StoreLost."""
+        reason = None if self._lock is None else self._lock.lost()
+        if reason is not None:
+            self._tell_lost(reason)
+            raise StoreLost(reason)
+
+    def _tell_lost(self, reason: str) -> None:
+        if self._on_lost is not None:
+            told, self._on_lost = self._on_lost, None
+            told(reason)
+
+    async def _open(self) -> None:
+        """Raises StartupError, StoreFull."""
         await self._check_revision()
         if self._sqlite is not None:
             try:
                 await self._sqlite.open()
             except (sqlite3.Error, OSError) as error:
+                _raise_if_full(error)
                 raise StartupError(f"the database cannot be opened: {error}") from error
         else:
             async with self.engine.connect() as connection:
@@ -226,7 +293,7 @@ class Database:
             raise store_error(error) or error from error
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
-        async with self.engine.connect() as connection:
+        async with self._readers, self.engine.connect() as connection:
             return await connection.run_sync(function)
 
     async def _read(self, function: Callable[[Connection], T], one_moment: bool) -> T:
@@ -255,14 +322,19 @@ class Database:
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
         after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
-        content it writes. Raises StoreFull, StoreUnavailable;
+        content it writes. Raises StoreFull, StoreUnavailable, StoreLost;
         nothing is written then; WriteConflict where trying again is safe.
         """
+        if self.is_read_only:
+            raise StoreFull(NO_ROOM)
         try:
             if self._sqlite is not None:
                 return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
+        except StoreLost as error:
+            self._tell_lost(str(error))
+            raise
         except _FAULTS as error:
             if is_conflict(error):
                 raise WriteConflict(str(error)) from error
@@ -273,14 +345,16 @@ class Database:
         if not self.is_sqlite:
             return None
         try:
-            return Path(f"{make_url(self.url).database}-wal").stat().st_size
+            return Path(f"{sqlite_engine.file_of(self.url)}-wal").stat().st_size
         except FileNotFoundError:
             return 0
 
     async def empty_log_file(self) -> None:
-        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable."""
+        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable, StoreFull."""
         if self._sqlite is None:
             return
+        if self.is_read_only:
+            raise StoreFull(NO_ROOM)
         try:
             await self._sqlite.empty_log_file()
         except sqlite3.Error as error:
@@ -288,7 +362,7 @@ class Database:
 
     async def give_back(self) -> None:
         """Return free space to the file system, where there is much of it; PostgreSQL's autovacuum does it itself."""
-        if self._sqlite is None:
+        if self._sqlite is None or self.is_read_only:
             return
         try:
             await self._sqlite.give_back()
@@ -301,6 +375,7 @@ class Database:
             async with self.engine.connect() as connection:
                 found = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+            _raise_if_full(error)
             raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
         if found != head:
             raise StartupError(

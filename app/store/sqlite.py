@@ -15,12 +15,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import select
 
-from app.errors import StartupError, StoreUnavailable
+from app.errors import StartupError, StoreLost, StoreUnavailable
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
+from app.store.lock import SqliteLock
 from app.store.ports import Committed
 from app.store.schema import events
 
@@ -39,7 +41,12 @@ CHECKPOINT_BYTES = 32 << 20
 ROW_BYTES = 4096
 """What a changed row costs the log file beside its content: about a page."""
 
-RESERVED_LOG_BYTES = 16 << 20
+RESERVED_LOG_BYTES = 32 + 4062 * (24 + 4096)
+"""What the first segment of SQLite's shared memory indexes: a header, and as many frames of a page.
+
+A frame more on a full disk would be in the file, but could be in no index: the next process would not have the room to
+open the file (`SQLITE_IOERR_SHMSIZE`).
+"""
 
 LONG_LOG_BYTES = 64 << 20
 """A log file begins anew only while nobody reads from it. Where readers follow upon each other it grows past this, and
@@ -60,10 +67,14 @@ _LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c
 
 
 class SqliteWriter:
-    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones."""
+    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones.
 
-    def __init__(self, path: str, committed: Committed) -> None:
+    None is begun on a file that `lock` has lost.
+    """
+
+    def __init__(self, path: Path, committed: Committed, lock: SqliteLock) -> None:
         self._path = path
+        self._lock = lock
         self._committed = committed
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="turnlog-writer", daemon=True)
@@ -76,8 +87,9 @@ class SqliteWriter:
         self._tx: SqliteTx
 
     async def open(self) -> None:
-        """Raises StartupError where SQLite is too old."""
-        self._thread.start()
+        """Raises StartupError where SQLite is too old, sqlite3.Error; it may be tried again then."""
+        if not self._thread.is_alive():
+            self._thread.start()
         await self._hop(self._open)
 
     async def close(self) -> None:
@@ -90,7 +102,7 @@ class SqliteWriter:
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int) -> T:
         """Run `function`, which writes about `size` bytes, in one transaction.
 
-        Raises sqlite3.Error; nothing is written then.
+        Raises sqlite3.Error, OSError, StoreLost; nothing is written then.
         """
         if brief and not durable and not self._on_thread:
             try:
@@ -175,9 +187,13 @@ class SqliteWriter:
         if sqlite3.sqlite_version_info < MIN_SQLITE:
             raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
         connection = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-        for pragma in PRAGMAS:
-            connection.execute(pragma)
-        last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        try:
+            for pragma in PRAGMAS:
+                connection.execute(pragma)
+            last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        except sqlite3.Error:
+            connection.close()
+            raise
         try:
             # What a predecessor erased, and died before it was out of the log file.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -190,13 +206,18 @@ class SqliteWriter:
     def _reserve_log(self) -> None:
         """Make the log file as long as it will be: an fsync of a file that grows takes half as long again.
 
-        SQLite takes what stands behind the last valid frame for nothing, zeros as well as old frames.
+        SQLite takes what stands behind the last valid frame for nothing, zeros as well as old frames. Where there is no
+        room it stays as it is.
         """
-        with open(f"{self._path}-wal", "r+b") as log:
-            end = log.seek(0, os.SEEK_END)
-            if end < RESERVED_LOG_BYTES:
-                log.write(bytes(RESERVED_LOG_BYTES - end))
-                os.fsync(log.fileno())
+        with open(f"{self._path}-wal", "r+b", buffering=0) as file:
+            end = at = file.seek(0, os.SEEK_END)
+            try:
+                while at < RESERVED_LOG_BYTES:
+                    at += file.write(bytes(RESERVED_LOG_BYTES - at))
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(end)
+                log.warning("the log file could not be made as long as it will be, its commits are slower: %s", error)
 
     def _transact(self, function: Callable[[Tx], T], durable: bool, wait_s: float) -> T:
         connection = self.connection
@@ -205,6 +226,7 @@ class SqliteWriter:
             self._durable = durable
         self._begin(wait_s)
         try:
+            self._require_own()
             result = function(self._tx)
             began = time.perf_counter()
             connection.execute("COMMIT")
@@ -215,6 +237,12 @@ class SqliteWriter:
         if durable:
             self._committed(time.perf_counter() - began)
         return result
+
+    def _require_own(self) -> None:
+        """What is written to a file without its name is lost with this process. Raises StoreLost, OSError."""
+        reason = self._lock.lost()
+        if reason is not None:
+            raise StoreLost(reason)
 
     def _begin(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s

@@ -5,8 +5,12 @@ Revision: 0002, after 0001.
 
 from __future__ import annotations
 
+import logging
+
 import sqlalchemy as sa
 from alembic import op
+
+log = logging.getLogger("turnlog.migrations")
 
 revision = "0002"
 down_revision = "0001"
@@ -39,8 +43,12 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("session_id", "fence", name="pk_refused_replies"),
     )
     op.add_column("sessions", sa.Column("closed_at", sa.Double))
-    # Sessions closed before this revision: the last change is the best that is known.
-    op.execute("UPDATE sessions SET closed_at = updated_at WHERE status <> 'open'")
+    # Not `updated_at`: a reward or an erasure may have come after the close.
+    op.execute(
+        "UPDATE sessions SET closed_at = ("
+        "SELECT events.at FROM events WHERE events.session_id = sessions.session_id AND events.type = 'SessionClosed' "
+        "ORDER BY events.seq DESC LIMIT 1) WHERE status <> 'open'"
+    )
     op.create_index("ix_sessions_closed_at_session_id", "sessions", ["closed_at", "session_id"])
     if op.get_bind().dialect.name == "postgresql":
         for table in ("chunks", "refused_replies"):
@@ -49,6 +57,10 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Replay payloads and refused replies are lost; the events that name them cannot be read by the older release."""
+    chunks = op.get_bind().scalar(sa.text("SELECT count(*) FROM chunks WHERE data IS NOT NULL"))
+    replies = op.get_bind().scalar(sa.text("SELECT count(*) FROM refused_replies"))
+    if chunks or replies:
+        log.warning("downgrade to 0001: %d chunks of replay payloads and %d refused replies are lost", chunks, replies)
     op.drop_index("ix_sessions_closed_at_session_id", "sessions")
     op.drop_column("sessions", "closed_at")
     op.drop_table("refused_replies")

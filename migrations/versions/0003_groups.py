@@ -6,6 +6,7 @@ Revision: 0003, after 0002.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ revision = "0003"
 down_revision = "0002"
 branch_labels = None
 depends_on = None
+
+log = logging.getLogger("turnlog.migrations")
 
 PAGE = 2000
 """Events in memory at a time."""
@@ -79,12 +82,29 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Leases and acknowledgements are lost: a later upgrade has every group handed out anew."""
+    """Leases and acknowledgements are lost: a later upgrade has every group handed out anew.
+
+    A group then counts as complete since its sessions' last change.
+    """
+    _tell_what_is_lost(op.get_bind())
     op.drop_index("ix_sessions_weight_version", "sessions")
     op.drop_column("sessions", "weight_version")
     op.drop_column("sessions", "attempt")
     op.drop_table("group_changes")
     op.drop_table("groups")
+
+
+def _tell_what_is_lost(connection: sa.Connection) -> None:
+    count = "SELECT count(*) FROM groups WHERE acked_at IS"
+    leased = connection.scalar(sa.text(f"{count} NULL AND lease_until IS NOT NULL"))
+    acknowledged = connection.scalar(sa.text(f"{count} NOT NULL"))
+    if leased or acknowledged:
+        log.warning(
+            "downgrade to 0002: the leases of %d groups and the acknowledgements of %d are lost: "
+            "after an upgrade the training feed hands these groups out again",
+            leased,
+            acknowledged,
+        )
 
 
 def _fill_sessions(connection: sa.Connection) -> None:

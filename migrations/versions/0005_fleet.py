@@ -5,6 +5,9 @@ Revision: 0005, after 0004.
 
 from __future__ import annotations
 
+import json
+import logging
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -13,9 +16,25 @@ down_revision = "0004"
 branch_labels = None
 depends_on = None
 
+log = logging.getLogger("turnlog.migrations")
+
+_events = sa.table(
+    "events",
+    sa.column("session_id", sa.String),
+    sa.column("seq", sa.BigInteger),
+    sa.column("data", sa.LargeBinary),
+)
+_open_turns = sa.table(
+    "open_turns",
+    sa.column("session_id", sa.String),
+    sa.column("fence", sa.BigInteger),
+    sa.column("adapter", sa.Text),
+)
+
 
 def upgrade() -> None:
     op.add_column("open_turns", sa.Column("adapter", sa.Text))
+    _fill_adapters(op.get_bind())
     op.create_table(
         "fleet_events",
         sa.Column("seq", sa.BigInteger, autoincrement=False, nullable=False),
@@ -43,6 +62,33 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Engines that were added or drained, gates that were shut, and affinities that clients asked for are lost."""
+    said = op.get_bind().scalar(sa.text("SELECT count(DISTINCT key) FROM fleet_events"))
+    affinities = op.get_bind().scalar(sa.text("SELECT count(*) FROM affinities"))
+    if said or affinities:
+        log.warning(
+            "downgrade to 0004: what was said of %d engines and gates, and %d affinities are lost", said, affinities
+        )
     op.drop_table("affinities")
     op.drop_table("fleet_events")
     op.drop_column("open_turns", "adapter")
+
+
+def _fill_adapters(connection: sa.Connection) -> None:
+    """Of the claims that a release of this revision opened before a downgrade: as their events say."""
+    opened = sa.and_(_events.c.session_id == _open_turns.c.session_id, _events.c.seq == _open_turns.c.fence)
+    query = sa.select(_open_turns.c.session_id, _open_turns.c.fence, _events.c.data).join(_events, opened)
+    for session_id, fence, data in list(connection.execute(query)):
+        adapter = _adapter(data)
+        if adapter is not None:
+            claim = (_open_turns.c.session_id == session_id) & (_open_turns.c.fence == fence)
+            connection.execute(sa.update(_open_turns).where(claim).values(adapter=adapter))
+
+
+def _adapter(data: bytes) -> str | None:
+    """Of a `TurnOpened`; behind its JSON there may be a checksum. None where there is none, or it is damaged."""
+    try:
+        adapter = json.JSONDecoder().raw_decode(data.decode())[0].get("adapter")
+    except ValueError:
+        return None
+    return adapter if isinstance(adapter, str) else None

@@ -11,9 +11,8 @@ import pytest
 from helpers.store import Store, create
 from sqlalchemy.engine import make_url
 
-from app.errors import StartupError, StoreFull, StoreUnavailable
+from app.errors import StoreFull, StoreUnavailable
 from app.store import reads, sqlite
-from app.store.engine import Database
 from app.store.log import Appended, StoredBlob
 from app.store.writer import Writer
 from workers import codec
@@ -90,21 +89,6 @@ async def test_a_foreign_lock_that_goes_is_waited_for(sqlite_store: Store, sqlit
     foreign.execute("ROLLBACK")
     foreign.close()
     assert isinstance(await waiting, Appended)
-
-
-async def test_a_second_opener_of_one_sqlite_file_is_refused(sqlite_url: str) -> None:
-    first, second = Database(sqlite_url), Database(sqlite_url)
-    await first.open()
-    with pytest.raises(StartupError, match="another process serves") as refused:
-        await second.open()
-    assert "\n" not in str(refused.value)
-    await second.close()
-    async with Store.over(first) as store:
-        assert isinstance(await store.create("s"), Appended), "the first is not disturbed"
-    await first.close()
-    third = Database(sqlite_url)
-    await third.open()
-    await third.close()
 
 
 async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Store, sqlite_url: str) -> None:

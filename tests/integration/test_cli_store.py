@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -95,9 +96,9 @@ def test_what_no_server_may_run_beside_is_refused(talked: Path) -> None:
         assert answer("verify")["problems"] == []
         for command in (("restore", copy), ("vacuum", "--full"), ("retain",)):
             assert "stop" in complaint(*command, code=2)
-        assert (
-            complaint("migrate") == "turnlog: a server is running on this database: stop it before changing its schema"
-        )
+        who = f"another process (pid {os.getpid()})"
+        said = f"turnlog: a server is running on this database, {who}: stop it before changing its schema"
+        assert complaint("migrate") == said
 
 
 def test_a_damaged_store_is_not_well(talked: Path) -> None:

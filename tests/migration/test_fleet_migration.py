@@ -7,6 +7,7 @@ import zlib
 from typing import Any
 
 from alembic import command
+from fault.verified import verified
 from helpers.databases import alembic_config, migrate
 from helpers.log import BODY, committed
 from helpers.looking import value
@@ -145,7 +146,7 @@ def test_a_store_of_the_release_before_goes_up_down_and_up_again(empty_url: str)
     asyncio.run(over(empty_url, lost_the_fleet_alone))
 
 
-def test_a_claim_outlives_going_down_but_for_its_adapter(database_url: str) -> None:
+def test_a_claim_and_its_adapter_outlive_going_down(database_url: str) -> None:
     async def claimed(store: Store) -> None:
         await store.create("s")
         assert isinstance(await store.claim("s", 1, adapter="a"), Appended)
@@ -154,4 +155,5 @@ def test_a_claim_outlives_going_down_but_for_its_adapter(database_url: str) -> N
     asyncio.run(over(database_url, claimed))
     command.downgrade(alembic_config(database_url), BEFORE)
     migrate(database_url)
-    assert value(database_url, "SELECT adapter FROM open_turns") is None
+    assert value(database_url, "SELECT adapter FROM open_turns") == "a"
+    verified(database_url)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from alembic import command
-from filelock import FileLock
 from helpers.databases import alembic_config, migrate, run_module
 from helpers.store import Store
 from sqlalchemy import inspect, select
@@ -19,7 +18,7 @@ from sqlalchemy.engine import make_url
 from app.domain.session import Session, fold
 from app.errors import StartupError
 from app.store import reads
-from app.store.engine import Database, create_engine, revision_head
+from app.store.engine import Database, create_engine, revision_head, sqlite_lock
 from app.store.schema import metadata, sessions
 
 TABLES = set(metadata.tables)
@@ -209,7 +208,8 @@ def test_the_application_refuses_an_unmigrated_database(empty_url: str) -> None:
 @pytest.fixture
 def held_url(sqlite_url: str) -> Iterator[str]:
     """A migrated file that a process serves: this one holds its lock."""
-    lock = FileLock(f"{Path(make_url(sqlite_url).database or '').resolve()}.lock")
+    lock = sqlite_lock(sqlite_url)
+    assert lock is not None
     with lock:
         yield sqlite_url
 
@@ -218,7 +218,7 @@ def test_a_second_process_on_one_sqlite_file_is_refused(held_url: str) -> None:
     code, printed = serve(held_url)
     assert code != 0
     (line,) = turnlog_lines(printed)
-    assert "another process serves" in line
+    assert f"another process (pid {os.getpid()}) serves" in line
     assert "Traceback" not in printed
 
 

@@ -32,9 +32,6 @@ LONG_LOG = 256 << 20
 SLOW_SYNC_MS = 20.0
 """Each batch of commits waits for one: disks take under 5 ms, what takes longer is a network or a worn card."""
 
-REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
-"""File systems whose locks and shared memory SQLite's log of writes cannot rely on."""
-
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
 
 
@@ -87,6 +84,8 @@ async def _fleet(url: str) -> Fleet:
 
 def _folder(path: Path) -> Iterator[Finding]:
     """Where the file is, or will be."""
+    from app.store.lock import REMOTE, file_system
+
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
@@ -101,7 +100,7 @@ def _folder(path: Path) -> Iterator[Finding]:
         yield warning("disk", what, "make room, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
     else:
         yield ok("disk", what)
-    kind = _file_system(folder)
+    kind = file_system(folder)
     if kind in REMOTE:
         yield problem(
             "disk", f"{folder} is on {kind}: SQLite's locks are not safe there", "use a local disk, or PostgreSQL"
@@ -115,21 +114,6 @@ def _folder(path: Path) -> Iterator[Finding]:
         yield warning("disk", f"an fsync takes {took:.1f} ms; every commit waits for one", "use a local SSD")
     else:
         yield ok("disk", f"an fsync takes {took:.1f} ms")
-
-
-def _file_system(folder: Path) -> str:
-    """Of Linux's list of mounts the longest that holds the folder; empty where there is no list."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return ""
-    best, kind = "", ""
-    for line in mounts:
-        _, place, found, *_ = line.split(" ")
-        place = place.replace("\\040", " ")
-        if len(place) >= len(best) and folder.is_relative_to(place):
-            best, kind = place, found
-    return kind
 
 
 def _sync_ms(folder: Path) -> float:
@@ -179,23 +163,11 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
     if row is not None and mode != "wal":
         yield problem("database", f"journal_mode is {mode}", "turnlog vacuum --full writes the file as it should be")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
-    holder = _holder(Path(f"{path}.lock"))
-    if holder is None:
+    from app.store.lock import holder
+
+    pid = holder(path) or holder(Path(f"{path}.lock"))
+    if pid is None:
         yield ok("database", "no process serves it")
     else:
-        yield ok("database", f"process {holder} serves it: a second one would refuse to start")
+        yield ok("database", f"process {pid} serves it: a second one would refuse to start")
     return row[0] if row is not None else ""
-
-
-def _holder(lock: Path) -> str | None:
-    """Who has the lock, by the kernel's list, which asks nobody; None where nobody has it or there is no list."""
-    try:
-        inode = lock.stat().st_ino
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        parts = line.split()
-        if len(parts) > 5 and parts[5].rpartition(":")[2] == str(inode):
-            return parts[4]
-    return None

@@ -1,0 +1,198 @@
+"""One SQLite file, one server: whatever is done to `<file>.lock`; and a file that is taken away under its server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.databases import run_module
+from helpers.looking import value
+from integration.stand import Stand, error_of, serving, until, user
+
+from fault.table import Tally
+from fault.verified import acknowledgement, verified
+from ops.server import ServerDidNotStart, ServerProcess
+from ops.simulator.process import SimulatorProcess
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lock beside the file is watched instead")
+
+ONE = "two servers on one SQLite file"
+TAKEN = "an SQLite file is deleted or replaced under its server"
+SESSIONS = 80
+PAGE = 7
+
+
+@pytest.fixture
+def own(engine: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
+    """A server of the test's own, with worker processes."""
+    with serving(tmp_path, engine.base_url, environment={"TURNLOG_WORKERS": "2"}) as made:
+        yield made
+
+
+def lock_of(server: ServerProcess) -> Path:
+    return Path(f"{server.database_path}.lock")
+
+
+def deleted(lock: Path) -> None:
+    lock.unlink()
+
+
+def replaced(lock: Path) -> None:
+    other = lock.with_name("other.lock")
+    other.touch()
+    other.replace(lock)
+
+
+def second(stand: Stand) -> ServerProcess:
+    """Another server on the same file, as the first one's command would start it."""
+    return ServerProcess(stand.server.database_path.parent, environment=dict(stand.server.environment))
+
+
+def lines_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "turnlog:" in line]
+
+
+def exported(server: ServerProcess) -> list[str]:
+    """The sessions of an export that is read in pages."""
+    found: list[str] = []
+    query: dict[str, Any] = {"limit": PAGE}
+    with httpx.Client(base_url=server.base_url, timeout=20) as http:
+        while rows := [json.loads(line) for line in http.get("/export", params=query).text.splitlines()]:
+            found += [row["session_id"] for row in rows]
+            query["cursor"] = rows[-1]["cursor"]
+    return found
+
+
+@pytest.mark.fault(16, ONE)
+@pytest.mark.parametrize("what", [deleted, replaced], ids=lambda what: what.__name__)
+def test_a_second_server_is_refused_without_the_lock_file(
+    own: Stand, tally: Tally, what: Callable[[Path], None]
+) -> None:
+    """The servers' clients take turns all the while; each session that was acknowledged is exported, once."""
+    tally.tried += 1
+    what(lock_of(own.server))
+    other = second(own)
+    try:
+        other.start()
+    except ServerDidNotStart as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    servers = [own.server] if refusal else [own.server, other]
+    try:
+
+        def session(number: int) -> str:
+            base = servers[number % len(servers)].base_url
+            with httpx.Client(base_url=base, timeout=20) as http:
+                session_id: str = http.post("/sessions", json={}).json()["session_id"]
+                path = f"/sessions/{session_id}/v1/chat/completions"
+                reply = http.post(path, json={"model": "simulator", "messages": [user("Hello")]})
+                assert reply.status_code == 200, reply.text
+                return session_id
+
+        with ThreadPoolExecutor(8) as threads:
+            acknowledged = list(threads.map(session, range(SESSIONS)))
+        assert sorted(exported(own.server)) == sorted(acknowledged)
+    finally:
+        other.stop()
+    [line] = lines_of(refusal)
+    assert f"another process (pid {own.server.pid}) serves" in line
+    assert "Traceback" not in refusal
+    verified(own)
+
+
+@pytest.mark.fault(16, ONE)
+def test_what_needs_a_stopped_server_is_refused_without_the_lock_file(own: Stand, tmp_path: Path, tally: Tally) -> None:
+    own.talk().say("Hello")
+    copy = str(tmp_path / "copy.db")
+    beside = [("ops.backup", copy), ("ops.verify",), ("ops.compact",)]
+    stopped = [
+        ("ops.restore", copy),
+        ("ops.compact", "--full"),
+        ("ops.retain",),
+        ("app.replay", "--heads", "--fix"),
+        ("alembic", "downgrade", "-1"),
+    ]
+    for command in (*beside, *stopped):
+        lock_of(own.server).unlink(missing_ok=True)
+        done = run_module(*command, environment=own.server.environment)
+        tally.tried += 1
+        if command in beside:
+            assert done.returncode == 0, done.stderr
+        else:
+            assert done.returncode != 0, command
+            assert f"pid {own.server.pid}" in done.stderr, done.stderr
+            assert "Traceback" not in done.stderr
+    own.talk().say("Hello")
+    verified(own)
+
+
+@pytest.mark.fault(16, ONE)
+def test_no_worker_keeps_the_file_of_a_server_that_was_killed(own: Stand, tally: Tally) -> None:
+    """Its workers may outlive it for a moment; their descriptors are not the file's."""
+    children = Path(f"/proc/{own.server.pid}/task/{own.server.pid}/children").read_text().split()
+    assert children
+    file = str(own.server.database_path)
+    for process in (str(own.server.pid), *children):
+        opened = [os.readlink(handle) for handle in Path(f"/proc/{process}/fd").iterdir()]
+        assert (file in opened) == (process == str(own.server.pid))
+    own.server.kill()
+    own.server.start()
+    tally.tried += 1
+    own.talk().say("Hello")
+    verified(own)
+
+
+def removed(file: Path) -> None:
+    for path in file.parent.glob(f"{file.name}*"):
+        path.unlink()
+
+
+def exchanged(file: Path) -> None:
+    """As a copy is put back by hand, without a stop."""
+    shutil.copyfile(file, file.with_name("copy.db"))
+    file.with_name("copy.db").replace(file)
+
+
+def renamed(file: Path) -> None:
+    file.rename(file.with_name("kept.db"))
+
+
+@pytest.mark.fault(16, TAKEN)
+@pytest.mark.parametrize("what", [removed, exchanged, renamed], ids=lambda what: what.__name__)
+def test_a_server_ends_when_its_file_is_taken_away(own: Stand, tally: Tally, what: Callable[[Path], None]) -> None:
+    """Nothing is acknowledged any more: it would be in a file that nobody finds."""
+    talk = own.talk()
+    reply = talk.say("Hello")
+    tally.tried += 1
+    what(own.server.database_path)
+    refused = talk.chat([*talk.messages, user("Again")])
+    assert error_of(refused) == (503, "store_unavailable")
+    pid = own.server.pid
+    until(lambda: not is_running(pid))
+    said = [line for line in own.server.log_path.read_text().splitlines() if "critical" in line.lower()]
+    assert len(said) == 1
+    assert str(own.server.database_path) in said[0]
+    assert "under this server: nothing more is written, and it ends" in said[0]
+    if what is renamed:
+        kept = own.server.database_path.with_name("kept.db")
+        for suffix in ("-wal", "-shm"):
+            Path(f"{own.server.database_path}{suffix}").rename(f"{kept}{suffix}")
+        url = f"sqlite+aiosqlite:///{kept}"
+        assert value(url, "SELECT count(*) FROM events WHERE type = 'TurnCommitted'") == 1
+        verified(url, [acknowledgement(talk.id, reply)], tally)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
