@@ -7,13 +7,10 @@ import contextlib
 import gc
 import logging
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastapi import FastAPI
@@ -49,7 +46,8 @@ from app.service.janitor import Janitor
 from app.service.judge import Judge
 from app.service.page import page_of
 from app.service.pauses import Pauses
-from app.service.recovery import BEATS_PER_LEASE, Recovery, register
+from app.service.recovery import BEATS_PER_LEASE, Recovery
+from app.service.registration import Registration
 from app.service.samples import Samples
 from app.service.session_control import SessionControls
 from app.service.sessions import Sessions
@@ -57,6 +55,7 @@ from app.service.stages import Recent
 from app.service.token_in import TokenIn
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
+from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.families import family
@@ -71,8 +70,6 @@ if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
-
-_Handler = Callable[[int, FrameType | None], object]
 
 DRAIN_S = 10.0
 """How long a stopping server waits for turns whose client has gone already."""
@@ -116,14 +113,15 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
         counted = Counted(database, time.monotonic)
         stack.push_async_callback(counted.stop)
         janitor.start()
-        store.recovery.start()
-        controls.start()
+        store.registration.start(store.recovery.start, controls.start)
+        stack.push_async_callback(store.registration.stop)
         front.health.start()
         front.pauses.start()
         pool.start()
         yield Services(
             settings=settings,
             database=database,
+            registration=store.registration,
             writer=writer,
             **front._asdict(),
             sessions=made_sessions,
@@ -146,6 +144,7 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
                 pauses=front.pauses,
                 token_in=token_in,
                 recent=metrics.recent.summary,
+                read_only=lambda: store.registration.read_only,
                 release=release,
             ),
         )
@@ -155,7 +154,7 @@ class _Store(NamedTuple):
     """The database, this process as it knows it, and who reads, writes and claims for it."""
 
     database: Database
-    incarnation: int
+    registration: Registration
     writer: Writer
     recovery: Recovery
     cache: SessionCache
@@ -165,15 +164,18 @@ class _Store(NamedTuple):
 
 async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: Metrics) -> _Store:
     """The writer runs; all are stopped with `stack`. Raises StartupError."""
-    database = Database(settings.database_url, metrics.committed, _end_without_store)
+    database = Database(settings.database_url, metrics.committed, end_without_store)
     stack.push_async_callback(database.close)
     await database.open()
-    incarnation = await register(database)
+    registration = Registration(database)
+    await registration.attempt()
     writer = Writer(database)
     writer.start()
     # With SQLite the file's lock alone decides who is alive.
     lease_s = math.inf if database.is_sqlite else settings.lease_s
-    recovery = Recovery(database, writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time)
+    recovery = Recovery(
+        database, writer, registration.incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time
+    )
     stack.push_async_callback(recovery.stop)
     stack.push_async_callback(writer.stop)
     cache = SessionCache(database, writer, settings.cache_bytes)
@@ -184,18 +186,12 @@ async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: 
         writer=writer,
         followers=followers,
         clock=time.time,
-        incarnation=incarnation,
+        incarnation=registration.incarnation,
         lease_s=recovery.lease_to_judge_by,
         lease_left=recovery.lease_left,
     )
     stack.push_async_callback(claims.close)
-    return _Store(database, incarnation, writer, recovery, cache, followers, claims)
-
-
-def _end_without_store(reason: str) -> None:
-    """As SIGTERM does; a supervisor starts it anew, on the file that is there then."""
-    log.critical("%s under this server: nothing more is written, and it ends", reason)
-    signal.raise_signal(signal.SIGTERM)
+    return _Store(database, registration, writer, recovery, cache, followers, claims)
 
 
 def _controls(settings: Settings, store: _Store, engines: Engines, client: EngineClient) -> SessionControls:
@@ -207,7 +203,7 @@ def _controls(settings: Settings, store: _Store, engines: Engines, client: Engin
         engines=engines,
         calls=EngineSessions(client, settings.upstream_api_key),
         settings=settings,
-        incarnation=store.incarnation,
+        incarnation=store.registration.incarnation,
         lease_s=store.recovery.lease_to_judge_by,
     )
 
@@ -332,28 +328,11 @@ class Turnlog(FastAPI):
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
             await stack.enter_async_context(metrics_route.published(self.state.services))
-            _on_stop_signal(self.state.services.let_go)
+            on_stop_signal(self.state.services.let_go)
             _calm_collector()
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})
-
-
-def _on_stop_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` when the process is told to end, before uvicorn, which waits for all replies to be whole."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        uvicorns = signal.getsignal(number)
-        if not callable(uvicorns):
-            continue
-
-        def handle(received: int, frame: FrameType | None, uvicorns: _Handler = uvicorns) -> None:
-            loop.call_soon_threadsafe(stop)
-            uvicorns(received, frame)
-
-        signal.signal(number, handle)
 
 
 def _calm_collector() -> None:

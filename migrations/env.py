@@ -11,9 +11,10 @@ from alembic import context
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from app.errors import StartupError
+from app.errors import StartupError, StoreFull
 from app.settings import load_settings
-from app.store.engine import create_engine, sqlite_lock
+from app.store.dialect import store_error
+from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.postgres import DRIVER_ERRORS
 from app.store.schema import metadata
@@ -35,8 +36,23 @@ async def _online(url: str) -> None:
         try:
             connection = await stack.enter_async_context(engine.begin())
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+            if isinstance(store_error(error), StoreFull):
+                await _on_a_full_disk(url)
+                return
             sys.exit(f"turnlog: the database cannot be opened: {error}".splitlines()[0])
         await connection.run_sync(_migrate)
+
+
+async def _on_a_full_disk(url: str) -> None:
+    """A database that needs no change is no reason to fail: its server can start, and says what is the matter."""
+    try:
+        wanted = context.get_revision_argument()
+    except KeyError:  # a command that leads to no revision
+        wanted = None
+    found = await revision_without_room(url)
+    if found is None or found != wanted:
+        sys.exit(f"turnlog: the disk is full: make room, then do this again (revision {found or 'unknown'})")
+    print(f"turnlog: the disk is full; the schema is at revision {found} already", file=sys.stderr)
 
 
 def run() -> None:

@@ -36,10 +36,12 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer, is there a worker, does an engine live?"""
+    """Can a turn be taken: does the database answer and take writes, is there a worker, does an engine live?"""
     app = services(request)
+    read_only = app.registration.read_only
     checks = {
         "database": True,
+        "writable": read_only is None,
         "pool": app.pool.counters().alive > 0,
         "engine": await app.health.any_lives(),
     }
@@ -48,7 +50,8 @@ async def ready(request: Request) -> JSONResponse:
     except AppError:
         checks["database"] = False
     good = all(checks.values())
-    return JSONResponse({"status": "ready" if good else "not_ready", "checks": checks}, 200 if good else 503)
+    found = {"status": "ready" if good else "not_ready", "checks": checks, "read_only": read_only}
+    return JSONResponse(found, 200 if good else 503)
 
 
 async def export_wish(

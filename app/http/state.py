@@ -22,6 +22,7 @@ from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.page import Page
 from app.service.pauses import Pauses
+from app.service.registration import Registration
 from app.service.samples import Samples
 from app.service.sessions import Sessions
 from app.service.turns import Turns
@@ -36,6 +37,7 @@ from workers.pool import Pool
 class Services(msgspec.Struct, frozen=True):
     settings: Settings
     database: Database
+    registration: Registration
     writer: Writer
     engines: Engines
     engine_pool: EnginePool

@@ -78,7 +78,7 @@ def rid_of(session_id: str, fence: int) -> str:
 
 
 class Claims:
-    """The claims of this process, which is `incarnation` to the store; `lease_s()` of silence ends those of another.
+    """The claims of this process, which is `incarnation()` to the store; `lease_s()` of silence ends those of another.
 
     `lease_left` says of another incarnation how long it keeps its claims in silence; None where they are void.
     """
@@ -90,11 +90,11 @@ class Claims:
         writer: Writer,
         followers: Followers,
         clock: Clock,
-        incarnation: int,
+        incarnation: Callable[[], int],
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
-        self.incarnation = incarnation
+        self._incarnation = incarnation
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
         self._releasing: asyncio.Task[None] | None = None
@@ -103,6 +103,11 @@ class Claims:
         self._followers = followers
         self._clock = clock
         self._lease_s = lease_s
+
+    @property
+    def incarnation(self) -> int:
+        """Raises StoreFull, StoreUnavailable while this process is not registered."""
+        return self._incarnation()
 
     async def open(
         self, live: Live, request: Request, incoming: Arrival, mark: RetryMark, adapter: str | None

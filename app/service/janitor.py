@@ -95,11 +95,15 @@ class Janitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
+        told: type[AppError] | None = None
         while True:
             try:
                 await self.round()
+                told = None
             except AppError as error:
-                log.warning("the janitor's round was cut short: %s", error)
+                if type(error) is not told:  # A disk stays full for many rounds.
+                    log.warning("the janitor's round was cut short: %s", error)
+                told = type(error)
             except Exception:
                 log.exception("an unexpected fault in the janitor's round")
             await asyncio.sleep(self._pause_s())

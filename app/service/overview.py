@@ -57,7 +57,10 @@ class DatabaseSize(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Times are epoch seconds. `scope` is what turns, percentiles and errors are of, `weight_version` the newest."""
+    """Times are epoch seconds. `scope` is what turns, percentiles and errors are of, `weight_version` the newest.
+
+    `read_only` says why this process, which has just started, takes no turns; null where it does.
+    """
 
     at: float
     sessions: SessionCounts
@@ -70,6 +73,7 @@ class Overview(msgspec.Struct, frozen=True):
     gate: FleetGate
     adapters: list[AdapterState]
     database: DatabaseSize
+    read_only: str | None
     scope: str
 
 
@@ -81,7 +85,10 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 class Overviews:
-    """`recent` says what the last minute of turns was like, `clock` gives seconds since the epoch."""
+    """`recent` says what the last minute of turns was like, `read_only` why no turn is taken.
+
+    `clock` gives seconds since the epoch.
+    """
 
     def __init__(
         self,
@@ -89,12 +96,14 @@ class Overviews:
         sessions: SessionList,
         pauses: Pauses,
         recent: Callable[[], RecentTurns],
+        read_only: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._sessions = sessions
         self._pauses = pauses
         self._recent = recent
+        self._read_only = read_only
         self._clock = clock
         self._looking = asyncio.Lock()
         self._made: tuple[float, Overview] | None = None
@@ -143,6 +152,7 @@ class Overviews:
             database=DatabaseSize(
                 counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
+            read_only=self._read_only(),
             scope="this process",
         )
 

@@ -41,9 +41,10 @@ def page_of(
     pauses: Pauses,
     token_in: TokenIn,
     recent: Callable[[], RecentTurns],
+    read_only: Callable[[], str | None],
     release: str,
 ) -> Page:
-    """`recent` says what the last minute of turns was like, `release` is this version's."""
+    """`recent` says what the last minute of turns was like, `read_only` why none is taken; `release` is this one."""
 
     def engine_versions() -> list[str | None]:
         return [member.weight_version for member in engines.members.values()]
@@ -51,7 +52,7 @@ def page_of(
     sessions = SessionList(database, turns.held, engine_versions, time.time)
     return Page(
         sessions=sessions,
-        overviews=Overviews(database, sessions, pauses, recent, time.time),
+        overviews=Overviews(database, sessions, pauses, recent, read_only, time.time),
         watch=Watch(database, sessions),
         views=SessionViews(database, turns.held),
         conversations=Conversations(database),

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from app.errors import AppError, StoreUnavailable
@@ -52,7 +53,7 @@ class Recovery:
         self,
         database: Database,
         writer: Writer,
-        incarnation: int,
+        incarnation: Callable[[], int],
         lease_s: float,
         beat_s: float,
         clock: Callable[[], float],
@@ -78,7 +79,8 @@ class Recovery:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            await _written(self._database, lambda tx: incarnations.end(tx, self._incarnation))
+            number = self._incarnation()
+            await _written(self._database, lambda tx: incarnations.end(tx, number))
         except AppError as error:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
@@ -135,7 +137,8 @@ class Recovery:
         while True:
             await asyncio.sleep(self._beat_s)
             try:
-                await _written(self._database, lambda tx: incarnations.heartbeat(tx, self._incarnation))
+                number = self._incarnation()
+                await _written(self._database, partial(incarnations.heartbeat, incarnation=number))
                 now = asyncio.get_running_loop().time()
                 if self._was_silent(now):
                     self._judges_from = now + self._lease_s

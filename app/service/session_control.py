@@ -55,7 +55,7 @@ STOP_S = 5.0
 
 
 class SessionControls:
-    """The names that turns of this process use, `incarnation` to the store, and those that it ends for others.
+    """The names that turns of this process use, `incarnation()` to the store, and those that it ends for others.
 
     `lease_s()` of silence end another process.
     """
@@ -69,12 +69,12 @@ class SessionControls:
         engines: Engines,
         calls: EngineSessions,
         settings: Settings,
-        incarnation: int,
+        incarnation: Callable[[], int],
         lease_s: Callable[[], float],
     ) -> None:
         self.engines = engines
         self.calls = calls
-        self.incarnation = incarnation
+        self._incarnation = incarnation
         self.lease_s = lease_s
         self._database = database
         self._writer = writer
@@ -85,6 +85,11 @@ class SessionControls:
         self._beside: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def incarnation(self) -> int:
+        """Raises StoreFull, StoreUnavailable while this process is not registered."""
+        return self._incarnation()
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-session-control")
@@ -194,11 +199,12 @@ class SessionControls:
         try:
             if not await self._database.read(lambda connection: store.used_last_by(connection, session_id)):
                 return
+            end = store.EndOf(session_id, self.incarnation)
         except AppError as error:
             log.warning("what session %s used last could not be looked up, it will expire: %s", session_id, error)
             return
         async with self._ending:
-            self._tell_all(await self.written(store.EndOf(session_id, self.incarnation)))
+            self._tell_all(await self.written(end))
 
     async def _watch(self) -> None:
         tick = 0

@@ -17,18 +17,16 @@ from typing import Any, TypeVar
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
-from app.errors import StartupError, StoreLost
+from app.errors import StartupError, StoreFull, StoreLost
+from app.store import sqlite_engine
 from app.store.dialect import (
-    FILE_PRAGMAS,
-    PRAGMAS,
-    READER_CACHE,
     ConnectionLost,
     Parameters,
     Row,
@@ -48,7 +46,8 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
-from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
+from app.store.sqlite import SqliteWriter
+from app.store.turnstile import Turnstile
 
 T = TypeVar("T")
 
@@ -63,6 +62,8 @@ SPARE_WRITERS = 3
 
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
+
+NO_ROOM = "there is no room to open the database for more than reads"
 
 RECYCLE_S = 1800
 """Age after which a connection is made anew, so that after a failover they spread again."""
@@ -84,24 +85,7 @@ def create_engine(url: str) -> AsyncEngine:
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return _postgres_engine(parsed, READERS)
-    Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
-    engine = create_async_engine(parsed, pool_size=READERS, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_S})
-
-    @event.listens_for(engine.sync_engine, "connect")
-    def _configure(connection: Any, _: Any) -> None:
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute("PRAGMA page_count")
-        is_new = cursor.fetchone()[0] == 0
-        for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
-            cursor.execute(pragma)
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def _begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN")
-
-    return engine
+    return sqlite_engine.create(parsed, READERS)
 
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
@@ -143,6 +127,18 @@ async def _dispose(engine: AsyncEngine) -> None:
         await engine.dispose(close=False)
 
 
+async def revision_without_room(url: str) -> str | None:
+    """An SQLite file's, where there is no room to open it as usual; None where it cannot be read either."""
+    engine = sqlite_engine.create_reader(make_url(url), 1)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+    except (DBAPIError, OSError):
+        return None
+    finally:
+        await engine.dispose()
+
+
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
 
@@ -157,9 +153,11 @@ def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     return SqliteLock(path, create=create)
 
 
-def _file(url: str) -> Path:
-    """Of an SQLite URL, without links: SQLite keeps its log file beside the file that they lead to."""
-    return Path(make_url(url).database or "").resolve()
+def _raise_if_full(error: BaseException) -> None:
+    """Raises StoreFull where that is what a driver's error means."""
+    found = store_error(error)
+    if isinstance(found, StoreFull):
+        raise found from error
 
 
 def _ignored(reason: str) -> None: ...
@@ -178,9 +176,11 @@ class Database:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
         self.engine = create_engine(url)
+        self.is_read_only = False
+        self._readers = Turnstile()
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
-        self._sqlite = None if self._lock is None else SqliteWriter(_file(url), committed, self._lock)
+        self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
@@ -193,6 +193,7 @@ class Database:
         return 1 if self.is_sqlite else LANES
 
     async def open(self) -> None:
+        """`is_read_only` afterwards: there is no room to open an SQLite file for more than reads; see `reopen`."""
         if self._lock is not None:
             try:
                 self._lock.acquire()
@@ -203,11 +204,62 @@ class Database:
                 ) from None
             except OSError as error:
                 raise StartupError(f"the database cannot be opened: {error}") from error
+        try:
+            await self._open()
+        except StoreFull as full:
+            if not self.is_sqlite:
+                raise StartupError(f"the database cannot be opened: {full}") from full
+            await self._open_to_read()
+
+    async def reopen(self) -> None:
+        """Try again to open for writes what could only be opened for reads, between two reads.
+
+        Raises StoreFull while there is still no room, StoreLost, StartupError.
+        """
+        async with self._readers.alone():
+            self._require_own()
+            await self._exchange(create_engine(self.url))
+            try:
+                await self._open()
+            except StoreFull:
+                await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+                raise
+            self.is_read_only = False
+
+    async def _open_to_read(self) -> None:
+        """Raises StartupError."""
+        await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+        self.is_read_only = True
+        try:
+            await self._check_revision()
+        except StoreFull as full:
+            raise StartupError(f"the database cannot be opened: {full}") from full
+
+    async def _exchange(self, engine: AsyncEngine) -> None:
+        """Close all connections first: those to one file share its memory, and are all readers if one is."""
+        await _dispose(self.engine)
+        self.engine = engine
+
+    def _require_own(self) -> None:
+        """Raises StoreLost."""
+        reason = None if self._lock is None else self._lock.lost()
+        if reason is not None:
+            self._tell_lost(reason)
+            raise StoreLost(reason)
+
+    def _tell_lost(self, reason: str) -> None:
+        if self._on_lost is not None:
+            told, self._on_lost = self._on_lost, None
+            told(reason)
+
+    async def _open(self) -> None:
+        """Raises StartupError, StoreFull."""
         await self._check_revision()
         if self._sqlite is not None:
             try:
                 await self._sqlite.open()
             except (sqlite3.Error, OSError) as error:
+                _raise_if_full(error)
                 raise StartupError(f"the database cannot be opened: {error}") from error
         else:
             async with self.engine.connect() as connection:
@@ -241,7 +293,7 @@ class Database:
             raise store_error(error) or error from error
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
-        async with self.engine.connect() as connection:
+        async with self._readers, self.engine.connect() as connection:
             return await connection.run_sync(function)
 
     async def _read(self, function: Callable[[Connection], T], one_moment: bool) -> T:
@@ -273,15 +325,15 @@ class Database:
         content it writes. Raises StoreFull, StoreUnavailable, StoreLost;
         nothing is written then; WriteConflict where trying again is safe.
         """
+        if self.is_read_only:
+            raise StoreFull(NO_ROOM)
         try:
             if self._sqlite is not None:
                 return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
         except StoreLost as error:
-            if self._on_lost is not None:
-                told, self._on_lost = self._on_lost, None
-                told(str(error))
+            self._tell_lost(str(error))
             raise
         except _FAULTS as error:
             if is_conflict(error):
@@ -293,14 +345,16 @@ class Database:
         if not self.is_sqlite:
             return None
         try:
-            return Path(f"{_file(self.url)}-wal").stat().st_size
+            return Path(f"{sqlite_engine.file_of(self.url)}-wal").stat().st_size
         except FileNotFoundError:
             return 0
 
     async def empty_log_file(self) -> None:
-        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable."""
+        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable, StoreFull."""
         if self._sqlite is None:
             return
+        if self.is_read_only:
+            raise StoreFull(NO_ROOM)
         try:
             await self._sqlite.empty_log_file()
         except sqlite3.Error as error:
@@ -308,7 +362,7 @@ class Database:
 
     async def give_back(self) -> None:
         """Return free space to the file system, where there is much of it; PostgreSQL's autovacuum does it itself."""
-        if self._sqlite is None:
+        if self._sqlite is None or self.is_read_only:
             return
         try:
             await self._sqlite.give_back()
@@ -321,6 +375,7 @@ class Database:
             async with self.engine.connect() as connection:
                 found = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+            _raise_if_full(error)
             raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
         if found != head:
             raise StartupError(

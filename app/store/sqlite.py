@@ -41,7 +41,12 @@ CHECKPOINT_BYTES = 32 << 20
 ROW_BYTES = 4096
 """What a changed row costs the log file beside its content: about a page."""
 
-RESERVED_LOG_BYTES = 16 << 20
+RESERVED_LOG_BYTES = 32 + 4062 * (24 + 4096)
+"""What the first segment of SQLite's shared memory indexes: a header, and as many frames of a page.
+
+A frame more on a full disk would be in the file, but could be in no index: the next process would not have the room to
+open the file (`SQLITE_IOERR_SHMSIZE`).
+"""
 
 LONG_LOG_BYTES = 64 << 20
 """A log file begins anew only while nobody reads from it. Where readers follow upon each other it grows past this, and
@@ -82,8 +87,9 @@ class SqliteWriter:
         self._tx: SqliteTx
 
     async def open(self) -> None:
-        """Raises StartupError where SQLite is too old."""
-        self._thread.start()
+        """Raises StartupError where SQLite is too old, sqlite3.Error; it may be tried again then."""
+        if not self._thread.is_alive():
+            self._thread.start()
         await self._hop(self._open)
 
     async def close(self) -> None:
@@ -181,9 +187,13 @@ class SqliteWriter:
         if sqlite3.sqlite_version_info < MIN_SQLITE:
             raise StartupError(f"SQLite {sqlite3.sqlite_version} is too old: 3.35 or newer is needed")
         connection = sqlite3.connect(self._path, timeout=0, isolation_level=None, check_same_thread=False)
-        for pragma in PRAGMAS:
-            connection.execute(pragma)
-        last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        try:
+            for pragma in PRAGMAS:
+                connection.execute(pragma)
+            last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+        except sqlite3.Error:
+            connection.close()
+            raise
         try:
             # What a predecessor erased, and died before it was out of the log file.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -196,13 +206,18 @@ class SqliteWriter:
     def _reserve_log(self) -> None:
         """Make the log file as long as it will be: an fsync of a file that grows takes half as long again.
 
-        SQLite takes what stands behind the last valid frame for nothing, zeros as well as old frames.
+        SQLite takes what stands behind the last valid frame for nothing, zeros as well as old frames. Where there is no
+        room it stays as it is.
         """
-        with open(f"{self._path}-wal", "r+b") as log:
-            end = log.seek(0, os.SEEK_END)
-            if end < RESERVED_LOG_BYTES:
-                log.write(bytes(RESERVED_LOG_BYTES - end))
-                os.fsync(log.fileno())
+        with open(f"{self._path}-wal", "r+b", buffering=0) as file:
+            end = at = file.seek(0, os.SEEK_END)
+            try:
+                while at < RESERVED_LOG_BYTES:
+                    at += file.write(bytes(RESERVED_LOG_BYTES - at))
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(end)
+                log.warning("the log file could not be made as long as it will be, its commits are slower: %s", error)
 
     def _transact(self, function: Callable[[Tx], T], durable: bool, wait_s: float) -> T:
         connection = self.connection

@@ -56,14 +56,14 @@ class Service:
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         followers = Followers()
         self._recovery = Recovery(
-            database, self.writer, incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, clock
+            database, self.writer, lambda: incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, clock
         )
         self._claims = Claims(
             cache=self.cache,
             writer=self.writer,
             followers=followers,
             clock=clock,
-            incarnation=incarnation,
+            incarnation=lambda: incarnation,
             lease_s=self._recovery.lease_to_judge_by,
             lease_left=lease_left,
         )
@@ -86,7 +86,7 @@ class Service:
             engines=engines,
             calls=EngineSessions(client, settings.upstream_api_key),
             settings=settings,
-            incarnation=incarnation,
+            incarnation=lambda: incarnation,
             lease_s=self._recovery.lease_to_judge_by,
         )
         self.turns = Turns(

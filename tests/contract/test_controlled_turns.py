@@ -53,7 +53,7 @@ async def controls(store: Store, running: SimulatorProcess) -> AsyncIterator[Ses
         engines=engines,
         calls=EngineSessions(client, None),
         settings=settings,
-        incarnation=store.me,
+        incarnation=lambda: store.me,
         lease_s=lambda: LEASE_S,
     )
     made.start()

@@ -21,7 +21,7 @@ LEASE_S = 0.4
 
 async def test_who_was_silent_himself_does_not_judge_others(store: Store) -> None:
     """A failover that takes longer than a lease must not end the turns of all who came through it."""
-    recovery = Recovery(store.database, store.writer, store.me, LEASE_S, LEASE_S / 4, time.time)
+    recovery = Recovery(store.database, store.writer, lambda: store.me, LEASE_S, LEASE_S / 4, time.time)
     assert recovery.lease_to_judge_by() == LEASE_S
     other = await add_incarnation(store.database)
     await store.create("s", at=1.0)

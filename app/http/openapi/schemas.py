@@ -144,9 +144,10 @@ _BY_HAND: Mapping[str, Schema] = {
         pool={"type": "object", "additionalProperties": COUNT},
     ),
     "Readiness": record(
-        "`checks` says what is missing.",
+        "`checks` says what is missing; `read_only`, why a process that has just started cannot write.",
         status={"enum": ["ready", "not_ready"]},
-        checks=record("", database=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
+        checks=record("", database=BOOLEAN, writable=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
+        read_only=nullable(TEXT),
     ),
     "Row": {
         **ANYTHING,

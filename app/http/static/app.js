@@ -104,6 +104,7 @@ class App {
           this.overview = overview;
           setServerNow(overview.at);
           this.strip.show(overview);
+          showReadOnly(overview.read_only);
           this.view?.onOverview?.(overview);
         },
         onReset: () => this.view?.onReset?.(),
@@ -222,6 +223,21 @@ class App {
     }
     this.#signIn();
   }
+}
+
+/**
+ * @param {string|null} why the server has started, but cannot write; null where it can
+ */
+function showReadOnly(why) {
+  const banner = part("read-only");
+  if (banner.hidden === !why) return;
+  banner.hidden = !why;
+  if (!why) return;
+  replace(
+    banner,
+    h("strong", null, "Read-only: "),
+    `${why}. What is stored can be read and exported; turns are refused until the store takes writes again.`,
+  );
 }
 
 /** @param {string} id @returns {HTMLElement} a part of index.html */

@@ -1,0 +1,71 @@
+"""Pools of connections to an SQLite file: the usual one, and one that needs no room on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import Connection, event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE
+from app.store.sqlite import BUSY_TIMEOUT_S
+
+
+def file_of(url: URL | str) -> Path:
+    """The file, without links: SQLite keeps its log file beside the one that they lead to."""
+    return Path(make_url(url).database or "").resolve()
+
+
+def create(url: URL, connections: int) -> AsyncEngine:
+    """For reads and migrations; makes the file's folder."""
+    Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+    engine = _engine(url, connections)
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _configure(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        try:
+            cursor.execute("PRAGMA page_count")
+            is_new = cursor.fetchone()[0] == 0
+            for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
+                cursor.execute(pragma)
+        except BaseException:
+            # Left open, it would keep the next one to this file from being opened in another way.
+            connection.close()
+            raise
+        cursor.close()
+
+    return engine
+
+
+def create_reader(url: URL, connections: int) -> AsyncEngine:
+    """For a file that cannot be opened otherwise, because there is no room for the memory that its users share.
+
+    Each connection has an index of the log to itself. Nobody may write to the file meanwhile, and one who opens it for
+    writes in this process would get a reader as well.
+    """
+    file = f"file:{quote(str(file_of(url)))}"
+    engine = _engine(url.set(database=file, query={"mode": "ro", "readonly_shm": "1", "uri": "true"}), connections)
+
+    @event.listens_for(engine.sync_engine, "connect")
+    def _configure(connection: Any, _: Any) -> None:
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(READER_CACHE)
+        cursor.close()
+
+    return engine
+
+
+def _engine(url: URL, connections: int) -> AsyncEngine:
+    engine = create_async_engine(url, pool_size=connections, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_S})
+    event.listen(engine.sync_engine, "begin", _begin)
+    return engine
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN")
