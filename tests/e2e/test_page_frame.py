@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from fault.locks import file_locked
 from integration.stand import TIMEOUT_S, Stand, serving
 from playwright.sync_api import expect
 
@@ -132,3 +133,16 @@ def test_a_lost_connection_is_said_and_made_good(watched: Watched, guarded: Stan
     page.wait_for_selector(f"{ROWS}[data-key=later-1]")
     expect(page.locator("#banner")).to_be_hidden()
     expect(page.locator("#connection")).to_have_text("live")
+
+
+def test_a_server_that_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:
+    """Somebody else holds the file's lock while it starts; a full disk does the same to it."""
+    watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+    signed_in(watched, "#/")
+    guarded.server.stop()
+    with file_locked(guarded.url):
+        guarded.server.start()
+        watched.page.wait_for_selector("#read-only:has-text('Read-only: the database answered SQLITE_BUSY')")
+        watched.page.wait_for_selector(ROWS)
+    expect(watched.page.locator("#read-only")).to_be_hidden()
+    assert guarded.http.post("/sessions", json={"session_id": "written-again"}).status_code == 200

@@ -13,6 +13,7 @@ from helpers.clusters import ROLE, Cluster, running
 from helpers.databases import run_module
 from integration.stand import Stand, Talk, error_of, serving, until, user
 
+from app.store.engine import NO_ROOM
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from fault.volumes import Volume, volume
@@ -151,11 +152,11 @@ def test_a_server_starts_on_a_full_disk_and_takes_turns_when_there_is_room(
     own.server.migrate()
     own.server.start()
     pid = own.server.pid
-    why = own.http.get("/ready").json()["read_only"]
-    assert why in ("the database is full", "there is no room to open the database for more than reads")
-    read(own, kept, rows, why)
+    read(own, kept, rows, "the database is full")
     refused(own, kept.open, kept, (507, "store_full"), "30")
     assert small.free == 0
+    message = own.http.post("/sessions", json={}).json()["error"]["message"]
+    assert (message == NO_ROOM) == (how is not died_of_it), "both ways to be read-only are tried"
     small.clear()
     well_again(own, kept, tally)
     assert own.server.pid == pid
