@@ -53,7 +53,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Done(msgspec.Struct, frozen=True, array_like=True):
     """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
 
-    `output_ids` are there where the prompt was sent as ids: so will the next one be.
+    `output_ids` are there where the prompt was sent as ids: so will the next one be. A reply that is `miscounted` is
+    sound only where its request carries images.
     """
 
     dialect: Literal["sglang", "vllm"]
@@ -70,6 +71,7 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     places: list[Place]
     cached_tokens: int | None = None
     output_ids: bytes = b""
+    miscounted: str | None = None
 
 
 _JOB = msgspec.msgpack.Decoder(Job)
@@ -130,6 +132,7 @@ def work(job: Job, body: memoryview) -> Done:
         places=[value.place for value in found.values],
         cached_tokens=parsed.cached_tokens,
         output_ids=parsed.output_ids if job.sent else b"",
+        miscounted=parsed.miscounted,
     )
 
 

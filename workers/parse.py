@@ -23,10 +23,12 @@ from workers.parse_json import (
     count_is,
     flat,
     is_null,
+    no_contradiction,
     no_duplicates,
     object_at,
     readable,
     typed,
+    unambiguous,
     utf8,
     value_at,
 )
@@ -45,9 +47,11 @@ from workers.parse_parts import (
     float64,
     int32,
     metadata,
+    miscounted,
     only_choice,
     payloads_in,
-    prompt_tokens,
+    same_output,
+    usage_of,
     weight_versions,
 )
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, Known, Prompt, PromptDiffers, TokenId, token_text
@@ -105,7 +109,8 @@ def parse_reply(
     `sent` is the token text of the prompt where it was sent as ids: the reply then need not repeat them, and what
     it repeats must be these. With `auto` the shape decides which engine it was: in a chat reply, token ids beside
     the choice are vLLM's, else SGLang's rules hold. Raises Rejected, naming the first rule that is broken;
-    PromptDiffers where the prompt is another than was sent.
+    PromptDiffers where the prompt is another than was sent. Whether `miscounted` is a fault only who knows the request
+    can say.
     """
     utf8(body)
     read = completion if protocol == "completions" else _chat
@@ -123,7 +128,9 @@ def _chat(body: bytes, dialect: DialectChoice, known: Known | None, sent: bytes 
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
-    return read(root, choice, known, sent)
+    parsed, bulk = read(root, choice, known, sent)
+    unambiguous(body, choice, bulk)
+    return parsed, bulk
 
 
 def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
@@ -139,11 +146,21 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
     no_duplicates(bytes(meta_raw), meta, where)
     triples = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
     count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    own = meta.get("prompt_tokens", NULL)
-    count = prompt_tokens(root) if is_null(own) else own
-    prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
-    message = _message(choice, len(triples))
+    own, count = meta.get("prompt_tokens", NULL), usage_of(root).get("prompt_tokens")
+    prompt = Prompt(
+        choice.get("prompt_token_ids"),
+        "choices[0].prompt_token_ids",
+        known,
+        sent,
+        count if is_null(own) else own,
+    )
     output_ids = [triple.id for triple in triples]
+    copies = [
+        *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
+        *prompt.repeated(meta.get("prompt_token_ids"), f"{where}.prompt_token_ids"),
+        *same_output(choice, output_ids, "response_token_ids", "token_ids"),
+    ]
+    message = _message(choice, len(triples))
     version = meta.get("weight_version")
     parsed = Parsed(
         dialect="sglang",
@@ -163,19 +180,27 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
         ),
         payloads=payloads_in(meta, extension(root)),
         cached_tokens=cached_tokens(meta.get("cached_tokens"), root.usage),
+        miscounted=miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
     )
-    return parsed, [prompt.text, *flat(meta["output_token_logprobs"], len(triples))]
+    return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 
 
 def _vllm(root: _Root, choice: Fields, known: Known | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
-    logprobs = object_at(choice.get("logprobs"), "choices[0].logprobs")
+    logprobs_raw = choice.get("logprobs")
+    logprobs = object_at(logprobs_raw, "choices[0].logprobs")
+    no_duplicates(bytes(logprobs_raw or b""), logprobs, "choices[0].logprobs")
     entries = typed(_CONTENT, logprobs.get("content"), "choices[0].logprobs.content")
     if len(entries) != len(output_ids):
         raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
-    usage = object_at(root.usage, "usage")
+    usage = usage_of(root)
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent, usage.get("prompt_tokens"))
+    count = usage.get("prompt_tokens")
+    prompt = Prompt(root.prompt_token_ids, "prompt_token_ids", known, sent, count)
+    copies = [
+        *prompt.repeated(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids"),
+        *same_output(choice, output_ids, "response_token_ids"),
+    ]
     parsed = Parsed(
         dialect="vllm",
         message=_message(choice, len(output_ids)),
@@ -194,13 +219,15 @@ def _vllm(root: _Root, choice: Fields, known: Known | None, sent: bytes | None) 
         ),
         payloads=payloads_in(choice),
         cached_tokens=cached_tokens(None, root.usage),
+        miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
     )
-    return parsed, [prompt.text]
+    return parsed, [prompt.text, *copies]
 
 
 def _message(choice: Fields, output_tokens: int) -> bytes:
     raw = choice.get("message")
     message = object_at(raw, "choices[0].message")
+    no_contradiction(raw or b"", message, "choices[0].message")
     calls = value_at(message.get("tool_calls"), "choices[0].message.tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise Rejected("choices[0].message.tool_calls must be a list of objects")

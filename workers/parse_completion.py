@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from workers.parse_json import Rejected, count_is, is_null, no_duplicates, object_at, typed
+from workers.parse_json import Fields, Rejected, count_is, is_null, no_duplicates, object_at, typed, unambiguous
 from workers.parse_parts import (
     DialectChoice,
     Logprob,
@@ -21,17 +21,20 @@ from workers.parse_parts import (
     float64,
     int32,
     metadata,
+    miscounted,
     only_choice,
     payloads_in,
+    same_output,
+    usage_of,
     weight_versions,
 )
 from workers.parse_prompt import IDS, Known, Prompt
 
 
 class _Root(Top, kw_only=True):
-    """A completion's top level; its choice is looked at whole, for keys that stand twice."""
+    """A completion's top level, split in one pass down to the fields of its choices."""
 
-    choices: list[msgspec.Raw]
+    choices: list[Fields]
 
 
 _ROOT = msgspec.json.Decoder(_Root)
@@ -44,9 +47,7 @@ def completion(
 ) -> tuple[Parsed, list[bytes]]:
     """A sound completion, and its long flat lists. Raises Rejected."""
     root: _Root = typed(_ROOT, body, "the body")
-    whole = only_choice(root.choices)
-    choice = object_at(whole, "choices[0]")
-    no_duplicates(bytes(whole), choice, "choices[0]")
+    choice = only_choice(root.choices)
     text_raw = choice.get("text")
     typed(_TEXT, text_raw, "choices[0].text", "a string")
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
@@ -56,10 +57,14 @@ def completion(
     values = typed(_LOGPROBS, logprobs.get("token_logprobs"), "choices[0].logprobs.token_logprobs")
     if len(values) != len(output_ids):
         raise Rejected(f"choices[0].logprobs.token_logprobs has {len(values)} entries for {len(output_ids)} token ids")
-    usage = object_at(root.usage, "usage")
+    usage = usage_of(root)
     count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
     count = usage.get("prompt_tokens")
     prompt = Prompt(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids", known, sent, count)
+    copies = [
+        *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
+        *same_output(choice, output_ids, "response_token_ids"),
+    ]
     versions = metadata(root)
     if dialect == "auto":
         is_sglangs = "matched_stop" in choice or versions or not is_null(root.sglext)
@@ -83,5 +88,8 @@ def completion(
         ),
         payloads=payloads_in(choice, extension(root)),
         cached_tokens=cached_tokens(None, root.usage),
+        miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
     )
-    return parsed, [prompt.text, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
+    bulk = [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
+    unambiguous(body, choice, bulk)
+    return parsed, bulk

@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from workers.parse_json import NULL, Fields, Rejected, is_null, object_at, typed, value_at
-from workers.parse_prompt import MAX_TOKEN_ID, Known
+from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
+from workers.parse_prompt import IDS, MAX_TOKEN_ID, Known
 
 Dialect = Literal["sglang", "vllm"]
 DialectChoice = Literal["auto", "sglang", "vllm"]
+
+MAX_LOGPROB = 1e-4
+"""An engine's rounding may put the logarithm of a probability a little over 0. It is stored as it was sent."""
 
 MISSING_LOGPROB = -9999.0
 """vLLM's stand-in for a logprob it does not have."""
@@ -29,7 +32,7 @@ MAX_VERSION = 256
 UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
 
-Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB)]
+Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB, le=MAX_LOGPROB)]
 CachedTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 
@@ -48,7 +51,8 @@ class Parsed(msgspec.Struct, frozen=True):
     The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
     prompt and output together, as the next turn will know them. `payloads` are the replay payloads'
     kinds and raw values, not looked at; a kind may be there twice. `cached_tokens` is how many of the prompt's
-    tokens the engine says it had cached, where it says so.
+    tokens the engine says it had cached, where it says so. `miscounted` says which of its counts of the prompt's tokens
+    is another than the number of its ids; only a request that carries images is a reason for that.
     """
 
     dialect: Dialect
@@ -63,6 +67,7 @@ class Parsed(msgspec.Struct, frozen=True):
     weight_versions: list[Span]
     payloads: list[tuple[str, msgspec.Raw]] = []
     cached_tokens: int | None = None
+    miscounted: str | None = None
 
 
 class Top(msgspec.Struct):
@@ -110,7 +115,7 @@ def metadata(top: Top) -> Fields:
 
 
 def _fields(raw: msgspec.Raw, where: str) -> Fields:
-    return {} if bytes(memoryview(raw)[:1]) != b"{" else object_at(raw, where)
+    return object_at(raw, where) if is_object(raw) else {}
 
 
 def finish_reason(choice: Fields, meta: Fields) -> str | None:
@@ -164,9 +169,33 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
     return found
 
 
-def prompt_tokens(root: Top) -> msgspec.Raw | None:
-    """What `usage` says of the prompt's length, if there is one."""
-    return None if is_null(root.usage) else object_at(root.usage, "usage").get("prompt_tokens")
+def usage_of(top: Top) -> Fields:
+    """The engine's counts beside the choice, if there are any. Raises Rejected where they contradict themselves."""
+    found = _fields(top.usage, "usage")
+    if found:
+        no_contradiction(top.usage, found, "usage")
+    return found
+
+
+def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | None:
+    """Which of the engine's counts of its prompt is there and not `tokens`, in words. Raises Rejected."""
+    for where, raw in counts:
+        count = value_at(raw, where)
+        if count is not None and (type(count) is not int or count != tokens):
+            return f"{where} is not {tokens}, the number of the prompt's ids"
+    return None
+
+
+def same_output(choice: Fields, output_ids: list[int], *names: str) -> list[bytes]:
+    """The text of further copies of the output's ids, which must be the same. Raises Rejected."""
+    found: list[bytes] = []
+    for name in names:
+        raw = choice.get(name)
+        if raw is not None and not is_null(raw):
+            if typed(IDS, raw, f"choices[0].{name}") != output_ids:
+                raise Rejected(f"choices[0].{name} is not the {len(output_ids)} ids of the output")
+            found.append(bytes(raw))
+    return found
 
 
 def int32(ids: list[int]) -> bytes:

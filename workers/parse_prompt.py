@@ -91,15 +91,34 @@ class Prompt:
         if b"-" in rest:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])
-        self._text_bytes = len(inner)
+        self._inner, self._where = inner, where
+
+    @property
+    def tokens(self) -> int:
+        return self.base + len(self.suffix)
+
+    def repeated(self, raw: msgspec.Raw | None, where: str) -> list[bytes]:
+        """The text of a second copy of the ids, if there is one: it must be the same.
+
+        Raises Rejected, or PromptDiffers where it is the only copy.
+        """
+        if raw is None or is_null(raw):
+            return []
+        text = bytes(raw)
+        if text == self.text:
+            return [text]
+        if not self.text:
+            return [_confirmed(text, where, self._inner)]
+        if _compact(text) != b"[" + self._inner[:-1] + b"]":
+            typed(IDS, raw, where)
+            raise Rejected(f"{where} is another prompt than {self._where}")
+        return [text]
 
     def followed_by(self, output_ids: list[int]) -> Known:
         """Prompt and output together, as the next turn's prompt may begin."""
         output = token_text(output_ids)
         self._hasher.update(output)
-        return Known(
-            self.base + len(self.suffix) + len(output_ids), self._text_bytes + len(output), self._hasher.hexdigest()
-        )
+        return Known(self.tokens + len(output_ids), len(self._inner) + len(output), self._hasher.hexdigest())
 
 
 def _compact(text: bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -55,6 +55,11 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     control: SessionControl | None = None
 
 
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_CONTENT = msgspec.json.Decoder(_Message)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
@@ -180,6 +185,13 @@ def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     if not messages:
         raise InvalidRequest("messages must not be empty")
     return messages
+
+
+def has_more_than_text(messages: Sequence[msgspec.Raw]) -> bool:
+    """Do these messages carry images, or anything else that is not text?"""
+    contents = (value_of(_CONTENT.decode(raw).content, "content") for raw in messages)
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(not isinstance(part, dict) or part.get("type") not in ("text", "refusal") for part in parts)
 
 
 def value_of(raw: bytes | msgspec.Raw | None, name: str) -> Any:

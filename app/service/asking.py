@@ -17,7 +17,15 @@ from app.service import transcript
 from app.service.claims import Opening, Request
 from app.settings import Settings
 from app.store.log import StoredBlob
-from app.upstream.dialects import asked_for, clients_first_row, complete, from_row, takes_rid
+from app.upstream.dialects import (
+    DialectChoice,
+    asked_for,
+    clients_first_row,
+    complete,
+    for_adapter,
+    from_row,
+    takes_rid,
+)
 from workers import codec
 from workers.parse import REPLAY, Known
 
@@ -73,10 +81,19 @@ class Outgoing(msgspec.Struct, frozen=True):
         return transcript.completion_body(self.params, text, ids, ask.rid, ask.own)
 
 
-def outgoing(session: Session, request: Request, settings: Settings) -> Outgoing:
-    """Store the parameters and tools once a session, however many turns send them again."""
+def outgoing(
+    session: Session, request: Request, settings: Settings, adapter: str | None, engines: DialectChoice
+) -> Outgoing:
+    """Store the parameters and tools once a session, however many turns send them again.
+
+    `adapter` is the turn's, `engines` what the engines are known to speak.
+    """
     protocol: Protocol = "chat" if isinstance(request, ChatRequest) else "completions"
-    params = join_object(complete(request.params, settings.upstream_dialect, settings.replay, protocol))
+    dialect = settings.upstream_dialect
+    fields = complete(request.params, dialect, settings.replay, protocol)
+    if adapter is not None:
+        fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
+    params = join_object(fields)
     raw_tools = request.tools if isinstance(request, ChatRequest) else None
     tools = None if raw_tools is None else bytes(raw_tools)
     refs: list[BlobRef] = []
@@ -112,16 +129,26 @@ def first_ask(opening: Opening, request: Request, prompt: Prompt | None, setting
 
 
 def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
-    """The adapter that a turn is for: the session's, else the request's `lora_path`, else a `model` that names one."""
-    if session.config.adapter is not None:
-        return session.config.adapter
+    """The adapter that a turn is for: the session's, else the request's `lora_path`, else a `model` that names one.
+
+    Raises InvalidRequest where the request names another than the session's.
+    """
+    own = session.config.adapter or None
     path = value_of(request.params.get("lora_path"), "lora_path")
-    if isinstance(path, str) and path:
-        return path
-    if not fleet.adapters:
+    named = _named(value_of(request.params.get("model"), "model"), fleet)
+    if own is None:
+        return path if isinstance(path, str) and path else named
+    for name, asked in (("lora_path", path), ("model", named)):
+        if asked and asked != own:
+            raise InvalidRequest(f"{name} names another adapter than the session's, which its turns are for")
+    return own
+
+
+def _named(model: Any, fleet: Fleet) -> str | None:
+    """The known adapter that a `model` names, also as SGLang's `base:adapter`."""
+    if not isinstance(model, str):
         return None
-    model = value_of(request.params.get("model"), "model")
-    return model if isinstance(model, str) and model in fleet.adapters else None
+    return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
 
 
 def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:

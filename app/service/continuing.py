@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from app.domain.events import Part, VersionSpan
-from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
 from app.errors import UpstreamInvalid
 from app.service.asking import Ask, Outgoing, Prompt
 from app.service.cache import id_text
@@ -44,12 +44,7 @@ _GRAMMARS = (
 )
 
 
-class _Message(msgspec.Struct):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-
-
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGE = msgspec.json.Decoder(_Message)
 
 T = TypeVar("T")
 
@@ -62,17 +57,11 @@ def can_go_on(request: Request, judged: Judged) -> bool:
     """
     if not isinstance(request, ChatRequest):
         return not _has_grammar(request)
-    if judged.reply.dialect != "sglang" or _has_more_than_text(request):
+    if judged.reply.dialect != "sglang" or has_more_than_text(request.messages):
         return False
     choice = value_of(request.params.get("tool_choice"), "tool_choice")
     forced = choice == "required" or isinstance(choice, dict)
     return not forced and not _has_grammar(request)
-
-
-def _has_more_than_text(request: ChatRequest) -> bool:
-    contents = (value_of(_MESSAGE.decode(raw).content, "content") for raw in request.messages)
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(not isinstance(part, dict) or part.get("type") not in ("text", "refusal") for part in parts)
 
 
 def _has_grammar(request: Request) -> bool:

@@ -117,7 +117,8 @@ class Generator:
         """Raises Cut, and AppError as the engine, the judge and the prompt's makers do."""
         opening, request = taken.opening, taken.request
         requested_at = self._clock()
-        sending = outgoing(opening.session, request, self._settings)
+        adapter = opening.event.adapter
+        sending = outgoing(opening.session, request, self._settings, adapter, self._engines.dialect)
         stored = await self._stored_messages(opening)
         new = taken.incoming.new(opening.plan)
         with taken.flight.may_be_cut():

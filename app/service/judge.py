@@ -14,6 +14,8 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
+from app.domain.history import Incoming
+from app.domain.request import has_more_than_text
 from app.domain.session import Session
 from app.errors import Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.service.asking import Ask, Prompt
@@ -97,6 +99,8 @@ class Judge:
             raise WorkerCrash(f"judging the reply of {engine} failed twice: {error}") from error
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
+        if done.miscounted is not None and not _has_images(incoming):
+            raise UpstreamInvalid(f"{engine} returned a malformed reply: {done.miscounted}")
         payloads, chunks = _numbered(opening.fence, done)
         return Judged(
             _reply(done, answer, incoming.reply_hash(done.message), requested_at, prompt),
@@ -133,6 +137,11 @@ def is_light(body: Body, new_bytes: int, limit: int) -> bool:
         return False
     payload = job.base64_bytes(memoryview(body.joined()))
     return weight - payload + payload // PAYLOAD_LIGHTER <= limit
+
+
+def _has_images(incoming: Arrival) -> bool:
+    """Engines count an image's tokens in their own ways."""
+    return isinstance(incoming, Incoming) and has_more_than_text(incoming.raws)
 
 
 def _known(opening: Opening) -> Known | None:

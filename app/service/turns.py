@@ -166,6 +166,7 @@ class Turns:
             if request is None:
                 request = await _beside(len(body), lambda: _parsed(protocol, body))
                 self._require_takes_ids(request)
+                adapter = adapter_of(session, request, self._fleet.fleet)
                 if reader.holder is not None:
                     require_own(request, session_id, reader.holder)
             incoming = _arrival(request, session)
@@ -190,7 +191,6 @@ class Turns:
             reply: TurnReply | None = None
             try:
                 ticket = self._gates.ticket()
-                adapter = adapter_of(session, request, self._fleet.fleet)
                 if not self._gates.may_enter(adapter):
                     stages.enter(TurnStage.GATE)
                     await self._held_back(flight, adapter, ticket, session_id)

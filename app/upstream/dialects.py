@@ -75,6 +75,30 @@ def complete(
     return fields
 
 
+def for_adapter(fields: Mapping[str, bytes], adapter: str, dialect: DialectChoice) -> dict[str, bytes]:
+    """A request's fields as an engine must get them to generate with this adapter.
+
+    SGLang takes it from `lora_path`, but from behind the colon of `model` first, so nothing may stand there; vLLM takes
+    it from `model`. Each ignores the other's, so one of which it is not known which it is (`auto`) gets both.
+    """
+    asked, name = dict(fields), msgspec.json.encode(adapter)
+    if dialect != "sglang":
+        asked["model"] = name
+    elif "model" in asked:
+        asked["model"] = _base_model(asked["model"])
+    if dialect == "vllm":
+        asked.pop("lora_path", None)
+    else:
+        asked["lora_path"] = name
+    return asked
+
+
+def _base_model(raw: bytes) -> bytes:
+    """`model` without what SGLang would take for an adapter."""
+    model = msgspec.json.decode(raw)
+    return msgspec.json.encode(model.partition(":")[0]) if isinstance(model, str) and ":" in model else raw
+
+
 def returns(kind: str, dialect: DialectChoice, protocol: Protocol) -> bool:
     """Can a kind of payload be asked for? vLLM knows no `indexer_topk`, nor do SGLang's completions."""
     return kind == "routed_experts" or (dialect != "vllm" and protocol == "chat")

@@ -24,6 +24,7 @@ from app.upstream.client import (
     TooLarge,
     Withheld,
 )
+from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control
 from app.upstream.member import Member
 
@@ -113,6 +114,12 @@ class Engines:
             member.has_version(version, known)
         if member.fell_from is not None and self._on_fall is not None:
             self._on_fall(member)
+
+    @property
+    def dialect(self) -> DialectChoice:
+        """What all engines are known to speak; `auto` where one is not known yet, or they differ."""
+        found = {member.dialect for member in self.members.values()}
+        return (found.pop() if len(found) == 1 else None) or "auto"
 
     def require_some(self) -> None:
         """Raises NoUpstream."""

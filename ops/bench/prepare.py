@@ -226,7 +226,7 @@ class _Steps:
         plan = incoming.join(session)
         opened = decide.open_turn(session, plan, incarnation=1, body_hash=request.body_hash, retry_key=None)
         opening = Opening(live, session, plan, opened, session.version + 1, session.tip)
-        sending = outgoing(session, request, self._settings)
+        sending = outgoing(session, request, self._settings, None, "auto")
         stored = await self._cache.messages(live, plan.parent)
         template = self._token_in.check(request)
         assert template is not None

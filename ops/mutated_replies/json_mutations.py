@@ -237,12 +237,53 @@ def logprob(rng: random.Random, root: Node) -> None:
         elif isinstance(entry, list) and entry:
             found.append((entry, 0))
     if found:
-        sound = (repr(-rng.random() * 10 ** rng.randint(-300, 3)), f"-0.{rng.randrange(10**30):030}", "-3", "5e-1")
+        sound = (
+            "1e-4",
+            "9e-5",
+            repr(-rng.random() * 10 ** rng.randint(-300, 3)),
+            f"-0.{rng.randrange(10**30):030}",
+            "-3",
+            "5e-1",
+        )
         tree.put(*rng.choice(found), rng.choice((*sound, *NUMBERS, junk(rng))))
+
+
+def agree(rng: random.Random, root: Node) -> None:
+    """Copies of the ids and counts are mended after them, mostly; a copy that is not there may be added."""
+    choice, meta = choice_of(root), meta_of(root)
+    if choice is None or not isinstance(root, Object) or rng.random() < 0.2:
+        return
+    output: Node = [tree.twin(tree.child(*spot)) for spot in output_of(root)]
+    prompt = list(prompt_of(root))
+    if choice.get("response_token_ids") is not None or rng.random() < 0.2:
+        choice.set("response_token_ids", output)
+    if rng.random() < 0.1:
+        rng.choice((choice, root)).set("prompt_token_ids", list(prompt))
+    for home in (meta, root.get("usage")):
+        if isinstance(home, Object):
+            home.set("prompt_tokens", str(len(prompt)))
+
+
+def copy(rng: random.Random, root: Node) -> None:
+    """A second copy of ids, which says the same or something else."""
+    choice = choice_of(root)
+    if choice is None or not isinstance(root, Object):
+        return
+    ids = [*prompt_of(root)] if rng.random() < 0.5 else [tree.twin(tree.child(*spot)) for spot in output_of(root)]
+    if rng.random() < 0.5:
+        ids.insert(rng.randint(0, len(ids)), rng.choice(("7", "-0", "null", "[]")))
+    name = rng.choice(("prompt_token_ids", "response_token_ids", "token_ids"))
+    home = rng.choice((root, choice, meta_of(root) or choice))
+    (home.add if rng.random() < 0.3 else home.set)(name, list(ids))
 
 
 def token_id(rng: random.Random, root: Node) -> None:
     """An id of the prompt or the output: another, or none."""
+    _token_id(rng, root)
+    agree(rng, root)
+
+
+def _token_id(rng: random.Random, root: Node) -> None:
     prompt = prompt_of(root)
     found: list[Place] = [(prompt, place) for place in range(len(prompt))] if rng.random() < 0.5 else output_of(root)
     if not found:
@@ -271,6 +312,7 @@ def length(rng: random.Random, root: Node) -> None:
     home = meta_of(root)
     if home and rng.random() < 0.6:
         home.set("completion_tokens", str(len(entries)))
+        agree(rng, root)
 
 
 def message(rng: random.Random, root: Node) -> None:
@@ -347,6 +389,7 @@ MUTATIONS: Mapping[str, Mutation] = {
     "json: nest": nest,
     "json: respell": respell,
     "json: count": count,
+    "json: copy": copy,
     "json: logprob": logprob,
     "json: token id": token_id,
     "json: length": length,

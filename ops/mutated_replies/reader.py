@@ -9,7 +9,6 @@ that a reply must keep to; what it lets pass the server may still refuse.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ Value = Any
 MAX_DEPTH = 100
 MAX_ID = 2**31 - 1
 MISSING = -9999.0
+MAX_LOGPROB = 1e-4
 _INTEGER = re.compile(r"-?[0-9]{1,40}")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -133,8 +133,8 @@ def _logprob(value: Value) -> float:
     if not (isinstance(value, tuple) and value[0] == "#"):
         raise Malformed("a logprob is not a number")
     number = float(value[1])
-    if not math.isfinite(number) or number <= MISSING:
-        raise Malformed("a logprob is infinite or a stand-in")
+    if not MISSING < number <= MAX_LOGPROB:
+        raise Malformed("a logprob is infinite, a stand-in or over 0")
     return number
 
 
@@ -161,10 +161,46 @@ def read(body: bytes, demand: Demand) -> Reading:
     reading = _vllm(root, choice) if vllm else _sglang(root, choice)
     reading.root = root
     _check_message(reading)
+    _check_copies(reading, choice)
+    for place in (root, choice, reading.message, get(root, "usage")):
+        _check_once(place)
     if demand.judged:
         homes = [choice] if vllm else [get(choice, "meta_info"), get(root, "sglext")]
         _read_payloads(reading, homes, demand)
     return reading
+
+
+def _check_copies(reading: Reading, choice: Value) -> None:
+    """What the reply says more than once of its prompt and its output."""
+    meta, usage = get(choice, "meta_info"), get(reading.root, "usage")
+    for home in (reading.root, choice, meta):
+        copy = get(home, "prompt_token_ids")
+        if copy is not None and _prompt(copy) != reading.prompt:
+            raise Malformed("two copies of the prompt's ids differ")
+    for name in ("response_token_ids", "token_ids"):
+        copy = get(choice, name)
+        if copy is not None and [_token_id(item) for item in _list(copy, name)] != reading.output:
+            raise Malformed(f"{name} is not the output's ids")
+    for home in (meta, usage):
+        count = get(home, "prompt_tokens")
+        if count is not None and integer(count, "prompt_tokens") != len(reading.prompt):
+            raise Malformed("prompt_tokens is not the number of the prompt's ids")
+
+
+def _check_once(value: Value) -> None:
+    """A key that stands twice says the same each time."""
+    found: dict[str, Value] = {}
+    for key, inner in value[1] if is_object(value) else ():
+        plain = _last(inner)
+        if found.setdefault(key, plain) != plain:
+            raise Malformed("a key stands twice, with different values")
+
+
+def _last(value: Value) -> Value:
+    """As a reader of JSON has it: of a key that stands twice the last value, in no order."""
+    if is_object(value):
+        return {key: _last(inner) for key, inner in value[1]}
+    return [_last(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _sglang(root: Value, choice: Value) -> Reading:
@@ -195,7 +231,10 @@ def _sglang(root: Value, choice: Value) -> Reading:
 
 def _vllm(root: Value, choice: Value) -> Reading:
     output = [_token_id(item) for item in _list(get(choice, "token_ids"), "token_ids")]
-    content = _list(get(_object(get(choice, "logprobs"), "logprobs"), "content"), "logprobs.content")
+    holder = _object(get(choice, "logprobs"), "logprobs")
+    if len(dict(holder[1])) != len(holder[1]):
+        raise Malformed("duplicate keys in logprobs")
+    content = _list(get(holder, "content"), "logprobs.content")
     logprobs = [_logprob(get(_object(entry, "an entry"), "logprob")) for entry in content]
     if len(logprobs) != len(output):
         raise Malformed("as many logprobs as token ids are needed")

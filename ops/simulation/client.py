@@ -79,7 +79,6 @@ class Client:
         name: str,
         session_id: str,
         habits: Habits,
-        adapter: str | None,
         rng: random.Random,
         history: History,
         pick: Callable[[], Process | None],
@@ -89,7 +88,6 @@ class Client:
         self.session_id = session_id
         self.messages: list[Message] = []
         self._habits = habits
-        self._adapter = {} if adapter is None else {"lora_path": adapter}
         self._rng = rng
         self._history = history
         self._pick = pick
@@ -183,7 +181,7 @@ class Client:
 
     async def _take(self, messages: Sequence[Message], logical: str, key: str | None, mark: RetryMark) -> TurnReply:
         process = self._process()
-        body = msgspec.json.encode({"model": "simulated", "messages": messages, **self._adapter})
+        body = msgspec.json.encode({"model": "simulated", "messages": messages})
         asked_at = self._history.now()
         reader = Reader(lambda size: None)
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")

@@ -145,12 +145,12 @@ class _Schedule:
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
             )
             for rival in range(rng.choice((1, 1, 2, 3))):
-                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, config.adapter)
+                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits)
                 found.append((one, config))
         return found
 
-    def _client(self, name: str, session_id: str, habits: client.Habits, adapter: str | None) -> Client:
-        return Client(name, session_id, habits, adapter, self._rng, self._history, self._pick, self._note)
+    def _client(self, name: str, session_id: str, habits: client.Habits) -> Client:
+        return Client(name, session_id, habits, self._rng, self._history, self._pick, self._note)
 
     def _pick(self) -> Process | None:
         serving = [process for process in self._processes if process is not None and process.serving]
@@ -251,7 +251,7 @@ class _Schedule:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
-            last = self._client(f"last-{session_id}", session_id, client.Habits(), config.adapter)
+            last = self._client(f"last-{session_id}", session_id, client.Habits())
             try:
                 async with asyncio.timeout(RECOVERY_S):
                     await self._go_on(last, config)
@@ -275,7 +275,7 @@ class _Schedule:
 
     async def _drill(self, trainer: Trainer) -> None:
         name = self._rng.choice((*ADAPTERS, None))
-        asker = self._client("drill", SESSION_ID, client.Habits(), name)
+        asker = self._client("drill", SESSION_ID, client.Habits())
         drill = Drill(asker, name, trainer, self._engines, self._server.store, self._history)
         try:
             async with asyncio.timeout(2 * RECOVERY_S):

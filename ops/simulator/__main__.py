@@ -44,6 +44,10 @@ def _shape(text: str) -> tuple[int, int, int]:
     return layers, top_k, experts
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ops.simulator", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
@@ -54,6 +58,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--weight-versions", action="store_true", help="always report their spans")
     parser.add_argument("--model", default="simulator")
+    parser.add_argument(
+        "--adapters", type=_names, default=(), metavar="NAME,…", help="LoRA adapters; others are refused"
+    )
     parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations that think first")
     parser.add_argument("--cache-tokens", type=int, default=2**22, help="what the prefix cache holds")
     parser.add_argument("--prefill-us-per-token", type=float, default=0.0, help="of those not in the prefix cache")
@@ -70,6 +77,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         weight_version=arguments.weight_version,
         weight_versions=arguments.weight_versions,
         model=arguments.model,
+        adapters=arguments.adapters,
         reasoning=arguments.reasoning,
         experts=arguments.experts,
         keep_requests=arguments.keep_requests,

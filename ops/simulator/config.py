@@ -18,6 +18,8 @@ class Config:
     ``max_turn_tool_results`` bounds the seeded number (from 1) of tool results
     after which the policy stops calling tools. ``cache_tokens`` bounds the
     prefix cache, ``prefill_s`` is the time that a token takes which is not in it.
+    ``adapters`` are the LoRA adapters that are loaded: with any, another one is
+    refused as the engine does; with none, every name is taken.
     """
 
     dialect: Dialect = "sglang"
@@ -26,6 +28,7 @@ class Config:
     weight_version: str = "default"
     weight_versions: bool = False
     model: str = "simulator"
+    adapters: tuple[str, ...] = ()
     reasoning: float = 0.25
     experts: tuple[int, int, int] = (4, 2, 64)
     indexer: tuple[int, int] = (2, 8)

@@ -284,7 +284,8 @@ class Control:
         )
 
     async def _sim_requests(self, body: bytes, query: Query) -> Reply:
-        return json_reply([seen.whole() for seen in self._requests.last(int(query.get("last", "1")))])
+        seen = self._requests.last(int(query.get("last", "1")))
+        return json_reply([{**one.whole(), "adapter": self._engine.adapter_of(one.body)} for one in seen])
 
     async def _sim_reset(self, body: bytes, query: Query) -> Reply:
         self._engine.reset()

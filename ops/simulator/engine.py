@@ -33,6 +33,9 @@ class Wire(Protocol):
     def error(self, message: str, status: int = 400) -> Reply:
         """An error object."""
 
+    def adapter(self, request: Request, config: Config) -> str | None:
+        """The LoRA adapter that a request is for."""
+
     def render(self, generation: Generation[ChatRequest], writer: Writer) -> Reply:
         """A whole reply."""
 
@@ -58,6 +61,7 @@ class Engine:
         self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
         self._decode = msgspec.json.Decoder(ChatRequest).decode
         self._decode_completion = msgspec.json.Decoder(CompletionRequest).decode
+        self._decode_any = msgspec.json.Decoder(Request).decode
         self._decode_ids = msgspec.json.Decoder(list[int]).decode
         self._opening = self.tokenizer.encode(GENERATION_PROMPT).packed
         self._number = 0
@@ -65,6 +69,13 @@ class Engine:
     def error(self, message: str, status: int = 400) -> Reply:
         """An error in the dialect's shape."""
         return self._dialect.error(message, status)
+
+    def adapter_of(self, body: bytes) -> str | None:
+        """The LoRA adapter that serves a request; None for the model itself, and for what was refused."""
+        try:
+            return self._dialect.adapter(self._decode_any(body), self.config)
+        except _REFUSALS:
+            return None
 
     def reset(self) -> None:
         """Forget counters, faults and earlier generations; keep the caches."""
@@ -152,7 +163,8 @@ class Engine:
 
     def _refused(self, error: Exception) -> Reply:
         self.counters.refused += 1
-        return self.error(str(error) or "the request is nested too deeply")
+        status = error.status if isinstance(error, BadRequest) else 400
+        return self.error(str(error) or "the request is nested too deeply", status)
 
     def _spoiled(self, reply: Reply, order: FaultOrder | None) -> Reply:
         if order is None:
@@ -163,6 +175,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         if request.n not in (None, 1):
             raise BadRequest("this simulator answers with one choice; n must be 1")
+        self._dialect.adapter(request, self.config)
 
     def _check_start(self, request: Request, prompt: Encoded) -> None:
         if self.config.dialect == "sglang":

@@ -170,6 +170,42 @@ def _change_prompt_id(value: dict[str, Any]) -> None:
             ids[len(ids) // 2] ^= 1
 
 
+def _change_output_copy(value: dict[str, Any]) -> None:
+    """``response_token_ids`` that are not the ids which the logprobs belong to."""
+    choice = _choice(value)
+    entries = choice.get("meta_info", {}).get("output_token_logprobs", [])
+    ids = [entry[1] for entry in entries] or choice.get("token_ids") or [0]
+    choice["response_token_ids"] = [ids[0] ^ 1, *ids[1:]]
+
+
+def _change_prompt_copy(value: dict[str, Any]) -> None:
+    """The prompt's ids stand at the top and on the choice; one place has a token less."""
+    choice = _choice(value)
+    ids = value.get("prompt_token_ids") or choice.get("prompt_token_ids") or [0]
+    here, there = (value, choice) if value.get("prompt_token_ids") is None else (choice, value)
+    here["prompt_token_ids"], there["prompt_token_ids"] = ids[:-1], ids
+
+
+def _miscount_prompt(where: str) -> Edit:
+    """``prompt_tokens`` is one too many, in ``usage`` or in SGLang's ``meta_info``."""
+
+    def edit(value: dict[str, Any]) -> None:
+        home = _choice(value).get("meta_info", value["usage"]) if where == "meta_info" else value["usage"]
+        home["prompt_tokens"] += 1
+
+    return edit
+
+
+def _repeat_key(key: str) -> Spoil:
+    """A key of the reply or its choice stands twice, first with a list that says nothing."""
+
+    def spoil(reply: Reply, order: FaultOrder) -> Reply:
+        found = b'"' + key.encode() + b'":['
+        return reply.with_body(reply.body.replace(found, found + b"]," + found, 1))
+
+    return spoil
+
+
 def _nest_deeply(value: dict[str, Any]) -> None:
     value["nested"] = _bare("[" * 5000 + "]" * 5000)
 
@@ -235,6 +271,7 @@ FAULTS: dict[str, Fault] = {
     "inf_logprob": Fault(_edited(_set_logprob(_bare("1e999")))),
     "null_logprob": Fault(_edited(_set_logprob(None))),
     "bool_logprob": Fault(_edited(_set_logprob(True))),
+    "positive_logprob": Fault(_edited(_set_logprob(3.5))),
     "minus_9999_logprob": Fault(_edited(_set_logprob(-9999.0))),
     "bool_id": Fault(_edited(_set_id(True))),
     "negative_id": Fault(_edited(_set_id(-1))),
@@ -246,6 +283,12 @@ FAULTS: dict[str, Fault] = {
     "no_choices": Fault(_edited(_no_choices)),
     "two_choices": Fault(_edited(_two_choices)),
     "message_null": Fault(_edited(_null_message)),
+    "other_response_ids": Fault(_edited(_change_output_copy)),
+    "two_prompts": Fault(_edited(_change_prompt_copy)),
+    "usage_prompt_tokens": Fault(_edited(_miscount_prompt("usage"))),
+    "meta_prompt_tokens": Fault(_edited(_miscount_prompt("meta_info"))),
+    "duplicate_choices": Fault(_repeat_key("choices")),
+    "duplicate_prompt_ids": Fault(_repeat_key("prompt_token_ids")),
     "duplicate_meta_key": Fault(_duplicate_meta_key),
     "deep_nesting": Fault(_edited(_nest_deeply)),
     "completion_tokens_bool": Fault(_edited(_bool_completion_tokens)),

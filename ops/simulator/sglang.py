@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
     Writer,
@@ -19,6 +20,18 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
     """SGLang's flat error object."""
     body = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
     return json_reply(body, status)
+
+
+def adapter(request: Request, config: Config) -> str | None:
+    """The adapter that generates: one in ``model``, as ``base:adapter``, comes before ``lora_path``.
+
+    Raises :class:`BadRequest`.
+    """
+    path = request.lora_path
+    asked = request.model.partition(":")[2].strip() or (path if isinstance(path, str) else None) or None
+    if asked is not None and config.adapters and asked not in config.adapters:
+        raise BadRequest(f"The following requested LoRA adapters are not loaded: {{{asked!r}}}")
+    return asked
 
 
 def check(request: ChatRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
     Writer,
@@ -10,12 +11,21 @@ from ops.simulator.generation import (
     event,
     message_json,
 )
-from ops.simulator.wire import ChatRequest, Reply, json_reply
+from ops.simulator.wire import ChatRequest, Reply, Request, UnknownModel, json_reply
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
     """vLLM's error object."""
     return json_reply({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+def adapter(request: Request, config: Config) -> str | None:
+    """The adapter that generates, which ``model`` alone can name. Raises :class:`UnknownModel`."""
+    if request.model in config.adapters:
+        return request.model
+    if config.adapters and request.model != config.model:
+        raise UnknownModel(f"The model `{request.model}` does not exist.")
+    return None
 
 
 def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:

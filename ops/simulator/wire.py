@@ -128,6 +128,7 @@ class Request(Struct, kw_only=True):
     routed_experts_start_len: int = 0
     routed_experts_prompt_start: int = 0
     stop: str | list[str] | None = None
+    lora_path: str | list[str | None] | None = None
     sim: Sim | None = None
 
 
@@ -157,6 +158,14 @@ class CompletionRequest(Request, kw_only=True):
 
 class BadRequest(Exception):
     """The request is not one an engine would run; the text goes to the client."""
+
+    status = 400
+
+
+class UnknownModel(BadRequest):
+    """vLLM has neither a model nor an adapter of this name."""
+
+    status = 404
 
 
 class Delivery(Enum):

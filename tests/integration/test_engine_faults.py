@@ -79,6 +79,21 @@ def test_a_malformed_reply_is_502_and_the_next_turn_works(dialect: tuple[str, St
     assert len(row["turns"]) == 2
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+@pytest.mark.parametrize("fault", ["usage_prompt_tokens", "meta_prompt_tokens"])
+def test_the_prompts_tokens_are_not_counted_where_it_carries_an_image(dialect: tuple[str, Stand], fault: str) -> None:
+    _, stand = dialect
+    talk = stand.talk()
+    talk.add({"role": "user", "content": [{"type": "text", "text": "Look"}, IMAGE]}, sim={"fault": fault})
+    talk.say("And again", sim={"fault": fault})
+    assert len(talk.committed()) == 2
+    words = stand.talk()
+    text = {"role": "user", "content": [{"type": "text", "text": 'Look at the "image_url"'}]}
+    assert error_of(words.chat([text], sim={"fault": fault})) == (502, "upstream_invalid")
+
+
 @pytest.mark.parametrize(("fault", "status"), STATUSES.items())
 def test_an_engines_own_error_passes_and_commits_nothing(stand: Stand, fault: str, status: int) -> None:
     talk = stand.talk()

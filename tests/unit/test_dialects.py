@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from app.upstream.dialects import DialectChoice, complete, takes_rid
+from app.upstream.dialects import DialectChoice, complete, for_adapter, takes_rid
 
 WISHES = {
     name: msgspec.Raw(text)
@@ -41,3 +41,23 @@ def test_top_logprobs_of_the_client_stay_and_are_never_null_for_vllm() -> None:
 
 def test_only_sglang_knows_a_rid() -> None:
     assert [takes_rid("auto"), takes_rid("sglang"), takes_rid("vllm")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "model", "asked"),
+    [
+        ("sglang", b'"m"', {"model": b'"m"', "lora_path": b'"math"'}),
+        ("sglang", b'"m:other"', {"model": b'"m"', "lora_path": b'"math"'}),
+        ("sglang", b'"m\\u003aother"', {"model": b'"m"', "lora_path": b'"math"'}),
+        ("sglang", b'{"a":1}', {"model": b'{"a":1}', "lora_path": b'"math"'}),
+        ("sglang", None, {"lora_path": b'"math"'}),
+        ("vllm", b'"m"', {"model": b'"math"'}),
+        ("vllm", None, {"model": b'"math"'}),
+        ("auto", b'"m:other"', {"model": b'"math"', "lora_path": b'"math"'}),
+    ],
+)
+def test_an_adapter_is_asked_for_in_the_engines_own_way(
+    dialect: DialectChoice, model: bytes | None, asked: dict[str, bytes]
+) -> None:
+    fields = {"lora_path": b'"math"', "seed": b"1"} | ({} if model is None else {"model": model})
+    assert for_adapter(fields, "math", dialect) == {**asked, "seed": b"1"}

@@ -253,3 +253,14 @@ async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(c
             )
         assert said == [True], "not of the engine that cannot be connected to"
         assert engine.asked == []
+
+
+async def test_the_engines_dialect_is_known_once_all_speak_the_same(client: EngineClient) -> None:
+    engines = over(client, A, "http://b")
+    found = [engines.dialect]
+    for url, dialect in ((A, "sglang"), ("http://b", "vllm"), ("http://b", "sglang")):
+        engines.seen(url, None, None, dialect)  # type: ignore[arg-type]
+        found.append(engines.dialect)
+    engines.members[A].is_refusing = True
+    engines.members[A].answers()
+    assert [*found, engines.dialect] == ["auto", "auto", "auto", "sglang", "auto"]

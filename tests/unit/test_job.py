@@ -157,7 +157,7 @@ def test_the_key_elsewhere_alone_is_left_alone() -> None:
 
 
 def test_before_the_payload_in_another_object() -> None:
-    body = b'{"metadata":{"routed_experts":"AAAA"},' + sglang()[1:]
+    body = b'{"other":{"routed_experts":"AAAA"},' + sglang()[1:]
     check(body, done_of(body), routed_experts=TEXT)
 
 

@@ -71,7 +71,11 @@ LOGPROBS: list[Any] = [
     Text(b"-Infinity"),
     Text(b"1e999"),
     Text(b"-1e999"),
+    3.5,
+    0.00011,
 ]
+OTHERS: list[Any] = ["x", {}, 4, [], [4], [4, 6], [5, 4], [4, 5, 5], [4.0, 5], [4, None]]
+"""No copy of the output, which is 4 and 5, nor of the prompt: 1, 2, 3."""
 COUNTS: list[Any] = [GONE, None, True, "2", 2.0, 1, 3, -2, [2]]
 
 SGLANG: list[tuple[tuple[Any, ...], Any]] = [
@@ -93,6 +97,9 @@ SGLANG: list[tuple[tuple[Any, ...], Any]] = [
     *(((*META, "completion_tokens"), count) for count in COUNTS),
     *(((*CHOICE, "prompt_token_ids"), ids) for ids in (GONE, None, "x", {}, 3)),
     *(((*CHOICE, "prompt_token_ids", 1), token) for token in IDS),
+    *(((*CHOICE, name), ids) for name in ("response_token_ids", "token_ids") for ids in OTHERS),
+    *((("prompt_token_ids",), ids) for ids in [*OTHERS, [1, 2], [1, 2, 4], Text(b"[1,2,true]")]),
+    *(((*META, "prompt_token_ids"), ids) for ids in (*OTHERS, [1, 2], [1, 2, 4])),
     ((*META, "weight_version"), True),
     ((*META, "weight_version"), 1.5),
     ((*META, "weight_versions"), [{"version": "1", "start": 0, "end": 1}]),
@@ -111,6 +118,8 @@ VLLM: list[tuple[tuple[Any, ...], Any]] = [
     *((("usage", "completion_tokens"), count) for count in COUNTS),
     (("usage",), GONE),
     (("usage",), None),
+    *(((*CHOICE, "response_token_ids"), ids) for ids in OTHERS),
+    *(((*CHOICE, "prompt_token_ids"), ids) for ids in (*OTHERS, [1, 2], [1, 2, 4])),
     *((("prompt_token_ids",), ids) for ids in (None, "x", {}, 3)),
     *((("prompt_token_ids", 1), token) for token in IDS),
 ]

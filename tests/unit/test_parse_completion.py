@@ -106,6 +106,8 @@ MALFORMED: list[tuple[tuple[Any, ...], Any]] = [
     ((*CHOICE, "extra"), Text(b"[" * 200_000 + b"]" * 200_000)),
     ((*LOGPROBS, "top_logprobs"), Text(b"[" * 150 + b"]" * 150)),
     (("extra",), Text(b"1e999")),
+    (("prompt_token_ids",), [1, 2]),
+    *(((*CHOICE, "response_token_ids"), value) for value in ("x", [10], [10, 12], [10, 11, 12])),
     (("metadata",), {"weight_version": True}),
     (("metadata",), {"weight_version": 1.5}),
     (("metadata",), {"weight_versions": [{"version": "1", "start": 0, "end": 1}]}),
@@ -144,7 +146,7 @@ def test_keys_that_stand_twice(shape: str, separators: tuple[str, str], key: str
     text = json.dumps(SHAPES[shape], separators=separators)
     again = f'"{key}"{colon}[-1,-1]{comma}'
     if key == "new":
-        again *= 2
+        again += f'"{key}"{colon}[-1,-2]{comma}'
     at = f'"logprobs"{colon}{{' if key.startswith("token") and key != "token_ids" else f'"index"{colon}0{comma}'
     with pytest.raises(Rejected, match="duplicate"):
         parse_reply(text.replace(at, at + again, 1).encode(), "auto", protocol="completions")

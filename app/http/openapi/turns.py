@@ -60,10 +60,10 @@ _ONE: Schema = {"const": 1}
 _SINGLE: Schema = {"minItems": 1, "maxItems": 1}
 
 _COMMON: Mapping[str, Schema] = {
-    "model": {"description": "For the engine; an adapter's name makes it the turn's adapter."},
+    "model": {"description": "For the engine; a known adapter's name makes it the turn's adapter."},
     "stream": {**nullable(BOOLEAN), "description": "The committed reply as one chunk, behind comments meanwhile."},
     "n": nullable(_ONE),
-    "lora_path": {"maxLength": 512, "description": "A name is the turn's adapter, where the session has none."},
+    "lora_path": {"maxLength": 512, "description": "The turn's adapter; beside another of the session's: 400."},
     "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},
 }
 """What is of no type here goes to the engine as it is, whatever it is."""
