@@ -60,7 +60,7 @@ _SINGLE: Schema = {"minItems": 1, "maxItems": 1}
 
 _COMMON: Mapping[str, Schema] = {
     "model": {"description": "For the engine; an adapter's name makes it the turn's adapter."},
-    "stream": {**nullable(BOOLEAN), "description": "The committed reply as one chunk, behind comments meanwhile."},
+    "stream": {**nullable(BOOLEAN), "description": "The committed reply as chunks, sent together; comments meanwhile."},
     "n": nullable(_ONE),
     "lora_path": {"maxLength": 512, "description": "A name is the turn's adapter, where the session has none."},
     "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},
