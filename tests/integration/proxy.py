@@ -1,4 +1,4 @@
-"""An engine that records what passes through it, and says things that only its own connection may say."""
+"""A proxy that records what passes through it, and says things that only its own connection may say."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_HEADERS = (
 
 
 class RecordingProxy:
-    """Forwards to `target` and keeps each request's headers and each reply's bytes."""
+    """Forwards to `target`, or where the client of a proxy wants to go; keeps requests' headers and replies' bytes."""
 
     def __init__(self, target: str) -> None:
         self.requests: list[list[tuple[str, str]]] = []
@@ -34,9 +34,12 @@ class RecordingProxy:
             disable_nagle_algorithm = True
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 recorder.requests.append([(name.lower(), value) for name, value in self.headers.items()])
-                reply = httpx.post(target + self.path, content=body, timeout=20)
+                url = self.path if self.path.startswith("http://") else target + self.path
+                kept = {"content-type": self.headers.get("content-type", "application/json")}
+                with httpx.Client(trust_env=False, timeout=20) as client:
+                    reply = client.request(self.command, url, content=body, headers=kept)
                 recorder.replies.append(reply.content)
                 self.send_response_only(reply.status_code)
                 for name, value in OWN_HEADERS:
@@ -47,6 +50,8 @@ class RecordingProxy:
                 self.send_header("Content-Length", str(len(reply.content)))
                 self.end_headers()
                 self.wfile.write(reply.content)
+
+            do_GET = do_PUT = do_DELETE = do_POST
 
             def log_message(self, format: str, *args: object) -> None:
                 """Tests read the recording instead."""
