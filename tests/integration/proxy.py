@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -27,6 +28,7 @@ class RecordingProxy:
     def __init__(self, target: str) -> None:
         self.requests: list[list[tuple[str, str]]] = []
         self.replies: list[bytes] = []
+        self.compresses = False
         recorder = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -47,9 +49,13 @@ class RecordingProxy:
                 for name in ("content-type", "retry-after", "location"):
                     if name in reply.headers:
                         self.send_header(name, reply.headers[name])
-                self.send_header("Content-Length", str(len(reply.content)))
+                content = reply.content
+                if recorder.compresses:
+                    content = gzip.compress(content)
+                    self.send_header("Content-Encoding", "gzip")
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(reply.content)
+                self.wfile.write(content)
 
             do_GET = do_PUT = do_DELETE = do_POST
 

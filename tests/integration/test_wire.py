@@ -72,7 +72,12 @@ def test_the_engines_own_headers_pass_less_hop_by_hop(proxied: Stand) -> None:
     assert not {"x-hop", "keep-alive", "proxy-authenticate", "set-cookie", "transfer-encoding"} & set(names)
 
 
-def test_an_engines_refusal_passes_with_body_and_retry_after(proxied: Stand, proxy: RecordingProxy) -> None:
+@pytest.mark.parametrize("compresses", [False, True])
+def test_an_engines_refusal_passes_with_body_and_retry_after(
+    proxied: Stand, proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch, compresses: bool
+) -> None:
+    """Also where a proxy before the engine compresses what it was asked not to."""
+    monkeypatch.setattr(proxy, "compresses", compresses)
     talk = proxied.talk()
     fault = {"fault": "status_429", "retry_after": "17", "message": "slow down"}
     response = talk.chat([user("Hello")], sim={"fault": fault})
