@@ -23,6 +23,7 @@ NAMES = {
     "AsyncSession": "Session",
     "AsyncTransport": "Transport",
     "AsyncTurnlog": "Turnlog",
+    "DefaultAsyncHttpxClient": "DefaultHttpxClient",
     "aclose": "close",
     "aiter_bytes": "iter_bytes",
     "aread": "read",

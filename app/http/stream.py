@@ -1,7 +1,8 @@
-"""A committed reply as server-sent events: the one chunk that an OpenAI client accepts as a stream."""
+"""A committed reply as the server-sent events of an OpenAI stream, sent together."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -21,6 +22,12 @@ _NOT_IN_A_CHUNK = (
     "indexer_topk",
 )
 
+_IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
+"""What each chunk repeats of a reply; the rest of it (`usage` among others) comes with the last."""
+
+_BESIDE_CONTENT = frozenset(("index", "logprobs"))
+"""Of a choice: the rest of it (`finish_reason` among others) comes with the last chunk."""
+
 
 class _Flag(msgspec.Struct):
     stream: bool | None = None
@@ -38,30 +45,60 @@ def wants_stream(body: bytes) -> bool:
 
 Fields = dict[str, msgspec.Raw]
 
+_CHUNK = msgspec.Raw(b'"chat.completion.chunk"')
 _FIELDS = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(list[Fields])
 
 
 def as_stream(body: bytes) -> bytes:
-    """One chunk with the whole message or text, and `[DONE]`; what need not change stays raw."""
-    reply: dict[str, Any] = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
-    choices = _CHOICES.decode(reply["choices"])
-    if any("message" in choice for choice in choices):
-        reply["object"] = "chat.completion.chunk"
-    reply["choices"] = [_choice(choice) for choice in choices]
-    return b"data: " + in_one_line(msgspec.json.encode(reply)) + b"\n\n" + DONE
+    """The chunks of a whole reply and `[DONE]`; what need not change stays raw.
+
+    A chat's: the message without its tool calls, then for each call its head and its arguments, then how it ended.
+    Clients take only the first call of a chunk that has several (Codex 0.58), or join their arguments to one text
+    (LiteLLM's adapter for Messages). A completion is one chunk.
+    """
+    reply = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
+    choices = _CHOICES.decode(reply.pop("choices"))
+    if not any("message" in choice for choice in choices):
+        return _event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
+    every = {name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}
+    every["object"] = _CHUNK
+    *first, last = [part for choice in choices for part in _parts(choice)]
+    chunks = [{**every, "choices": [part]} for part in first]
+    chunks.append({**reply, "object": _CHUNK, "choices": [last]})
+    return b"".join(map(_event, chunks)) + DONE
 
 
-def _choice(choice: Fields) -> dict[str, Any]:
-    """A completion's choice looks in a chunk as it does in a whole reply."""
-    if "message" not in choice:
-        return {name: value for name, value in choice.items() if name not in _NOT_IN_A_CHUNK}
-    delta: dict[str, Any] = {**_FIELDS.decode(choice["message"])}
-    calls = msgspec.json.decode(delta.pop("tool_calls", b"null"))
-    if calls:
-        delta["tool_calls"] = [{**call, "index": index} for index, call in enumerate(calls)]
-    kept = {name: value for name, value in choice.items() if name not in _NOT_IN_A_CHUNK}
-    return {"index": 0, **kept, "delta": delta}
+def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
+    """A chat's choice as it stands in one chunk after the other."""
+    delta = _FIELDS.decode(choice["message"])
+    calls = msgspec.json.decode(delta.pop("tool_calls", b"null")) or []
+    index = choice.get("index", 0)
+    beside = {name: value for name, value in choice.items() if name in _BESIDE_CONTENT}
+    yield {"index": index, **beside, "delta": delta, "finish_reason": None}
+    for number, call in enumerate(calls):
+        for piece in _pieces(call):
+            delta_of_call = {"tool_calls": [{**piece, "index": number}]}
+            yield {"index": index, "delta": delta_of_call, "finish_reason": None}
+    yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_BESIDE_CONTENT))}
+
+
+def _pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A tool call's head, with arguments that are still empty, and its arguments."""
+    function = call.get("function")
+    if not isinstance(function, dict) or "arguments" not in function:
+        yield call
+        return
+    yield {**call, "function": {**function, "arguments": ""}}
+    yield {"function": {"arguments": function["arguments"]}}
+
+
+def _without(fields: Fields, names: Collection[str]) -> Fields:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + in_one_line(msgspec.json.encode(chunk)) + b"\n\n"
 
 
 def as_comment(text: str) -> bytes:

@@ -1,6 +1,6 @@
 """The routes that generate, as plain ASGI endpoints: this path carries all the load.
 
-A turn outlives its client. A stream is one chunk, rendered from the committed reply; while the engine
+A turn outlives its client. A stream is rendered from the committed reply and sent at once; while the engine
 works, comments keep it alive.
 """
 

@@ -25,6 +25,7 @@ from app.upstream.client import (
     Withheld,
 )
 from app.upstream.dialects import DialectChoice
+from app.upstream.encoding import encoding_of, plain_error
 from app.upstream.headers import Headers, to_control
 from app.upstream.member import Member
 
@@ -200,14 +201,13 @@ class Engines:
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        _require_plain(answer.engine, answer.reply)
+        answer = msgspec.structs.replace(answer, reply=_plain(answer.engine, answer.reply))
         return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
         answer = await self._first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
-        _require_plain(answer.engine, answer.reply)
-        return answer.reply
+        return _plain(answer.engine, answer.reply)
 
     async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
         """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (too large)."""
@@ -260,13 +260,17 @@ class Engines:
             log.info("%s could not be asked to abort a generation: %s", base_url, error)
 
 
-def _require_plain(base_url: str, reply: EngineReply) -> None:
+def _plain(base_url: str, reply: EngineReply) -> EngineReply:
+    """The reply, its body as it was meant. Raises UpstreamInvalid for one that no engine's route gives."""
     if not 200 <= reply.status < 600:
         raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
     if 300 <= reply.status < 400:
         raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
     if 200 < reply.status < 300:
         raise UpstreamInvalid(f"{base_url} answered {reply.status}, which holds no completion")
-    encoding = next((value for name, value in reply.headers if name.lower() == "content-encoding"), "identity")
-    if encoding.lower() != "identity":
+    encoding = encoding_of(reply)
+    if encoding == "identity":
+        return reply
+    if reply.status == 200:
         raise UpstreamInvalid(f"{base_url} compressed its reply ({encoding}) though asked not to")
+    return plain_error(reply)

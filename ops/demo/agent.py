@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import openai
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionMessageParam
 
 from ops.demo import tools
@@ -138,6 +139,8 @@ def _whole(completion: Any) -> tuple[Any, dict[str, Any]]:
 
 
 async def _streamed(stream: Any) -> tuple[Any, dict[str, Any]]:
-    """Turnlog sends a committed reply as one chunk that holds the whole message."""
-    choices = [chunk.choices[0] async for chunk in stream if chunk.choices]
-    return choices[0].delta, choices[0].model_dump()
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    async for chunk in stream:
+        state.handle_chunk(chunk)
+    choice = state.current_completion_snapshot.choices[0]
+    return choice.message, choice.model_dump()

@@ -1,7 +1,8 @@
-"""An engine that records what passes through it, and says things that only its own connection may say."""
+"""A proxy that records what passes through it, and says things that only its own connection may say."""
 
 from __future__ import annotations
 
+import gzip
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -22,11 +23,12 @@ OWN_HEADERS = (
 
 
 class RecordingProxy:
-    """Forwards to `target` and keeps each request's headers and each reply's bytes."""
+    """Forwards to `target`, or where the client of a proxy wants to go; keeps requests' headers and replies' bytes."""
 
     def __init__(self, target: str) -> None:
         self.requests: list[list[tuple[str, str]]] = []
         self.replies: list[bytes] = []
+        self.compresses = False
         recorder = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,9 +36,12 @@ class RecordingProxy:
             disable_nagle_algorithm = True
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 recorder.requests.append([(name.lower(), value) for name, value in self.headers.items()])
-                reply = httpx.post(target + self.path, content=body, timeout=20)
+                url = self.path if self.path.startswith("http://") else target + self.path
+                kept = {"content-type": self.headers.get("content-type", "application/json")}
+                with httpx.Client(trust_env=False, timeout=20) as client:
+                    reply = client.request(self.command, url, content=body, headers=kept)
                 recorder.replies.append(reply.content)
                 self.send_response_only(reply.status_code)
                 for name, value in OWN_HEADERS:
@@ -44,9 +49,15 @@ class RecordingProxy:
                 for name in ("content-type", "retry-after", "location"):
                     if name in reply.headers:
                         self.send_header(name, reply.headers[name])
-                self.send_header("Content-Length", str(len(reply.content)))
+                content = reply.content
+                if recorder.compresses:
+                    content = gzip.compress(content)
+                    self.send_header("Content-Encoding", "gzip")
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(reply.content)
+                self.wfile.write(content)
+
+            do_GET = do_PUT = do_DELETE = do_POST
 
             def log_message(self, format: str, *args: object) -> None:
                 """Tests read the recording instead."""

@@ -14,6 +14,7 @@ import pytest
 
 from integration.cutting import CuttingRelay
 from integration.places import Places
+from integration.proxy import RecordingProxy
 from integration.stand import Stand, serving, user
 from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
@@ -59,6 +60,22 @@ def finished(client: Turnlog, group: str, reward: float, *texts: str) -> Session
         converse(session, *texts)
         session.set_reward(reward)
     return session
+
+
+@pytest.mark.parametrize("through", [False, True])
+def test_a_proxy_is_used_only_where_one_is_given(stand: Stand, monkeypatch: pytest.MonkeyPatch, through: bool) -> None:
+    """A token, a prompt and a reply go to whatever `HTTP_PROXY` names, if a client reads it."""
+    with RecordingProxy(stand.server.base_url) as proxy:
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.base_url)
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with Turnlog(stand.server.base_url, proxy=proxy.base_url if through else None) as client:
+            session = client.create_session()
+            converse(session, "Hello")
+            assert session.set_reward(1.0) > 1
+            assert len(list(client.export(session_id=session.id))) == 1
+        assert len(proxy.requests) == (4 if through else 0)
 
 
 def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stand) -> None:

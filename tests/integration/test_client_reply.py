@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
+from helpers.streams import assembled
 
 from integration.places import Places
 from integration.routing import EXPERTS, KINDS, POSITIONS, Recorded, recorded, text_of, without
@@ -112,11 +113,8 @@ def test_a_stream_shows_no_payload_and_the_turn_has_it(line: Recorded, mode: Mod
     response = talk.chat([user("Hello")], stream=True)
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = [one.removeprefix("data: ") for one in response.text.split("\n\n") if one.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    [chunk] = [json.loads(one) for one in events[:-1]]
     message = json.loads(line.sent)["choices"][0]["message"]
-    assert chunk["choices"][0]["delta"]["content"] == message["content"]
+    assert assembled(response.text)["choices"][0]["message"]["content"] == message["content"]
     assert not [kind for kind in KINDS if kind in response.text]
     assert [one["kind"] for one in talk.committed()[0]["payloads"]] == [*KINDS]
 

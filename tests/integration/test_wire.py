@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
+from helpers.streams import assembled, calls_of
 
 from integration.places import Places
 from integration.proxy import RecordingProxy
@@ -72,7 +72,12 @@ def test_the_engines_own_headers_pass_less_hop_by_hop(proxied: Stand) -> None:
     assert not {"x-hop", "keep-alive", "proxy-authenticate", "set-cookie", "transfer-encoding"} & set(names)
 
 
-def test_an_engines_refusal_passes_with_body_and_retry_after(proxied: Stand, proxy: RecordingProxy) -> None:
+@pytest.mark.parametrize("compresses", [False, True])
+def test_an_engines_refusal_passes_with_body_and_retry_after(
+    proxied: Stand, proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch, compresses: bool
+) -> None:
+    """Also where a proxy before the engine compresses what it was asked not to."""
+    monkeypatch.setattr(proxy, "compresses", compresses)
     talk = proxied.talk()
     fault = {"fault": "status_429", "retry_after": "17", "message": "slow down"}
     response = talk.chat([user("Hello")], sim={"fault": fault})
@@ -98,32 +103,22 @@ def events_of(response: httpx.Response) -> list[str]:
     return [part for part in response.text.split("\n\n") if part]
 
 
-def chunk_of(response: httpx.Response) -> dict[str, Any]:
-    [first, done] = [event for event in events_of(response) if not event.startswith(":")]
-    assert done == "data: [DONE]"
-    chunk: dict[str, Any] = json.loads(first.removeprefix("data: "))
-    return chunk
-
-
-def test_a_stream_is_one_chunk_of_the_committed_reply(stand: Stand) -> None:
+def test_a_stream_is_the_committed_reply(stand: Stand) -> None:
     talk = stand.talk()
     wish = {"tool_calls": True, "reasoning": True}
     sent = [user("What is the weather?")]
     response = talk.chat(sent, tools=[WEATHER], stream=True, stream_options={"include_usage": True}, sim=wish)
     assert response.status_code == 200
-    chunk = chunk_of(response)
+    reply = assembled(response.text)
     [record] = talk.state()["records"]
     kept = record["response"]
     message = kept["choices"][0]["message"]
-    assert chunk["object"] == "chat.completion.chunk"
-    assert (chunk["id"], chunk["model"], chunk["usage"]) == (kept["id"], kept["model"], kept["usage"])
-    [choice] = chunk["choices"]
+    assert (reply["id"], reply["model"]) == (kept["id"], kept["model"])
+    assert reply["usage"]["completion_tokens"] == kept["usage"]["completion_tokens"]
+    [choice] = reply["choices"]
     assert choice["finish_reason"] == "tool_calls"
-    assert [call["index"] for call in choice["delta"]["tool_calls"]] == list(range(len(message["tool_calls"])))
-    assert [call["function"] for call in choice["delta"]["tool_calls"]] == [
-        call["function"] for call in message["tool_calls"]
-    ]
-    assert choice["delta"]["reasoning_content"] == message["reasoning_content"]
+    assert calls_of(choice["message"]) == calls_of(message)
+    assert choice["message"]["reasoning_content"] == message["reasoning_content"]
     assert "meta_info" not in response.text
     assert "prompt_token_ids" not in response.text
     assert not stand.engine_requests(talk.id)[-1]["body"].get("stream")
@@ -149,7 +144,7 @@ def test_a_slow_stream_is_kept_alive_by_comments(tight: Stand) -> None:
     comments = [event for event in events if event.startswith(":")]
     assert len(comments) >= 2
     assert events[: len(comments)] == comments
-    assert chunk_of(response)["choices"][0]["finish_reason"] == "stop"
+    assert assembled(response.text)["choices"][0]["finish_reason"] == "stop"
     assert len(talk.committed()) == 1
 
 

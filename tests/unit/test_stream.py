@@ -1,4 +1,4 @@
-"""A committed reply as one chunk."""
+"""A committed reply as a stream."""
 
 from __future__ import annotations
 
@@ -6,32 +6,47 @@ import json
 from typing import Any
 
 import pytest
+from helpers.streams import assembled, calls_of, chunks
 from replies import body_of, put
 
-from app.http.stream import DONE, as_error_event, as_stream, wants_stream
+from app.http.stream import as_error_event, as_stream, wants_stream
 
-
-def chunk_of(stream: bytes) -> dict[str, Any]:
-    data, done, rest = stream.split(b"\n\n")
-    assert (done + b"\n\n", rest) == (DONE, b"")
-    found: dict[str, Any] = json.loads(data.removeprefix(b"data: "))
-    return found
+CALLS = [
+    {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1e3}'}},
+    {"id": "b", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+]
 
 
 @pytest.mark.parametrize("shape", ["sglang", "vllm"])
-def test_the_chunk(shape: str) -> None:
-    calls = [{"id": "a", "function": {"name": "f"}}, {"id": "b", "function": {"name": "g"}}]
-    chunk = chunk_of(as_stream(body_of(shape, put("choices.0.message.tool_calls", calls))))
-    assert (chunk["object"], chunk["usage"]["completion_tokens"]) == ("chat.completion.chunk", 2)
-    assert "prompt_token_ids" not in chunk
-    (choice,) = chunk["choices"]
-    assert not {"message", "meta_info", "token_ids", "prompt_token_ids"} & set(choice)
-    assert (choice["finish_reason"], choice["delta"]["content"]) == ("stop", "hé")
-    assert [call["index"] for call in choice["delta"]["tool_calls"]] == [0, 1]
+@pytest.mark.parametrize("calls", [[], CALLS[:1], CALLS])
+def test_the_chunks(shape: str, calls: list[dict[str, Any]]) -> None:
+    """Content first, then each call's head and its arguments in chunks of their own, then how it ended."""
+    text = as_stream(body_of(shape, put("choices.0.message.tool_calls", calls))).decode()
+    sent = chunks(text)
+    assert {chunk["object"] for chunk in sent} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in sent}) == 1
+    assert "prompt_token_ids" not in text
+    assert "meta_info" not in text
+    choices = [chunk["choices"][0] for chunk in sent]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0]["content"] == "hé"
+    said = [delta["tool_calls"][0] for delta in deltas[1:-1]]
+    assert [(call["index"], call.get("id"), call["function"]["arguments"]) for call in said] == [
+        part
+        for index, call in enumerate(calls)
+        for part in ((index, call["id"], ""), (index, None, call["function"]["arguments"]))
+    ]
+    assert deltas[-1] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert ["usage" in chunk for chunk in sent] == [False] * (len(sent) - 1) + [True]
+    [whole] = assembled(text)["choices"]
+    assert calls_of(whole["message"]) == calls_of({"tool_calls": calls})
 
 
-def test_no_calls_are_no_list() -> None:
-    assert "tool_calls" not in chunk_of(as_stream(body_of("vllm")))["choices"][0]["delta"]
+def test_a_call_without_arguments_is_one_chunk() -> None:
+    call = {"id": "a", "function": {"name": "f"}}
+    sent = chunks(as_stream(body_of("vllm", put("choices.0.message.tool_calls", [call]))).decode())
+    assert [chunk["choices"][0]["delta"].get("tool_calls") for chunk in sent] == [None, [{**call, "index": 0}], None]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ _SINGLE: Schema = {"minItems": 1, "maxItems": 1}
 
 _COMMON: Mapping[str, Schema] = {
     "model": {"description": "For the engine; a known adapter's name makes it the turn's adapter."},
-    "stream": {**nullable(BOOLEAN), "description": "The committed reply as one chunk, behind comments meanwhile."},
+    "stream": {**nullable(BOOLEAN), "description": "The committed reply as chunks, sent together; comments meanwhile."},
     "n": nullable(_ONE),
     "lora_path": {"maxLength": 512, "description": "The turn's adapter; beside another of the session's: 400."},
     "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},

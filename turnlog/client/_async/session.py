@@ -41,13 +41,16 @@ class AsyncSession:
     def openai(self, **options: Any) -> AsyncOpenAI:
         """An OpenAI client for this session; `options` are its own. The caller closes it.
 
+        It uses the proxy that `AsyncTurnlog` was given, and none from the environment, unless `http_client` is given.
         Raises ImportError where the package `openai` is missing.
         """
         try:
-            from openai import AsyncOpenAI
+            from openai import AsyncOpenAI, DefaultAsyncHttpxClient
         except ImportError as error:
             raise ImportError("session.openai() needs the package openai: pip install openai") from error
         given = {"api_key": self.token or "unused", "max_retries": OPENAI_RETRIES, **options}
+        if "http_client" not in given:
+            given["http_client"] = DefaultAsyncHttpxClient(trust_env=False, proxy=self._transport.proxy)
         return AsyncOpenAI(base_url=self.base_url, **given)
 
     async def set_reward(

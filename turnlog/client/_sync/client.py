@@ -22,6 +22,8 @@ class Turnlog:
     retry_for_s: how long a request is tried again that failed for a reason which may pass, such as a server that is
         being restarted.
     timeout_s: how long one reply may take.
+    proxy: the address of an HTTP proxy, also for the clients of `session.openai()`. Variables such as `HTTP_PROXY` are
+        not read.
 
     Raises ValueError for an address that is none, and a token that no header can hold.
     """
@@ -33,8 +35,11 @@ class Turnlog:
         token: str | None = None,
         retry_for_s: float = 15.0,
         timeout_s: float = 30.0,
+        proxy: str | None = None,
     ) -> None:
-        self._transport = Transport(base_url or default_address(), token or default_token(), retry_for_s, timeout_s)
+        self._transport = Transport(
+            base_url or default_address(), token or default_token(), retry_for_s, timeout_s, proxy
+        )
 
     @property
     def base_url(self) -> str:

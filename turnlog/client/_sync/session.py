@@ -42,13 +42,16 @@ class Session:
     def openai(self, **options: Any) -> OpenAI:
         """An OpenAI client for this session; `options` are its own. The caller closes it.
 
+        It uses the proxy that `Turnlog` was given, and none from the environment, unless `http_client` is given.
         Raises ImportError where the package `openai` is missing.
         """
         try:
-            from openai import OpenAI
+            from openai import DefaultHttpxClient, OpenAI
         except ImportError as error:
             raise ImportError("session.openai() needs the package openai: pip install openai") from error
         given = {"api_key": self.token or "unused", "max_retries": OPENAI_RETRIES, **options}
+        if "http_client" not in given:
+            given["http_client"] = DefaultHttpxClient(trust_env=False, proxy=self._transport.proxy)
         return OpenAI(base_url=self.base_url, **given)
 
     def set_reward(self, reward: float, components: Mapping[str, float] | None = None, turn: int | None = None) -> int:

@@ -23,17 +23,23 @@ SLOW_S = 600.0
 
 
 class Transport:
-    """`token` goes with every request that brings none of its own. Raises ValueError for an address or a token that is
-    none."""
+    """`token` goes with every request that brings none of its own; `proxy` is the address of one that all of them take.
 
-    def __init__(self, base_url: str, token: str | None, patience_s: float, timeout_s: float) -> None:
+    Raises ValueError for an invalid address, token or proxy.
+    """
+
+    def __init__(
+        self, base_url: str, token: str | None, patience_s: float, timeout_s: float, proxy: str | None = None
+    ) -> None:
         self.base_url = address(base_url)
         authorization(token)
         self._token = token
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-        self._client = httpx.Client(limits=limits)
+        self.proxy = proxy
+        # Not by HTTP_PROXY: prompts and tokens go to the server alone, and to a proxy only where one is asked for.
+        self._client = httpx.Client(limits=limits, trust_env=False, proxy=proxy)
 
     def close(self) -> None:
         self._client.close()
