@@ -36,7 +36,10 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer, is there a worker, does an engine live?"""
+    """Can a turn be taken: does the database answer, is there a worker, does an engine live?
+
+    `warnings` are of the settings, and no reason to stay away.
+    """
     app = services(request)
     checks = {
         "database": True,
@@ -48,7 +51,8 @@ async def ready(request: Request) -> JSONResponse:
     except AppError:
         checks["database"] = False
     good = all(checks.values())
-    return JSONResponse({"status": "ready" if good else "not_ready", "checks": checks}, 200 if good else 503)
+    found = {"status": "ready" if good else "not_ready", "checks": checks, "warnings": app.settings.warnings}
+    return JSONResponse(found, 200 if good else 503)
 
 
 async def export_wish(

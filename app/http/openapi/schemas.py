@@ -144,9 +144,10 @@ _BY_HAND: Mapping[str, Schema] = {
         pool={"type": "object", "additionalProperties": COUNT},
     ),
     "Readiness": record(
-        "`checks` says what is missing.",
+        "`checks` says what is missing, `warnings` what the settings leave to be wished for.",
         status={"enum": ["ready", "not_ready"]},
         checks=record("", database=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
+        warnings=listed(TEXT),
     ),
     "Row": {
         **ANYTHING,
