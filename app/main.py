@@ -78,6 +78,8 @@ DRAIN_S = 10.0
 @contextlib.asynccontextmanager
 async def run_services(settings: Settings, release: str, tokens: Tokens) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
+    for told in settings.warnings:
+        log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics(Recent(time.monotonic))
         stack.callback(metrics.close)

@@ -30,6 +30,11 @@ DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 SHORT_TOKEN = 16
 """Characters; one that has fewer can be guessed."""
 
+FLAT_ROWS = (
+    "TURNLOG_REPLAY asks for routed_experts, and TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK are not set: where an engine "
+    "does not tell the shape of a row (vLLM does), rows are flat in samples and exports, and their size is not checked"
+)
+
 Network = IPv4Network | IPv6Network
 
 
@@ -196,6 +201,12 @@ class Settings(BaseSettings):
     def expert_shape(self) -> tuple[int, int] | None:
         """A row of `routed_experts`: layers, experts a token."""
         return None if self.moe_layers is None or self.moe_topk is None else (self.moe_layers, self.moe_topk)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is accepted and may be less than was meant, for the log and `/ready`."""
+        learned = self.upstream_dialect == "vllm" or self.expert_shape is not None
+        return [] if learned or "routed_experts" not in self.replay else [FLAT_ROWS]
 
     @property
     def abort_after_s(self) -> float | None:

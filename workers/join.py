@@ -7,14 +7,12 @@ replay payloads, the message) is written anew. The result is judged as any reply
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import numpy as np
-import pybase64
 
+from workers.join_rows import join_rows
 from workers.join_text import Said, Stop, joined_message, raw_text, stop_across, token_texts
 from workers.parse import REPLAY, Protocol, Rejected, Span
 from workers.parse_json import NULL, Fields, is_null, object_at, typed
@@ -346,41 +344,7 @@ class _Joint:
             return slices[0][0]
         if not slices:
             return next(value for value in values if value is not None and not is_null(value))
-        return _raw(_spelled([_rows(*one, npy=self._shape.dialect == "vllm") for one in slices], kind))
-
-
-_Rows = bytes | np.ndarray[Any, Any] | list[msgspec.Raw]
-"""Rows of a payload: raw int32, an array, or JSON values."""
-
-
-def _rows(value: msgspec.Raw, rows: int, start: int, stop: int, *, npy: bool) -> _Rows:
-    """Rows [start, stop) of a payload that holds `rows`."""
-    text = bytes(value)
-    if text[:1] == b"[":
-        items = _ITEMS.decode(text)
-        width = len(items) // rows
-        return items[start * width : stop * width]
-    data = pybase64.b64decode(msgspec.json.decode(text, type=str), validate=True)
-    if npy:
-        table: np.ndarray[Any, Any] = np.load(io.BytesIO(data), allow_pickle=False)
-        return table[start:stop]
-    width = len(data) // rows
-    return data[start * width : stop * width]
-
-
-def _spelled(parts: Sequence[_Rows], kind: str) -> bytes:
-    """The rows as one JSON value, spelled as the parts were. Raises Rejected where they differ in that."""
-    first = parts[0]
-    if isinstance(first, bytes) and all(isinstance(part, bytes) for part in parts):
-        return b'"' + pybase64.b64encode(b"".join(part for part in parts if isinstance(part, bytes))) + b'"'
-    if isinstance(first, list) and all(isinstance(part, list) for part in parts):
-        return b"[" + b",".join(bytes(item) for part in parts if isinstance(part, list) for item in part) + b"]"
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    if len(arrays) < len(parts) or any(array.shape[1:] != arrays[0].shape[1:] for array in arrays):
-        raise Rejected(f"{kind} of one turn's generations are spelled in different ways")
-    file = io.BytesIO()
-    np.save(file, np.concatenate(arrays), allow_pickle=False)
-    return b'"' + pybase64.b64encode(file.getvalue()) + b'"'
+        return _raw(join_rows(slices, kind, npy=self._shape.dialect == "vllm"))
 
 
 def _is_list(raw: msgspec.Raw | None) -> bool:

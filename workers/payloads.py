@@ -117,6 +117,9 @@ def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Store
         raise Rejected(f"{want.kind} must be base64 or nested lists")
     shape = _shape(want, ids.size, dims, rows)
     table = ids.reshape(rows, math.prod(shape)) if rows else ids.reshape(0, 0)
+    if rows and want.parent is not None and want.parent.row_ids != math.prod(shape):
+        # Another model's rows: none of them is one that is known.
+        want = msgspec.structs.replace(want, parent=None)
     return _stored(want, table, shape), cut or Cut(want.kind, 0, "text", len(text))
 
 
@@ -131,11 +134,9 @@ def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tup
     if ids == 0 or ids % rows:
         raise Rejected(f"{want.kind} has {ids} ids, which make no {rows} rows")
     width = ids // rows
-    parent, own = want.parent, dims[1:] if dims is not None else ()
+    own = dims[1:] if dims is not None else ()
     if want.shape is not None and (math.prod(want.shape) != width or (len(own) > 1 and own != want.shape)):
         raise Rejected(f"{want.kind} has {width} ids a row, of shape {list(own)}, where {list(want.shape)} is expected")
-    if parent is not None and parent.row_ids != width:
-        raise Rejected(f"{want.kind} has {width} ids a row, those of the turn before have {parent.row_ids}")
     return want.shape or own or (width,)
 
 
@@ -282,7 +283,7 @@ def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> Stored:
     shared = 0
     if parent is not None and start and parent.stop == start:
         start, shared = parent.start, len(parent.chunks)
-    elif parent is not None and parent.start == start and len(rows) and parent.row_ids == rows.shape[1]:
+    elif parent is not None and parent.start == start and len(rows):
         shared = _shared(rows, start, parent.chunks)
     known = [] if parent is None else parent.chunks[:shared]
     own = known[-1].start + known[-1].rows if known else start

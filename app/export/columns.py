@@ -8,8 +8,9 @@ A column is one of
 - `[[int32]]`: an array of two dimensions, or a list of arrays of different lengths; and so on with `[[[uint8]]]`;
 - a mapping from names to columns: a map with those keys.
 
-Any value may be None. A container that has one type a column casts an array to it, and refuses where that would change
-a value. The other containers keep each array's own type. A row may lack a column (it is None) but not add one.
+Any value may be None. An array of rows may be flat, of two dimensions where the column has three. A container that has
+one type a column casts an array to it, and refuses where that would change a value; flat rows are one layer there. The
+other containers keep each array's own type. A row may lack a column (it is None) but not add one.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from app.export.row import Row
 def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[Array | None, str | None]:
     """All rows of a payload, ids of [T-1, layers, k], or None and why. Never padded.
 
-    None and no reason where the session had no such payload, or the export does not ask for payloads. `largest` is
-    the greatest id that the trainer can hold.
+    Where neither the engine nor the settings tell the shape of a row, rows are flat: [T-1, layers × k]. None and no
+    reason where the session had no such payload, or the export does not ask for payloads. `largest` is the greatest id
+    that the trainer can hold.
     """
     if kind not in row.routing:
         return None, None
@@ -23,8 +24,6 @@ def whole(row: Row, kind: str, largest: int = np.iinfo(np.int32).max) -> tuple[A
     ids = found.ids
     if found.row_start or len(ids) != needed:
         return None, f"rows {found.row_start} to {found.row_start + len(ids)} are there, {needed} are needed"
-    if ids.ndim != 3:
-        return None, f"rows have {ids.ndim - 1} dimensions, layers and k are needed"
     if ids.size and ids.max() > largest:
         return None, f"an id exceeds {largest}"
     return ids, None

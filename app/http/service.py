@@ -36,7 +36,10 @@ async def health(request: Request) -> dict[str, Any]:
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer and take writes, is there a worker, does an engine live?"""
+    """Can a turn be taken: does the database answer and take writes, is there a worker, does an engine live?
+
+    `warnings` are of the settings, and no reason to stay away.
+    """
     app = services(request)
     read_only = app.registration.read_only
     checks = {
@@ -50,7 +53,12 @@ async def ready(request: Request) -> JSONResponse:
     except AppError:
         checks["database"] = False
     good = all(checks.values())
-    found = {"status": "ready" if good else "not_ready", "checks": checks, "read_only": read_only}
+    found = {
+        "status": "ready" if good else "not_ready",
+        "checks": checks,
+        "read_only": read_only,
+        "warnings": app.settings.warnings,
+    }
     return JSONResponse(found, 200 if good else 503)
 
 

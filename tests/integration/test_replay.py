@@ -271,12 +271,20 @@ def test_a_row_must_be_of_the_shape_that_is_known(
         assert fetched(talk, 1).shape == [tokens_in(line.sent) - 1, layers, top_k]
 
 
-def test_rows_of_another_width_than_before_are_refused(plain: Recorded) -> None:
+def test_rows_of_another_width_than_before_are_a_payload_of_their_own(plain: Recorded) -> None:
+    """As where the session goes on at an engine of another model."""
     talk = plain.talk()
-    say(plain, talk, "One", sim={"experts": {"unasked": True}})
-    wider = {"experts": {"unasked": True, "top_k": 3}}
-    assert error_of(talk.chat([*talk.messages, user("Two")], sim=wider)) == (502, "upstream_invalid")
-    say(plain, talk, "Two", sim={"experts": {"unasked": True}})
+    one = say(plain, talk, "One", sim={"experts": {"unasked": True}})
+    two = say(plain, talk, "Two", sim={"experts": {"unasked": True, "top_k": 3}})
+    assert [(turn["payloads"][0].get("shared", 0), turn["payloads"][0]["shape"]) for turn in talk.committed()] == [
+        (0, [8]),
+        (0, [12]),
+    ]
+    for turn, body in ((1, one), (2, two)):
+        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
+    [row] = talk.rows(replay="true")
+    assert row["shape"] == [len(row["tokens"]) - 1, 12]
+    assert problems(plain.stand) == []
 
 
 def patch_in(body: bytes) -> Rows:

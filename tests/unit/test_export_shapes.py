@@ -199,7 +199,6 @@ class TestRouting:
             (None, "tombstoned"),
             (Routing(np.zeros((3, 2, 3), np.uint8), 1), "rows 1 to 4 are there, 4 are needed"),
             (Routing(np.zeros((3, 2, 3), np.uint8), 0), "rows 0 to 3 are there, 4 are needed"),
-            (Routing(np.zeros((4, 6), np.uint8), 0), "rows have 1 dimensions, layers and k are needed"),
         ],
     )
     def test_what_is_not_whole_is_null_with_a_reason(self, shape: str, routing: Routing | None, reason: str) -> None:
@@ -207,6 +206,17 @@ class TestRouting:
         assert found[EXPERTS[shape][0]] is None
         told = identity(shape, found)
         assert told["rollout_expert_indices_missing" if shape == "skyrl" else "routed_experts_missing"] == reason
+
+    @pytest.mark.parametrize("shape", TRAINERS)
+    def test_rows_of_which_the_shape_is_not_known_are_flat(self, shape: str) -> None:
+        routing = Routing(np.arange(24, dtype=np.uint8).reshape(4, 6), 0)
+        row = TRAINERS[shape](rows(TWO_TURNS, routing={"routed_experts": routing})[0])
+        name, dtype = EXPERTS[shape]
+        found = row[name]
+        assert isinstance(found, np.ndarray)
+        assert (found.dtype.name, found.tolist()) == (dtype, routing.ids.tolist())
+        told = identity(shape, read(shape, rows(TWO_TURNS, routing={"routed_experts": routing})[0]))
+        assert told.get("rollout_expert_indices_missing") is told.get("routed_experts_missing") is None
 
     @pytest.mark.parametrize(("largest", "dtype"), [(255, "uint8"), (256, "int16"), (32767, "int16"), (32768, "int32")])
     def test_skyrl_takes_the_smallest_type(self, largest: int, dtype: str) -> None:

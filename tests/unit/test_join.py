@@ -370,6 +370,16 @@ def test_rows_that_are_missing_are_refused() -> None:
         join([first, other], CHAT)
 
 
+@pytest.mark.parametrize("spell", [as_base64, np.ndarray.tolist, lambda rows: rows.reshape(-1).tolist()])
+def test_rows_of_different_sizes_are_not_joined(spell: Any) -> None:
+    """Parts that two models generated, though together their ids make whole rows."""
+    first = chat(["a", "b"], routed_experts=spell(rows_of(4)))
+    other = chat(["c"], seen=[100, 101], routed_experts=spell(np.zeros((1, 3, 3), "<i4")))
+    other = Piece(other.body, 1, other.versions, {"routed_experts": (4, 5)})
+    with pytest.raises(Rejected, match="rows of different sizes"):
+        join([first, other], CHAT)
+
+
 def vllm(text: str, tokens: Sequence[str], rows: np.ndarray[Any, Any], start: int, finish: str) -> Piece:
     file = io.BytesIO()
     np.save(file, rows)

@@ -105,13 +105,23 @@ def test_a_change_in_the_middle_leaves_what_is_before_it_shared() -> None:
     assert (stored.shared, stored.new[0].chunk.start) == (1, 1000)
 
 
-def test_the_same_ids_in_rows_of_another_width_are_refused() -> None:
+@pytest.mark.parametrize("start", [0, 1000])
+@pytest.mark.parametrize("width", [32, 63, 65, 128])
+def test_rows_of_another_width_share_nothing(width: int, start: int) -> None:
+    """Also where they are the same bytes, and where those before them were left out as known."""
     kept, rows = Kept(), table(1000, 64)
     kept.turn(rows)
-    for width in (32, 63, 65, 128):
-        other = table(1000, width)
-        with pytest.raises(Rejected, match="those of the turn before have 64"):
-            payloads.read(text_of(other), Want(KIND, parent=kept.parent), 1001, npy=False)
+    other = np.resize(rows, (2000 - start, width))
+    stored = kept.turn(other, start=start)
+    assert (stored.start, stored.stop, stored.sent, stored.shared) == (start, 2000, start, 0)
+    assert (stored.shape, kept.rows().tolist()) == ((width,), other.tolist())
+
+
+@pytest.mark.parametrize("extra", [1, 63])
+def test_ids_that_make_no_whole_rows_are_refused_whatever_the_width(extra: int) -> None:
+    ids = table(1, 64 * 1000 + extra)
+    with pytest.raises(Rejected, match="which make no 1000 rows"):
+        payloads.read(text_of(ids), Want(KIND), 1001, npy=False)
 
 
 def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:

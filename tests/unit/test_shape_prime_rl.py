@@ -100,7 +100,6 @@ def test_experts_have_a_row_for_each_token_and_the_last_is_zero() -> None:
         (None, "tombstoned"),
         (Routing(np.zeros((3, 2, 3), np.uint8), 0), "rows 0 to 3 are there, 4 are needed"),
         (Routing(np.zeros((3, 2, 3), np.uint8), 1), "rows 1 to 4 are there, 4 are needed"),
-        (Routing(np.zeros((4, 6), np.uint8), 0), "rows have 1 dimensions, layers and k are needed"),
         (Routing(np.full((4, 2, 3), 40_000, np.uint16), 0), "an id exceeds 32767"),
     ],
 )

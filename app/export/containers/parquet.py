@@ -149,12 +149,20 @@ def _plain(column: Column, value: object) -> object:
     """JSON becomes text at once: it is smaller than what it was made of."""
     if column == "json":
         return jsontext.encode(value).decode()
-    if isinstance(value, np.ndarray | str | bytes | float):
+    if isinstance(value, np.ndarray):
+        return _deepened(column, value)
+    if isinstance(value, str | bytes | float):
         return value
     if isinstance(column, Mapping) and isinstance(value, Mapping):
         there = {name: value.get(name) for name in column}
         return {name: None if one is None else _plain(column[name], one) for name, one in there.items()}
     return value
+
+
+def _deepened(column: Column, array: Array) -> Array:
+    """Flat rows in a column of rows with layers: as one layer, since a column has one type."""
+    missing = 0 if isinstance(column, Mapping) or array.ndim < 2 else depth(column)[0] - array.ndim
+    return array.reshape(len(array), *[1] * missing, *array.shape[1:]) if missing > 0 else array
 
 
 def _size(value: object) -> int:

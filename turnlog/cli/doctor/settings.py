@@ -63,12 +63,8 @@ def _unknown(name: str, known: set[str] | frozenset[str]) -> Finding:
 def advice(settings: Settings) -> Iterator[Finding]:
     """What is valid, and yet most likely not what was meant."""
     yield from _tokens(settings)
-    if "routed_experts" in settings.replay and settings.expert_shape is None:
-        yield warning(
-            "settings",
-            "TURNLOG_REPLAY asks for routed_experts of which the shape is not known: rows are flat, and not checked",
-            "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK",
-        )
+    for told in settings.warnings:
+        yield warning("settings", told, "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK")
     wanted, there = settings.inflight_bytes + settings.cache_bytes, memory()
     if wanted > there:
         yield warning(
