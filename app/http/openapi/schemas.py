@@ -164,8 +164,8 @@ _BY_HAND: Mapping[str, Schema] = {
         pool={"type": "object", "additionalProperties": COUNT},
     ),
     "Readiness": record(
-        "`checks` says what is missing; `read_only`, why a process that has just started cannot write; `warnings`, what "
-        "the settings leave open.",
+        "`checks` says what is missing; `read_only`, why a process that has just started cannot write; `warnings`, "
+        "what the settings leave open.",
         status={"enum": ["ready", "not_ready"]},
         checks=record("", database=BOOLEAN, writable=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
         read_only=nullable(TEXT),
