@@ -18,7 +18,7 @@ from app.store.engine import Database
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
 
-pytest_plugins = ("fault.table", "helpers.threats")
+pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept")
 
 BOTH = ("sqlite", "postgresql")
 

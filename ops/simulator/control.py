@@ -306,6 +306,7 @@ class _Stats(Struct):
     in_flight: int
     prompt_tokens: int
     prefix_hit_tokens: int
+    sampled_tokens: int
 
 
 def _stats(engine: Engine) -> _Stats:
@@ -321,4 +322,5 @@ def _stats(engine: Engine) -> _Stats:
         len(runs.rids),
         counters.prompt_tokens,
         counters.prefix_hit_tokens,
+        counters.sampled_tokens,
     )

@@ -155,6 +155,7 @@ class Engine:
             return None
         self.counters.finished += 1
         draft = self._cut(draft, run, share, sim.abort_at or [])
+        self.counters.sampled_tokens += len(draft.ids)
         if draft.finish == "abort":
             self.policy.leave(prompt.packed, whole, len(draft.ids))
         self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())

@@ -85,7 +85,10 @@ class RequestLog:
 
 @dataclass(slots=True)
 class Counters:
-    """Generations since the last reset. ``prefix_hit_tokens`` of all ``prompt_tokens`` were in the prefix cache."""
+    """Generations since the last reset. ``prefix_hit_tokens`` of all ``prompt_tokens`` were in the prefix cache.
+
+    ``sampled_tokens`` are those of the generations that finished.
+    """
 
     started: int = 0
     finished: int = 0
@@ -93,3 +96,4 @@ class Counters:
     refused: int = 0
     prompt_tokens: int = 0
     prefix_hit_tokens: int = 0
+    sampled_tokens: int = 0
