@@ -30,7 +30,7 @@ from app.service.filters import Filters as Filters
 from app.service.filters import session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
-from app.store import group_reads, reads
+from app.store import group_reads, reads, survey
 from app.store.bulk import Stored
 from app.store.engine import Database
 from app.store.horizon import settle
@@ -144,12 +144,10 @@ class Exporter:
         """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
         if given is None or given.high is None:
             await settle(self._database)
-        epoch, horizon, newest = await self._database.read(
-            lambda connection: (
-                reads.epoch(connection),
-                reads.horizon(connection),
-                group_reads.newest_version(connection),
-            )
+        epoch = await self._database.read(reads.epoch)
+        horizon, newest = await self._database.read(
+            lambda connection: (reads.horizon(connection), group_reads.newest_version(connection)),
+            or_else=lambda connection: (survey.horizon(connection), survey.newest_version(connection)),
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:

@@ -154,7 +154,9 @@ class Sessions:
 
     async def free_replay(self, session_id: str) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
-        snapshot, rows = await self._database.read(lambda connection: reads.session_rows(connection, session_id))
+        snapshot, rows = await self._database.read(
+            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+        )
         try:
             session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
@@ -166,7 +168,9 @@ class Sessions:
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
             reach("after_tombstones")
-        by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
+        by = await self._database.read(
+            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
+        )
         more = True
         while more:
             more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
@@ -199,7 +203,7 @@ class Sessions:
     async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
         """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
         head, found = await self._database.read(
-            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence))
+            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
         )
         if head is None:
             raise SessionNotFound(f"session {session_id} does not exist")
@@ -222,7 +226,7 @@ class Sessions:
 
     async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
         """The log as NDJSON lines, after seq `after`. Raises SessionNotFound before the first line."""
-        head = await self._database.read(lambda connection: reads.head(connection, session_id))
+        head = await self._database.read(lambda connection: reads.head(connection, session_id), session_id=session_id)
         if head is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         return self._events(session_id, after, follow)
@@ -244,7 +248,8 @@ class Sessions:
     async def _page(self, session_id: str, after: int) -> list[Recorded]:
         try:
             return await self._database.read(
-                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE)
+                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE),
+                session_id=session_id,
             )
         except UnknownEvent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error

@@ -208,7 +208,7 @@ def mend(tx: Tx, session_id: str) -> Examined:
     found, log = _examine(tx, session_id)
     if log is None or found.sound:
         return found
-    head = _head_row(log)
+    head = head_row(log)
     before = {one.stored for one in found.differences if one.place == "sessions.group_id"}
     tx.insert(_note_group, [{"group_id": group} for group in before | {head["group_id"]} if group is not None])
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
@@ -228,7 +228,7 @@ def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
     """Where the stored rows are not what follows from the log."""
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
-    found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else _head_row(log))
+    found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
     stored = {row[0]: _named(_OPEN_COLUMNS, row[1:]) for row in opened}
     expected = {} if log is None else _open_rows(log)
     for fence in sorted(stored.keys() | expected.keys()):
@@ -264,7 +264,7 @@ def _held(log: Log) -> list[OpenTurn]:
     return [] if log.session.open_turn is None else [log.session.open_turn]
 
 
-def _head_row(log: Log) -> dict[str, Any]:
+def head_row(log: Log) -> dict[str, Any]:
     return {name: derive(log) for name, derive in HEAD.items()}
 
 
