@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -15,6 +16,7 @@ from app.domain.events import EXPORTED
 from app.domain.groups import grpo
 from app.store import bulk, reads, survey
 from app.store.bulk import Head, Stored
+from app.store.dialect import BrokenRow
 from app.store.engine import Database
 from app.store.reads import Connection, Position
 
@@ -96,6 +98,8 @@ class Places:
                 group_id=group_id,
                 types=types,
             )
+            if not _in_order([after, *(place for _, place in changed)]):
+                raise BrokenRow("places out of order")
             heads = bulk.heads(connection, [one for one, _ in changed])
             return self._places(connection, heads, changed, asked_for)
 
@@ -216,3 +220,8 @@ class Places:
                 turns, sessions = place.turns, len(place.members)
             parts[-1].append(place)
         return parts
+
+
+def _in_order(places: Sequence[Position]) -> bool:
+    """The database takes an index's word for it; that of a damaged one may lead in circles."""
+    return all(before < place for before, place in pairwise(places))

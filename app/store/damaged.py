@@ -99,11 +99,12 @@ def _by_creation(connection: Connection) -> set[str]:
 
 
 def _page_or_none(connection: Connection, query: Select[Any]) -> Sequence[str] | None:
-    """None where the page is damaged."""
+    """None where the page is damaged; SQLite takes a blob for an id, and says so nowhere."""
     try:
-        return attempt(connection, lambda again: list(again.execute(query).scalars()))
+        page = attempt(connection, lambda again: list(again.execute(query).scalars()))
     except PageDamaged:
         return None
+    return page if all(isinstance(one, str) for one in page) else None
 
 
 def _walked(connection: Connection, table: Table, known: Sequence[str]) -> tuple[set[str], bool]:

@@ -33,7 +33,7 @@ class Page(NamedTuple):
 def pages(path: Path, *names: str, kind: str = "leaf") -> list[Page]:
     """The pages of tables and indexes, but for their roots: without its root nothing of a table can be read."""
     query = (
-        "SELECT pageno, name, pagetype FROM dbstat WHERE pagetype = ? AND pageno NOT IN "
+        "SELECT pageno, name, pagetype FROM dbstat WHERE pagetype = ? AND pageno > 1 AND pageno NOT IN "
         "(SELECT rootpage FROM sqlite_master WHERE rootpage > 0) ORDER BY pageno"
     )
     with closing(_opened(path)) as connection:
