@@ -15,8 +15,8 @@ import msgspec
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
 from app.store import bulk, reads, survey
+from app.store.broken import BrokenRow
 from app.store.bulk import Head, Stored
-from app.store.dialect import BrokenRow
 from app.store.engine import Database
 from app.store.reads import Connection, Position
 

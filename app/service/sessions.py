@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -37,14 +36,12 @@ from app.errors import (
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
-from app.store import reads
+from app.store import reads, survey_lists
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
 from app.store.ports import Database, Writer
 from workers import codec
 from workers.codec import CorruptContent
-
-log = logging.getLogger("turnlog.sessions")
 
 Clock = Callable[[], float]
 
@@ -160,7 +157,7 @@ class Sessions:
         try:
             session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
-            log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
+            self._database.unreadable.tell(session_id, error)
             return
         event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
         if session is not None and event is not None:
@@ -178,8 +175,12 @@ class Sessions:
             await asyncio.sleep(0)
 
     async def drop_content(self, session_id: str) -> None:
-        """Erase a closed session; its content is out of the log files only once those have been emptied."""
-        await self.free_replay(session_id)
+        """Erase a closed session; its content is out of the log files only once those have been emptied.
+
+        Raises SessionUnreadable where what is to be deleted lies on a damaged page.
+        """
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id)
         erased = await self._writer.submit(Erase(session_id, self._clock()))
         reach("after_erase")
         self._cache.drop(session_id)
@@ -218,10 +219,10 @@ class Sessions:
         self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int
     ) -> list[reads.Head]:
         """Newest first."""
+        wanted = {"status": status, "group_id": group_id, "before": before, "limit": limit}
         return await self._database.read(
-            lambda connection: reads.list_heads(
-                connection, status=status, group_id=group_id, before=before, limit=limit
-            )
+            lambda connection: reads.list_heads(connection, **wanted),  # type: ignore[arg-type]
+            or_else=lambda connection: survey_lists.list_heads(connection, **wanted),  # type: ignore[arg-type]
         )
 
     async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:

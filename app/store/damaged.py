@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Select, Table, select
 from sqlalchemy.exc import DBAPIError
 
-from app.store.dialect import BrokenRow, damage
+from app.store.broken import BrokenRow, damage
 from app.store.schema import events, sessions, turns
 
 T = TypeVar("T")

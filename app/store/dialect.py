@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import BigInteger, Connection, Dialect, Double, LargeBinary
+from sqlalchemy import BigInteger, Connection, Dialect, Double
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -146,25 +146,6 @@ def _between(element: begins_with, compiler: Any, **options: Any) -> str:
 @compiles(begins_with, "postgresql")
 def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
     return f"starts_with({compiler.process(element.clauses, **options)})"
-
-
-class BrokenRow(Exception):
-    """A row holds something that no version ever wrote: its page is damaged."""
-
-
-class Content(LargeBinary):
-    """Bytes. SQLite tells a value's type in its row, where a flipped bit makes a number or a text of them."""
-
-    cache_ok = True
-
-    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], bytes | None]:
-        return _as_bytes
-
-
-def _as_bytes(value: Any) -> bytes | None:
-    if value is None or isinstance(value, bytes):
-        return value
-    raise BrokenRow("a text or a number where bytes were stored")
 
 
 class Tx(Protocol):
@@ -377,38 +358,6 @@ def store_error(error: BaseException) -> AppError | None:
     if isinstance(state, str) and state.startswith(_UNAVAILABLE_CLASSES):
         return StoreUnavailable(f"the database answered {state}")
     return None
-
-
-_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-_DAMAGED_SECTOR = frozenset(
-    {
-        sqlite3.SQLITE_IOERR_READ,
-        sqlite3.SQLITE_IOERR_SHORT_READ,
-        sqlite3.SQLITE_IOERR_CORRUPTFS,
-        sqlite3.SQLITE_IOERR_DATA,
-    }
-)
-_DAMAGE_STATES = frozenset({"XX001", "XX002"})
-"""PostgreSQL's data_corrupted (a checksum or a page's header is wrong, too) and index_corrupted."""
-
-
-def damage(error: BaseException) -> str | None:
-    """How the database calls it where what it needed to read is damaged; None for any other error.
-
-    Whether that is a page or all of the file, the error does not say.
-    """
-    if isinstance(error, BrokenRow):
-        return str(error)
-    if isinstance(error, DBAPIError):
-        return None if error.orig is None else damage(error.orig)
-    if isinstance(error, sqlite3.Error):
-        code = getattr(error, "sqlite_errorcode", None)
-        if code is None:
-            # The driver's own: a text that is no UTF-8.
-            return "a text that cannot be decoded" if isinstance(error, sqlite3.OperationalError) else None
-        return _code_name(error) if code & 0xFF in _DAMAGE or code in _DAMAGED_SECTOR else None
-    state = getattr(error, "sqlstate", None)
-    return f"SQLSTATE {state}" if state in _DAMAGE_STATES else None
 
 
 class ConnectionLost(Exception):

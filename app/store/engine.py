@@ -27,17 +27,16 @@ from sqlalchemy.sql import Executable
 
 from app.errors import StartupError, StoreDamaged, StoreUnavailable
 from app.store import reads
+from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
     FILE_PRAGMAS,
     PRAGMAS,
     READER_CACHE,
-    BrokenRow,
     ConnectionLost,
     Parameters,
     Row,
     Tx,
     WriteConflict,
-    damage,
     is_conflict,
     store_error,
 )

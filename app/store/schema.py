@@ -30,7 +30,8 @@ from sqlalchemy import (
     and_,
 )
 
-from app.store.dialect import Content, current_tx
+from app.store.broken import Content
+from app.store.dialect import current_tx
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",

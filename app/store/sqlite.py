@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreUnavailable
-from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, damage, is_busy
+from app.store.broken import damage
+from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.ports import Committed
 from app.store.schema import events
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, Integer, literal_column, select, tuple_
 
 from app.domain.events import UnknownEvent
-from app.store import heads, heads_view
+from app.store import group_reads, heads, heads_view
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
+from app.store.group_reads import Attempt
 from app.store.heads_view import Row
-from app.store.reads import SYNCED, Position
+from app.store.reads import SYNCED, EventRow, Position
 from app.store.schema import events
 
 PLACES = 5000
@@ -174,3 +175,27 @@ def newest_version(connection: Connection) -> int | None:
     """As `group_reads.newest_version`, from the heads that can be read."""
     versions = (row.weight_version for row in all_heads(connection).rows.values())
     return max((version for version in versions if version is not None), default=None)
+
+
+def members(connection: Connection, group_ids: Collection[str]) -> list[Row]:
+    """The sessions of some groups, whose heads can be read or derived."""
+    return [row for row in all_heads(connection).rows.values() if row.group_id in group_ids]
+
+
+def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
+    """As `group_reads.attempts_of`."""
+    found = members(connection, [group_id])
+    return group_reads.in_order(Attempt(row.session_id, row.attempt, row.reward, row.status) for row in found)
+
+
+def turn_events(connection: Connection, group_ids: Sequence[str]) -> group_reads.TurnEvents:
+    """As `group_reads.turn_events`, less the sessions of which an event is lost."""
+    group_of = {row.session_id: row.group_id or "" for row in members(connection, group_ids) if row.status == "closed"}
+
+    def read(again: Connection, ids: Sequence[str]) -> Mapping[str, list[EventRow]]:
+        return {session_id: group_reads.turn_events_of(again, session_id) for session_id in ids}
+
+    found: group_reads.TurnEvents = {group_id: {} for group_id in group_ids}
+    for session_id, rows in split(connection, list(group_of), read)[0].items():
+        found[group_of[session_id]][session_id] = rows
+    return found

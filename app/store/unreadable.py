@@ -21,13 +21,21 @@ class Unreadable:
 
     def tell(self, session_id: str, why: object) -> None:
         """A warning, unless there was one of this session."""
-        is_new = session_id not in self._told
-        self._told[session_id] = None
-        self._told.move_to_end(session_id)
+        if self._is_new(session_id):
+            log.warning("session %s cannot be read: %s", session_id, why, extra={"session_id": session_id})
+
+    def tell_of_group(self, group_id: str, why: object) -> None:
+        """The same of a group, of which some session's head cannot be read."""
+        if self._is_new(f"group {group_id}"):
+            log.warning("group %s is left as it was: %s", group_id, why)
+
+    def _is_new(self, name: str) -> bool:
+        is_new = name not in self._told
+        self._told[name] = None
+        self._told.move_to_end(name)
         if len(self._told) > MOST:
             self._told.popitem(last=False)
-        if is_new:
-            log.warning("session %s cannot be read: %s", session_id, why, extra={"session_id": session_id})
+        return is_new
 
     def error(self, session_id: str, why: object) -> SessionUnreadable:
         """What is answered to who asks for the session; told of."""

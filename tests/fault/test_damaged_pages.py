@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from helpers.pages import HOWS, NEEDED, How, Kept, Page, kept, lost, overwrite, pages, primary_key
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
-from integration.stand import serving
+from integration.stand import Stand, error_of, serving, until, user
 
 from app.service.export import Exporter, Wish
 from app.store.engine import Database
@@ -73,7 +75,7 @@ def whole(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) ->
             talk.say(f"Question {number}", sim=TALKATIVE if number % 4 == 0 else BRIEF, temperature=number / 100)
             if number % 2:
                 talk.say("And then?", sim=BRIEF)
-            stand.http.post(f"/sessions/{name}/reward", json={"reward": number / 200})
+            stand.http.put(f"/sessions/{name}/reward", json={"reward": number / 200})
             if number % 5:
                 stand.http.delete(f"/sessions/{name}")
             return name
@@ -201,3 +203,106 @@ def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(whole: Whole, 
             assert row in before or is_older(row, before[0]), row
         if len(rows) < SESSIONS:
             assert asyncio.run(verify_url(f"sqlite+aiosqlite:///{damaged.path}")).problems
+
+
+FORGETFUL = {**BOTH, "TURNLOG_CACHE_BYTES": "0"}
+"""A server that reads what it is asked for."""
+
+TIDY = {"TURNLOG_CLOSED_REPLAY_TTL_S": "0.4", "TURNLOG_IDLE_CLOSE_S": "600"}
+"""Its janitor looks at every session twice a second."""
+
+
+def warnings_of(stand: Stand) -> list[str]:
+    """The log's lines that something cannot be read."""
+    lines = stand.server.log_path.read_text().splitlines()
+    return [line for line in lines if "cannot be read" in line or "damaged" in line]
+
+
+@contextmanager
+def served(damaged: Damaged, engine: SimulatorProcess, **environment: str) -> Iterator[Stand]:
+    with serving(damaged.path.parent, engine.base_url, environment={**FORGETFUL, **environment}) as stand:
+        yield stand
+
+
+def turn(stand: Stand, session_id: str) -> httpx.Response:
+    """A turn that goes on where nobody knows how the session went: it may not fit, but it is not in the way."""
+    body = {"model": "simulator", "messages": [user("Anew")], "sim": BRIEF}
+    return stand.http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
+
+
+def answers_for(stand: Stand, session_id: str) -> list[httpx.Response]:
+    """What a client is told that asks for a session, for its turn and for its reward."""
+    path = f"/sessions/{session_id}"
+    reward = stand.http.put(f"{path}/reward", json={"reward": 1.0})
+    return [stand.http.get(path), stand.http.get(f"{path}/events"), turn(stand, session_id), reward]
+
+
+def unreadable_in_full(whole: Whole, damaged: Damaged) -> set[str]:
+    """The sessions whose log has lost an event: nothing can be asked of them."""
+    after = kept(damaged.path, whole.session_ids, ["events"])
+    return {session_id for (_, session_id), rows in after.items() if rows is None}
+
+
+def test_a_server_answers_for_the_damaged_sessions_and_serves_the_others(
+    whole: Whole, tmp_path: Path, engine: SimulatorProcess
+) -> None:
+    rng = random.Random("served")
+    key = primary_key(whole.path, "events")
+    # Far from the pages to which new rows go: those are everybody's.
+    old = [pages(whole.path, name)[:-4] for name in ("events", key, "turns", "turns", "blobs", "chunks")]
+    damaged = Damaged(whole, tmp_path, [rng.choice(some).number for some in old], "zeros", rng)
+    gone = unreadable_in_full(whole, damaged)
+    assert gone
+    with served(damaged, engine, **TIDY) as stand:
+        for session_id in sorted(gone)[:4]:
+            for answer in answers_for(stand, session_id):
+                assert error_of(answer) == (500, "session_unreadable"), answer.text
+                assert answer.headers["x-should-retry"] == "false"
+                assert "retry-after" not in answer.headers
+        for format in (*CONTAINERS, *DOCUMENTS):
+            reply = stand.http.get("/export", params={"format": format, "explain": "true"})
+            assert reply.status_code == 200
+            rows = read(format, reply.content)
+            assert {row["session_id"] for row in rows if row.get("excluded") is not None} == damaged.lost
+        assert stand.http.get("/sessions", params={"limit": 500}).status_code == 200
+        fresh = stand.talk(session_id="zz-fresh")
+        fresh.say("Hello", sim=BRIEF)
+        fresh.say("Still here?", sim=BRIEF)
+        until(lambda: len(stand.server.log_path.read_text()) > 0)
+        told = warnings_of(stand)
+        named = [name for name in whole.session_ids if any(f"session {name} cannot be read" in line for line in told)]
+        assert gone <= set(named) <= damaged.lost_with_replay
+        assert len(told) == len(named), told
+        rows = stand.rows(explain="true")
+        assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
+        assert warnings_of(stand) == told, "once a session, however often it is asked for"
+        stand.http.close()
+        left = stand.server.log_path.read_text()
+        assert "unexpected fault" not in left
+        assert "round was cut short" not in left
+
+
+@pytest.mark.parametrize("where", ["order", "order's end", "heads", "times", "inner"])
+def test_a_server_lives_with_a_damaged_list(whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str) -> None:
+    damaged = damaged_list(whole, tmp_path, where, "random", 0)
+    with served(damaged, engine) as stand:
+        rows = stand.rows(explain="true")
+        assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
+        listed = stand.http.get("/sessions", params={"limit": 500}).json()["sessions"]
+        assert {one["session_id"] for one in listed} >= set(whole.session_ids) - damaged.lost
+        for path in ("/ui/api/sessions?limit=200", "/ui/api/overview", "/ui/api/groups", "/metrics"):
+            reply = stand.http.get(path)
+            assert reply.status_code == 200, (path, reply.text)
+        pages_of = walked(stand)
+        assert [row["session_id"] for row in pages_of] == [row["session_id"] for row in rows]
+        assert "unexpected fault" not in stand.server.log_path.read_text()
+
+
+def walked(stand: Stand) -> list[Row]:
+    """The same export a few rows at a time, each page by the cursor of the last row before it."""
+    found: list[Row] = []
+    parameters: dict[str, str] = {"explain": "true", "limit": "40"}
+    while page := stand.rows(**parameters):
+        found += page
+        parameters["cursor"] = page[-1]["cursor"]
+    return found
