@@ -177,7 +177,11 @@ async def require_revision(database: Database) -> None:
 
 def read_log(tx: Tx, session_id: str) -> Log | None:
     """The whole log, decoded and folded; None where there is none. Raises UnknownEvent, also for a gap."""
-    recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
+    return folded(session_id, decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id})))
+
+
+def folded(session_id: str, recorded: Sequence[Recorded]) -> Log | None:
+    """Raises UnknownEvent."""
     session = fold(session_id, recorded)
     return None if session is None else Log(session, recorded)
 
@@ -214,7 +218,7 @@ def mend(tx: Tx, session_id: str) -> Examined:
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
         tx.insert(_insert_head, [{"session_id": session_id, **head}])
     tx.run(_drop_open, {"sid": session_id})
-    rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in _open_rows(log).items()]
+    rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in open_rows(log).items()]
     tx.insert(_insert_open, rows)
     return found
 
@@ -230,7 +234,7 @@ def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
     opened = tx.all(_open, {"sid": session_id})
     found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
     stored = {row[0]: _named(_OPEN_COLUMNS, row[1:]) for row in opened}
-    expected = {} if log is None else _open_rows(log)
+    expected = {} if log is None else open_rows(log)
     for fence in sorted(stored.keys() | expected.keys()):
         found += _compared(session_id, f"open_turns[{fence}]", stored.get(fence), expected.get(fence))
     return found
@@ -265,10 +269,12 @@ def _held(log: Log) -> list[OpenTurn]:
 
 
 def head_row(log: Log) -> dict[str, Any]:
+    """Every column of `sessions` but the key."""
     return {name: derive(log) for name, derive in HEAD.items()}
 
 
-def _open_rows(log: Log) -> dict[int, dict[str, Any]]:
+def open_rows(log: Log) -> dict[int, dict[str, Any]]:
+    """By fence every column of `open_turns` but the key."""
     return {held.fence: {name: derive(log, held) for name, derive in OPEN_TURN.items()} for held in _held(log)}
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, exists, func, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
-from app.domain.events import EXPORTED, BlobsTombstoned, Recorded
+from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
 from app.domain.session import Session, fold
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
@@ -132,8 +132,14 @@ def event_rows(
 
 
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
-    """Raises UnknownEvent."""
-    return [Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data)) for row in rows]
+    """Raises UnknownEvent, also where a damaged page has something else in a row than an event."""
+    return [_recorded(row) for row in rows]
+
+
+def _recorded(row: EventRow) -> Recorded:
+    if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
+        raise UnknownEvent("a row that is no event's")
+    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:

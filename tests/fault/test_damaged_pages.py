@@ -3,132 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from helpers.pages import HOWS, NEEDED, How, Kept, Page, kept, lost, overwrite, pages, primary_key
+from helpers.pages import HOWS, How, kept, pages, primary_key
+from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
 from integration.stand import Stand, error_of, serving, until, user
 
-from app.service.export import Exporter, Wish
+from app.errors import SessionUnreadable
 from app.store.engine import Database
+from app.store.log import Appended
+from fault.damaged_pages import (
+    BRIEF,
+    SESSIONS,
+    WHERE,
+    Damaged,
+    Row,
+    Whole,
+    damaged_list,
+    exported,
+    others_are_whole,
+    six,
+    without_cursor,
+)
 from fault.test_damage import is_older
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
-
-SESSIONS = 200
-ALL = (*NEEDED, "chunks")
-
-Row = dict[str, Any]
-TALKATIVE: Row = {"completion_tokens": 900, "tool_calls": False, "experts": {"layers": 4, "top_k": 2}}
-"""A reply whose content fills pages of its own."""
-
-BRIEF: Row = {"completion_tokens": 20, "tool_calls": False}
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A sound store at rest: what SQLite gives of each session, and what is exported of it."""
-
-    path: Path
-    session_ids: list[str]
-    rows: Kept
-    exported: dict[str, list[Row]]
-    with_replay: dict[str, list[Row]]
-
-
-def exported(path: Path, **wanted: Any) -> list[Row]:
-    """All rows of an export by a server of its own, without what depends on when it was asked."""
-
-    async def run() -> bytes:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
-            started = await Exporter(database, "test").start(Wish(explain=True, **wanted), None)
-            return b"".join([piece async for piece in started.pieces])
-        finally:
-            await database.close()
-
-    return read(wanted.get("format", "ndjson"), asyncio.run(run()))
-
-
-def without_cursor(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name != "cursor"}
-
-
-@pytest.fixture(scope="module")
-def whole(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    folder = tmp_path_factory.mktemp("whole")
-    with serving(folder, engine.base_url, environment=BOTH) as stand:
-
-        def fill(number: int) -> str:
-            name = f"session-{number:03}"
-            talk = stand.talk(session_id=name, group_id=f"g{number // 4}", metadata={"task": number, "text": "m" * 300})
-            talk.say(f"Question {number}", sim=TALKATIVE if number % 4 == 0 else BRIEF, temperature=number / 100)
-            if number % 2:
-                talk.say("And then?", sim=BRIEF)
-            stand.http.put(f"/sessions/{name}/reward", json={"reward": number / 200})
-            if number % 5:
-                stand.http.delete(f"/sessions/{name}")
-            return name
-
-        names = sorted(run.result() for run in [stand.meanwhile(fill, number) for number in range(SESSIONS)])
-    path = folder / "turnlog.db"
-    return Whole(
-        path, names, kept(path, names, ALL), by_session(exported(path)), by_session(exported(path, replay=True))
-    )
-
-
-def by_session(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Of a sound store, without what depends on when it was asked."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        assert "excluded" not in row
-        found.setdefault(row["session_id"], []).append(without_cursor(row))
-    assert len(found) == SESSIONS
-    return found
-
-
-def six(path: Path, rng: random.Random) -> list[Page]:
-    """Pages of three tables, leaves and what overflowed them."""
-    chosen = [rng.choice(pages(path, name)) for name in ("events", "turns", "blobs", "chunks")]
-    return [*chosen, *(rng.choice(pages(path, name, kind="overflow")) for name in ("turns", "chunks"))]
-
-
-class Damaged:
-    """A copy of the whole store with damaged pages, and which sessions those took something of."""
-
-    def __init__(self, whole: Whole, folder: Path, numbers: Iterable[int], how: How, rng: random.Random) -> None:
-        self.path = folder / "turnlog.db"
-        shutil.copyfile(whole.path, self.path)
-        overwrite(self.path, numbers, how, rng)
-        after = kept(self.path, whole.session_ids, ALL)
-        self.lost = lost(whole.rows, after, NEEDED)
-        self.lost_with_replay = lost(whole.rows, after, ALL)
-
-
-def others_are_whole(expected: dict[str, list[Row]], rows: list[Row], lost: set[str]) -> set[str]:
-    """Each session has a row or the reason why not, the sound ones what they had; returns those that have none.
-
-    Of one that a flipped byte hit there may be the truth of before its last events, as an index has lost those.
-    """
-    excluded = {row["session_id"]: row["excluded"] for row in rows if row.get("excluded") is not None}
-    given = [row for row in rows if row.get("excluded") is None]
-    assert sorted({*excluded, *(row["session_id"] for row in given)}) == sorted(expected)
-    assert set(excluded) <= lost
-    assert all(reason.startswith("unreadable: ") for reason in excluded.values()), excluded
-    for row in map(without_cursor, given):
-        before = expected[row["session_id"]]
-        assert row in before or (row["session_id"] in lost and is_older(row, before[0])), row
-    return set(excluded)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -153,30 +60,6 @@ def test_every_format_gives_the_others(whole: Whole, tmp_path: Path, format: str
     left_out = {row["session_id"] for row in rows if row.get("excluded") is not None}
     assert {row["session_id"] for row in exported(damaged.path) if "excluded" in row} <= left_out <= damaged.lost
     assert {row["session_id"] for row in rows} == set(whole.session_ids)
-
-
-def listing(path: Path) -> dict[str, list[Page]]:
-    """Pages of what lists and orders sessions, and what leads to their events."""
-    key = primary_key(path, "events")
-    return {
-        "order": pages(path, "ix_events_tx_position"),
-        "order's end": pages(path, "ix_events_tx_position")[-1:],
-        "heads": pages(path, "sessions"),
-        "times": pages(path, "ix_sessions_created_at_session_id"),
-        "key": pages(path, key),
-        "inner": pages(path, kind="internal"),
-        "all": pages(path, "ix_events_tx_position", "sessions", "events", key, "ix_sessions_group_id"),
-    }
-
-
-WHERE = ("order", "order's end", "heads", "times", "key", "inner", "all")
-
-
-def damaged_list(whole: Whole, folder: Path, where: str, how: How, seed: int) -> Damaged:
-    rng = random.Random(f"{where} {how} {seed}")
-    there = listing(whole.path)[where]
-    chosen = rng.sample(there, min(len(there), 6 if where == "all" else 1))
-    return Damaged(whole, folder, [page.number for page in chosen], how, rng)
 
 
 @pytest.mark.parametrize("how", ["zeros", "random"])
@@ -306,3 +189,41 @@ def walked(stand: Stand) -> list[Row]:
         found += page
         parameters["cursor"] = page[-1]["cursor"]
     return found
+
+
+@pytest.mark.anyio
+async def test_a_write_that_meets_a_damaged_page_leaves_its_neighbours_alone(whole: Whole, tmp_path: Path) -> None:
+    """All in one transaction: the head of one session is lost."""
+    damaged = damaged_list(whole, tmp_path, "heads", "zeros", 0)
+    database = Database(f"sqlite+aiosqlite:///{damaged.path}")
+    await database.open()
+    async with Store.over(database) as store:
+        writes = [store.submit(reward(name, 0.5)) for name in whole.session_ids]
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        refused = {
+            name for name, one in zip(whole.session_ids, outcomes, strict=True) if isinstance(one, SessionUnreadable)
+        }
+        written = [one for one in outcomes if isinstance(one, Appended)]
+        assert 0 < len(refused) < 60
+        assert len(written) == SESSIONS - len(refused)
+        assert await store.create("zz-fresh")
+    await database.close()
+
+
+@pytest.mark.parametrize("where", ["heads", "key"])
+def test_the_feed_hands_out_the_other_groups(
+    whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str
+) -> None:
+    damaged = damaged_list(whole, tmp_path, where, "zeros", 0)
+    with served(damaged, engine) as stand:
+        for name in whole.session_ids:
+            if name not in damaged.lost:
+                stand.http.delete(f"/sessions/{name}")
+        reply = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 60, "lease_s": 60})
+        assert reply.status_code == 200, reply.text
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        given = {row["session_id"] for line in lines for row in line["rows"]}
+        assert len(given) > SESSIONS / 2
+        left_out = {one["session_id"]: one["reason"] for line in lines for one in line["excluded"]}
+        assert all(reason.startswith("unreadable: ") for reason in left_out.values()), left_out
+        assert left_out.keys() <= damaged.lost
