@@ -35,7 +35,8 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
     ├── Overloaded              503 overloaded            past a bound; try again later
     ├── StoreUnavailable        503 store_unavailable
-    │   └── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
+    │   ├── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
+    │   └── StoreDamaged        503 store_unavailable     a damaged page that is of no single session
     ├── StoreFull               507 store_full
     ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
     └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
@@ -211,7 +212,14 @@ class Overloaded(AppError):
 
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
-    retry_after_s = 2
+    retry_after_s: int | None = 2
+
+
+class StoreDamaged(StoreUnavailable):
+    """The database answers, but a page that more than one session needs cannot be read: asking again does not help."""
+
+    retry = False
+    retry_after_s = None
 
 
 class StoreLost(StoreUnavailable):

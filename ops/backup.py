@@ -14,17 +14,19 @@ import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
+from app.store.salvage import Damage
 from ops.keeping import (
-    DONE,
     REST_S,
     Outcome,
     Progress,
     check_sqlite,
     copy_sqlite,
+    is_sound,
     parser,
     require_store,
     run,
@@ -32,6 +34,8 @@ from ops.keeping import (
     sqlite_path,
     sync,
 )
+from ops.salvage import is_damage, outcome, refusal
+from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
 
@@ -39,16 +43,18 @@ MIB = 1 << 20
 def main() -> int:
     options = parser("backup", "Copy an SQLite store while its server runs.")
     options.add_argument("copy", type=Path, help="the file to make; it must not be there yet")
+    options.add_argument("--salvage", action="store_true", help="of a damaged store copy what can be read")
     arguments = options.parse_args()
-    return perform(arguments.database_url, arguments.copy)
+    return perform(arguments.database_url, arguments.copy, salvage=arguments.salvage)
 
 
-def perform(database_url: str | None, copy: Path, *, as_json: bool = False) -> int:
+def perform(database_url: str | None, copy: Path, *, salvage: bool = False, as_json: bool = False) -> int:
     """The command; None: the store of the service's settings."""
-    return run("backup", partial(_backup, database_url, copy), interrupted="there is no copy", as_json=as_json)
+    work = partial(_backup, database_url, copy, salvage=salvage)
+    return run("backup", work, interrupted="there is no copy", as_json=as_json)
 
 
-def _backup(database_url: str | None, copy: Path) -> Outcome:
+def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> Outcome:
     url = settings_for(database_url).database_url
     source = sqlite_path(url)
     if source is None:
@@ -56,16 +62,24 @@ def _backup(database_url: str | None, copy: Path) -> Outcome:
     require_store(url)
     if copy.exists():
         raise StartupError(f"{copy} is there already")
-    sessions, revision = backup(source, copy)
+    sessions, revision, missing = backup(source, copy, salvage=salvage)
     size = copy.stat().st_size
     line = f"{copy}: {size / MIB:.1f} MiB, {sessions} sessions, revision {revision}"
-    return Outcome(DONE, [line], {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision})
+    return outcome(line, {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}, missing)
 
 
-def backup(source: Path, copy: Path) -> tuple[int, str]:
-    """Make the copy; returns how many sessions are in it, and its revision.
+class Made(NamedTuple):
+    """How many sessions are in a copy, its revision, and what of a damaged store is missing in it."""
 
-    Raises StartupError, OSError, sqlite3.Error.
+    sessions: int
+    revision: str
+    missing: Damage | None
+
+
+def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
+    """Make the copy; with `salvage` of a damaged store too.
+
+    Raises StartupError, DamagedStore, OSError, sqlite3.Error.
     """
     tell = Progress("backup")
     unfinished = copy.with_name(f"{copy.name}.partial")
@@ -73,10 +87,15 @@ def backup(source: Path, copy: Path) -> tuple[int, str]:
     try:
         _claim(handle, unfinished)
         try:
-            with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
-                copy_sqlite(read, unfinished, tell, rest_s=REST_S)
-            check_sqlite(unfinished, tell)
-            holds = _holds(unfinished)
+            missing = None
+            if not _copied(source, unfinished, tell):
+                if not salvage:
+                    raise refusal(source, tell, "there is no copy")
+                os.ftruncate(handle, 0)
+                missing = copy_rest(source, unfinished, tell)
+                check_sqlite(unfinished, tell)
+                sync(unfinished)
+            holds = Made(*_holds(unfinished), missing)
             os.replace(unfinished, copy)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -85,6 +104,18 @@ def backup(source: Path, copy: Path) -> tuple[int, str]:
         os.close(handle)
     sync(copy.absolute().parent)
     return holds
+
+
+def _copied(source: Path, unfinished: Path, tell: Progress) -> bool:
+    """False where the store is damaged. Raises StartupError where it is no database, sqlite3.Error."""
+    try:
+        with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
+            copy_sqlite(read, unfinished, tell, rest_s=REST_S)
+        return is_sound(unfinished, tell)
+    except sqlite3.Error as error:
+        if not is_damage(error):
+            raise
+        return False
 
 
 def _claim(handle: int, unfinished: Path) -> None:

@@ -15,17 +15,21 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from sqlalchemy import Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
+from app.errors import StartupError
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
 from app.store.heads import require_revision
+from app.store.salvage import Damage
 from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, turns
 from app.store.sqlite import BUSY_TIMEOUT_S, CHECKPOINT_BYTES, GIVE_BACK_PAGES
 from ops.keeping import (
@@ -36,6 +40,7 @@ from ops.keeping import (
     Progress,
     check_sqlite,
     empty_log,
+    is_sound,
     like,
     parser,
     require_store,
@@ -47,6 +52,8 @@ from ops.keeping import (
     sync,
     watch,
 )
+from ops.salvage import is_damage, outcome, refusal
+from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
 
@@ -63,17 +70,20 @@ REFUSED = frozenset({"42501", "55P03"})
 def main() -> int:
     options = parser("compact", "Give unused space back, and with it the traces of what was erased.")
     options.add_argument("--full", action="store_true", help="write all content anew; see docs/runbook.md")
+    options.add_argument("--salvage", action="store_true", help="with --full: of a damaged store keep what can be read")
     arguments = options.parse_args()
-    return perform(arguments.database_url, full=arguments.full)
+    return perform(arguments.database_url, full=arguments.full, salvage=arguments.salvage)
 
 
-def perform(database_url: str | None, *, full: bool, as_json: bool = False) -> int:
+def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
     """The command; None: the store of the service's settings."""
-    work = partial(_compact, database_url, full=full)
+    work = partial(_compact, database_url, full=full, salvage=salvage)
     return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
 
 
-def _compact(database_url: str | None, *, full: bool) -> Outcome:
+def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
+    if salvage and not full:
+        raise StartupError("--salvage needs --full: it writes the file anew")
     url = settings_for(database_url).database_url
     path = sqlite_path(url)
     if path is None:
@@ -81,14 +91,22 @@ def _compact(database_url: str | None, *, full: bool) -> Outcome:
     require_store(url)
     tell = Progress("compact")
     before = path.stat().st_size
+    rewritten = Rewritten()
     if full:
         with stopped(url):
-            rewrite(path, tell)
+            rewritten = rewrite(path, tell, salvage=salvage)
     else:
-        give_back(path, tell)
+        try:
+            give_back(path, tell)
+        except sqlite3.Error as error:
+            raise (refusal(path, tell, "not all space was given back") if is_damage(error) else error) from error
     now = path.stat().st_size
     line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
-    return Outcome(DONE, [line], {"store": str(path), "bytes_before": before, "bytes": now})
+    fields = {"store": str(path), "bytes_before": before, "bytes": now}
+    if rewritten.kept is None:
+        return Outcome(DONE, [line], fields)
+    line += f"; the damaged file is {rewritten.kept}: remove it, with its content, when it is needed no more"
+    return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
 
 
 def give_back(path: Path, tell: Callable[[str], None]) -> None:
@@ -119,29 +137,72 @@ def _free_pages(connection: sqlite3.Connection) -> int:
     return count
 
 
-def rewrite(path: Path, tell: Callable[[str], None] = silent) -> None:
+class Rewritten(NamedTuple):
+    """Of a damaged store: what is missing now, and where the damaged file is kept."""
+
+    missing: Damage | None = None
+    kept: Path | None = None
+
+
+def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Rewritten:
     """Write the file anew, under another name, and put it in its own place: nothing but live rows is in it.
 
-    The caller keeps servers off it. Raises StartupError, sqlite3.Error; the file is as it was then.
+    The caller keeps servers off it. `salvage`: of a damaged one what can be read. Raises StartupError, DamagedStore,
+    sqlite3.Error; the file is as it was then.
     """
-    empty_log(path)
     made = path.with_name(f"{path.name}.compacting")
-    made.unlink(missing_ok=True)
+    rewritten = Rewritten()
     try:
-        os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-        with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-            watch(connection, tell, "writing the file anew")
-            connection.execute("VACUUM INTO ?", (str(made),))
-        with closing(sqlite3.connect(made, isolation_level=None)) as connection:
-            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        try:
+            empty_log(path)
+            _create(made)
+            _vacuum_into(path, made, tell)
+            is_damaged = not is_sound(made, tell)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            is_damaged = True
+        if is_damaged:
+            if not salvage:
+                raise refusal(path, tell, "it is as it was")
+            _create(made)
+            kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
+            rewritten = Rewritten(copy_rest(path, made, tell), kept)
         check_sqlite(made, tell)
         like(made, path)
         sync(made)
-        empty_log(path)
+        if rewritten.kept is None:
+            empty_log(path)
+        else:
+            _put_away(path, rewritten.kept)
         os.replace(made, path)
     except BaseException:
         made.unlink(missing_ok=True)
         raise
+    sync(path.parent)
+    return rewritten
+
+
+def _create(made: Path) -> None:
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        Path(f"{made}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+
+
+def _vacuum_into(path: Path, made: Path, tell: Callable[[str], None]) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        watch(connection, tell, "writing the file anew")
+        connection.execute("VACUUM INTO ?", (str(made),))
+    with closing(sqlite3.connect(made, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL").fetchone()
+
+
+def _put_away(path: Path, kept: Path) -> None:
+    """The damaged file with its log of writes, which SQLite would apply to whatever file has its name."""
+    for suffix in ("", "-wal"):
+        with suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{kept}{suffix}")
+    Path(f"{path}-shm").unlink(missing_ok=True)
     sync(path.parent)
 
 

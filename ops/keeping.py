@@ -162,15 +162,25 @@ def watch(connection: sqlite3.Connection, tell: Callable[[str], None], what: str
 def check_sqlite(path: Path, tell: Callable[[str], None]) -> None:
     """Raises StartupError where the file is damaged."""
     try:
-        with closing(at_rest(path)) as connection:
-            watch(connection, tell, f"checking {path}")
-            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        verdict = _verdict(path, tell)
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise
         raise StartupError(f"{path} is not an SQLite database that can be read: {error}") from error
     if verdict != "ok":
         raise StartupError(f"{path} is damaged: {verdict}".splitlines()[0])
+
+
+def is_sound(path: Path, tell: Callable[[str], None]) -> bool:
+    """Raises sqlite3.Error where the check itself cannot go on."""
+    return _verdict(path, tell) == "ok"
+
+
+def _verdict(path: Path, tell: Callable[[str], None]) -> str:
+    with closing(at_rest(path)) as connection:
+        watch(connection, tell, f"checking {path}")
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    return str(verdict)
 
 
 def empty_log(path: Path) -> None:

@@ -121,7 +121,7 @@ class SessionCache:
             return await self._load_anew(session_id)
         known = live.session
         rows = await self.database.read(
-            lambda connection: reads.event_rows(connection, session_id, after=known.version - 1)
+            lambda connection: reads.event_rows(connection, session_id, after=known.version - 1), session_id=session_id
         )
         # The last event is read again: after a crash of PostgreSQL it may be gone, or another.
         still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.tip)
@@ -179,7 +179,7 @@ class SessionCache:
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
         frames = await self.database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False)
+            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False), session_id=session_id
         )
         try:
             saids = await _off_loop(len(chain), lambda: reads.unpack_said(frames, numbers))
@@ -203,7 +203,8 @@ class SessionCache:
         chain = session.token_chain(turn)
         numbers = [member.number for member in chain]
         frames = await self.database.read(
-            lambda connection: reads.load_frames(connection, session.session_id, numbers, wire=False)
+            lambda connection: reads.load_frames(connection, session.session_id, numbers, wire=False),
+            session_id=session.session_id,
         )
 
         def loaded() -> Chain:
@@ -248,7 +249,9 @@ class SessionCache:
     async def _read(self, session_id: str) -> Live | None:
         own = asyncio.current_task()
         while True:
-            snapshot, rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
+            snapshot, rows = await self.database.read(
+                lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+            )
             session = await _off_loop(len(rows), lambda: _folded(session_id, snapshot, rows))  # noqa: B023
             newest = self._loading.get(session_id)
             if newest is own:

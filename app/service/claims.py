@@ -16,7 +16,7 @@ from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.history import Incoming, Plan
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.session import Session, apply
-from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy
+from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable
 from app.service.cache import Live, SessionCache
 from app.service.flights import RetryMark
 from app.service.follow import Followers
@@ -216,6 +216,8 @@ class Claims:
         session_id, fence, event = operation.session_id, operation.fence, operation.event
         try:
             await self._end(operation)
+        except SessionUnreadable:
+            return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
             self._unreleased[session_id, fence] = Release(session_id, fence, self.incarnation, operation.at, event)
@@ -228,6 +230,8 @@ class Claims:
             for key, operation in list(self._unreleased.items()):
                 try:
                     await self._end(operation)
+                except SessionUnreadable:
+                    pass
                 except AppError:
                     break  # The store is still not well, of which the first failure has told.
                 self._unreleased.pop(key, None)

@@ -78,7 +78,8 @@ class Conversations:
             part, chain = chain[-AT_ONCE:], chain[:-AT_ONCE]
             numbers = [turn.number for turn in part]
             frames = await self._database.read(
-                lambda connection: reads.load_frames(connection, session_id, numbers, facts=False)  # noqa: B023
+                lambda connection: reads.load_frames(connection, session_id, numbers, facts=False),  # noqa: B023
+                session_id=session_id,
             )
             for shown in reversed(await asyncio.to_thread(_said, part, frames)):
                 size = 0 if shown.message is None else len(bytes(shown.message))
@@ -92,7 +93,9 @@ class Conversations:
 
     async def _blob(self, session_id: str, number: int, name: str, errors: dict[str, str]) -> msgspec.Raw | None:
         try:
-            found = await self._database.read(lambda c: reads.load_blobs(c, session_id, [number]))
+            found = await self._database.read(
+                lambda c: reads.load_blobs(c, session_id, [number]), session_id=session_id
+            )
         except CorruptContent as error:
             errors[name] = str(error)
             return None

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from app.errors import AppError
+from app.store import survey_lists
 from app.store.engine import Database
 from app.store.figures import Figures, figures
 
@@ -51,7 +52,7 @@ class Counted:
     async def _read(self) -> None:
         began = self._clock()
         try:
-            self._known = await self._database.read(figures)
+            self._known = await self._database.read(figures, or_else=survey_lists.figures)
             self.is_up = True
         except AppError as error:
             self.is_up = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -30,7 +29,7 @@ from app.service.filters import Filters as Filters
 from app.service.filters import session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
-from app.store import group_reads, reads
+from app.store import group_reads, reads, survey
 from app.store.bulk import Stored
 from app.store.engine import Database
 from app.store.horizon import settle
@@ -43,8 +42,6 @@ UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
 """What is wrong with one session, and no other's business."""
 
 ERASED = "erased"
-
-log = logging.getLogger("turnlog.export")
 
 SLICE_BYTES = 4 << 20
 """Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
@@ -144,12 +141,10 @@ class Exporter:
         """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
         if given is None or given.high is None:
             await settle(self._database)
-        epoch, horizon, newest = await self._database.read(
-            lambda connection: (
-                reads.epoch(connection),
-                reads.horizon(connection),
-                group_reads.newest_version(connection),
-            )
+        epoch = await self._database.read(reads.epoch)
+        horizon, newest = await self._database.read(
+            lambda connection: (reads.horizon(connection), group_reads.newest_version(connection)),
+            or_else=lambda connection: (survey.horizon(connection), survey.newest_version(connection)),
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:
@@ -225,7 +220,7 @@ class Exporter:
             reason = f"a session of the group is left out: {missing['session_id']}: {missing[shapes.EXCLUDED]}"
             whole = _excluded(place.session_id, cursors[0], reason)
         else:
-            whole = _or_excluded(
+            whole = self._or_excluded(
                 lambda: self._given(shapes.of_group(wish.shape, rows), rows), place.session_id, cursors[0]
             )
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
@@ -233,7 +228,7 @@ class Exporter:
     def _shaped(self, row: Row | Fields, wish: Wish) -> Fields:
         if not isinstance(row, Row):
             return row
-        return _or_excluded(
+        return self._or_excluded(
             lambda: self._given(shapes.of_row(wish.format, wish.shape, row), [row]),
             row.session.session_id,
             row.cursor,
@@ -243,12 +238,27 @@ class Exporter:
     def _given(self, fields: Fields, rows: Sequence[Row]) -> Fields:
         return _tallied(rows) if self._counts_only else fields
 
+    def _or_excluded(
+        self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
+    ) -> Fields:
+        """A shaped row, or why there is none: the shape cannot hold it, or what it looked at is damaged."""
+        try:
+            return make()
+        except Unfit as error:
+            return _excluded(session_id, cursor, str(error), segment=segment)
+        except UNREADABLE as error:
+            return self._unreadable(session_id, cursor, error, segment)
+
+    def _unreadable(self, session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
+        self._database.unreadable.tell(session_id, error)
+        return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
+
     def _session(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
         try:
             yield from self._readable(stored, place, window, wish)
         except UNREADABLE as error:
-            yield _unreadable(stored.session_id, _behind(window, place.at), error)
+            yield self._unreadable(stored.session_id, _behind(window, place.at), error)
 
     def _readable(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, of each live segment, then of each turn that is not live."""
@@ -366,21 +376,6 @@ def _weight(value: object) -> int:
         case list() | tuple():
             return sum(map(_weight, value))
     return 8
-
-
-def _or_excluded(make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None) -> Fields:
-    """A shaped row, or why there is none: the shape cannot hold it, or what it looked at is damaged."""
-    try:
-        return make()
-    except Unfit as error:
-        return _excluded(session_id, cursor, str(error), segment=segment)
-    except UNREADABLE as error:
-        return _unreadable(session_id, cursor, error, segment)
-
-
-def _unreadable(session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
-    log.error("session %s cannot be exported: %s", session_id, error)
-    return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
 
 
 def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:

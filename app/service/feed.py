@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -30,17 +29,16 @@ import msgspec
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
-from app.errors import NotFound
+from app.errors import NotFound, StoreDamaged
 from app.export import shapes
 from app.export.row import Fields
 from app.service.export import Wish
-from app.store import group_reads
+from app.store import group_reads, survey
 from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
-from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure, Settle
+from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure, Settle, SettleGroup
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
-
-log = logging.getLogger("turnlog.feed")
+from app.store.unreadable import Unreadable
 
 NOTES_AT_ONCE = 100
 """Changed groups brought up to date in one transaction: some milliseconds."""
@@ -136,19 +134,24 @@ class Feed:
             await settle(self._database, self._writer)
             current = ask.weight_version
             if current is None:
-                current = await self._database.read(group_reads.newest_version)
+                current = await self._database.read(group_reads.newest_version, or_else=survey.newest_version)
             given = await self._lease(ask, current)
         return self._lines(ask, current, given)
 
     async def group(self, group_id: str) -> Group:
         """A group as it is now. Raises NotFound where no session has the id."""
-        every = await self._database.read(partial(group_reads.attempts_of, group_id=group_id))
+        every = await self._attempts(group_id)
         if not every:
             raise NotFound("no session has this group_id")
         there = [one for one in every if one.status != "erased"]
         rewards = [one.reward for one in there if one.reward is not None]
         done = [one for one in there if one.status == "closed" and one.reward is not None]
         return Group(group_id, every, statistics(rewards) if rewards else None, bool(there) and len(done) == len(there))
+
+    async def _attempts(self, group_id: str) -> list[Attempt]:
+        return await self._database.read(
+            partial(group_reads.attempts_of, group_id=group_id), or_else=partial(survey.attempts_of, group_id=group_id)
+        )
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """What the consumer is done with. Idempotent."""
@@ -205,8 +208,11 @@ class Feed:
         ages: dict[str, int | None] = {}
         for at in range(0, len(unknown), GROUPS_AT_ONCE):
             part = unknown[at : at + GROUPS_AT_ONCE]
-            logs = await self._database.read(partial(group_reads.turn_events, group_ids=part))
-            ages |= await asyncio.to_thread(_ages, logs)
+            logs = await self._database.read(
+                partial(group_reads.turn_events, group_ids=part),
+                or_else=partial(survey.turn_events, group_ids=part),
+            )
+            ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
         return [
             one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])
             for one in page
@@ -223,7 +229,7 @@ class Feed:
     async def _line(self, ask: Ask, current: int | None, given: _Given) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
-        every = await self._database.read(partial(group_reads.attempts_of, group_id=group_id))
+        every = await self._attempts(group_id)
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.status == "closed"}
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
@@ -268,20 +274,33 @@ async def settle(database: Database, writer: Writer) -> None:
     """Bring the groups up to date with all sessions' changes that are on disk by now."""
     more = await database.read(group_reads.has_notes)
     while more:
-        more = await writer.submit(Settle(NOTES_AT_ONCE))
+        try:
+            more = await writer.submit(Settle(NOTES_AT_ONCE))
+        except StoreDamaged:
+            return await _settle_each(database, writer)
+    return None
 
 
-def _ages(logs: TurnEvents) -> dict[str, int | None]:
-    """Each group's oldest version. Runs on a thread."""
-    return {group_id: min(_oldest_versions(of_group), default=None) for group_id, of_group in logs.items()}
+async def _settle_each(database: Database, writer: Writer) -> None:
+    """Each group by itself: one with a session whose head is on a damaged page stays as it was, with its notes."""
+    for group_id in await database.read(group_reads.noted):
+        try:
+            await writer.submit(SettleGroup(group_id))
+        except StoreDamaged as error:
+            database.unreadable.tell_of_group(group_id, error)
 
 
-def _oldest_versions(logs: Mapping[str, Sequence[EventRow]]) -> Iterator[int]:
+def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
+    """Each group's oldest version, less the sessions that cannot be read. Runs on a thread."""
+    return {group_id: min(_oldest_versions(of_group, unreadable), default=None) for group_id, of_group in logs.items()}
+
+
+def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
     for session_id, rows in logs.items():
         try:
             version = oldest_version(recorded.event for recorded in decode_events(rows))
         except UnknownEvent as error:
-            log.error("session %s cannot be read, its weight versions are left out: %s", session_id, error)
+            unreadable.tell(session_id, error)
             continue
         if version is not None:
             yield version

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from app.domain.groups import statistics
 from app.errors import InvalidRequest
-from app.store import group_list
+from app.store import group_list, survey_lists
 from app.store.engine import Database
 from app.store.group_list import Lease, Member
 from app.store.reads import Connection
@@ -59,14 +59,19 @@ class GroupList:
         def read(connection: Connection) -> GroupPage:
             found = group_list.ids(connection, after, limit + 1)
             shown = found[:limit]
-            members = group_list.members(connection, shown)
-            leases = group_list.leases(connection, shown)
+            return page(found, group_list.members(connection, shown), group_list.leases(connection, shown))
+
+        def page(
+            found: Sequence[str], members: Mapping[str, Sequence[Member]], leases: Mapping[str, Lease]
+        ) -> GroupPage:
             return GroupPage(
-                groups=[_row(one, members[one], leases.get(one)) for one in shown],
-                next_cursor=_encoded(shown[-1]) if len(found) > limit else None,
+                groups=[_row(one, members[one], leases.get(one)) for one in found[:limit]],
+                next_cursor=_encoded(found[limit - 1]) if len(found) > limit else None,
             )
 
-        return await self._database.read(read)
+        return await self._database.read(
+            read, or_else=lambda connection: page(*survey_lists.groups_page(connection, after, limit + 1))
+        )
 
 
 def _row(group_id: str, members: Sequence[Member], lease: Lease | None) -> GroupRow:

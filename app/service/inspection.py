@@ -29,7 +29,9 @@ async def fold_at(database: Database, session_id: str, seq: int | None = None) -
     """
     if seq is not None and seq < 1:
         raise InvalidRequest(f"event {seq}: events are numbered from 1")
-    rows = await database.read(lambda connection: reads.event_rows(connection, session_id, limit=seq))
+    rows = await database.read(
+        lambda connection: reads.event_rows(connection, session_id, limit=seq), session_id=session_id
+    )
     events = reads.decode_events(rows)
     session = fold(session_id, events)
     if session is None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 
 from app.domain.fleet import fold
-from app.errors import AppError
+from app.errors import AppError, SessionUnreadable, StoreDamaged
 from app.service.feed import settle
 from app.service.sessions import Sessions
 from app.settings import Settings
-from app.store import group_reads, reads
+from app.store import group_reads, reads, survey_lists
 from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
@@ -95,15 +96,17 @@ class Janitor:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        told: type[AppError] | None = None
+        told: tuple[type[AppError], str] | None = None
         while True:
             try:
                 await self.round()
                 told = None
             except AppError as error:
-                if type(error) is not told:  # A disk stays full for many rounds.
+                # A disk stays full, and damage is there, for many rounds: each is told of once.
+                found = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
+                if found != told:
                     log.warning("the janitor's round was cut short: %s", error)
-                told = type(error)
+                told = found
             except Exception:
                 log.exception("an unexpected fault in the janitor's round")
             await asyncio.sleep(self._pause_s())
@@ -137,10 +140,14 @@ class Janitor:
         if fleet.was_shut_after(self._clock() - GATED_S):
             return
         after = ""
-        while found := await self._database.read(lambda c, after=after: reads.idle_sessions(c, since, after, STEP)):  # type: ignore[misc]
+        while found := await self._database.read(
+            partial(reads.idle_sessions, since=since, after=after, limit=STEP),
+            or_else=partial(survey_lists.idle_sessions, since=since, after=after),
+        ):
             for session_id in found:
-                closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
-                self.done.closed += isinstance(closed, Appended)
+                with suppress(SessionUnreadable, StoreDamaged):
+                    closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
+                    self.done.closed += isinstance(closed, Appended)
                 await asyncio.sleep(self._rest_s)
             after = found[-1]
 
@@ -151,8 +158,9 @@ class Janitor:
         cutoff = self._clock() - self._settings.closed_replay_ttl_s
         after = min(self._freed_upto, (cutoff - LATE_S, ""))
         async for place in self._closed(cutoff, after, holding=True):
-            await self._sessions.free_replay(place[1])
-            self.done.freed += 1
+            with suppress(SessionUnreadable, StoreDamaged):
+                await self._sessions.free_replay(place[1])
+                self.done.freed += 1
             self._freed_upto = place
 
         if self._settings.retain_until_ack:
@@ -164,10 +172,12 @@ class Janitor:
         while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
             for place in found:
                 for session_id in await self._database.read(
-                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
+                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff),
+                    or_else=partial(survey_lists.holding_sessions, group_id=place[1], cutoff=cutoff),
                 ):
-                    await self._sessions.free_replay(session_id)
-                    self.done.freed += 1
+                    with suppress(SessionUnreadable, StoreDamaged):
+                        await self._sessions.free_replay(session_id)
+                        self.done.freed += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
             after = found[-1]
@@ -177,8 +187,9 @@ class Janitor:
             return
         async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
             self._erased_in_log_file = True
-            await self._sessions.drop_content(session_id)
-            self.done.erased += 1
+            with suppress(SessionUnreadable, StoreDamaged):
+                await self._sessions.drop_content(session_id)
+                self.done.erased += 1
         if self._erased_in_log_file:
             await self._database.empty_log_file()
             self._erased_in_log_file = False
@@ -190,13 +201,21 @@ class Janitor:
 
         None whose group is still to be acknowledged, where retention waits for that.
         """
-        acknowledged = self._settings.retain_until_ack
-        while found := await self._database.read(
-            lambda connection, after=after: reads.closed_sessions(  # type: ignore[misc]
-                connection, cutoff, after, STEP, holding=holding, acknowledged=acknowledged
-            )
-        ):
+        asked = partial(self._closed_page, cutoff, holding, self._settings.retain_until_ack)
+        while found := await asked(after):
             for place in found:
                 yield place
                 await asyncio.sleep(self._rest_s)
             after = found[-1]
+
+    async def _closed_page(
+        self, cutoff: float, holding: bool, acknowledged: bool, after: tuple[float, str]
+    ) -> list[tuple[float, str]]:
+        return await self._database.read(
+            lambda connection: reads.closed_sessions(
+                connection, cutoff, after, STEP, holding=holding, acknowledged=acknowledged
+            ),
+            or_else=lambda connection: survey_lists.closed_sessions(
+                connection, cutoff, after, holding=holding, acknowledged=acknowledged
+            ),
+        )

@@ -13,7 +13,7 @@ import msgspec
 from app.service.pauses import AdapterState, FleetGate, Pauses
 from app.service.session_list import SessionList
 from app.service.stages import RecentTurns
-from app.store import heads_view, reads
+from app.store import heads_view, reads, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import Counts
 
@@ -124,7 +124,11 @@ class Overviews:
             lambda connection: (
                 heads_view.claims(connection, at - ACTIVE_S),
                 self._sessions.newest_version(connection),
-            )
+            ),
+            or_else=lambda connection: (
+                survey_lists.claims(connection, at - ACTIVE_S),
+                self._sessions.newest_version_of_each(connection),
+            ),
         )
         held = self._sessions.held()
         unclaimed = sum(not has_claim for has_claim in held.values())
@@ -160,7 +164,10 @@ class Overviews:
         """The statuses and the size, as they are or as they were a moment ago."""
         began = time.monotonic()
         if self._counted is None or began >= self._counted.again_at:
-            counts = await self._database.read(partial(heads_view.counts, since=at - ACTIVE_S))
+            counts = await self._database.read(
+                partial(heads_view.counts, since=at - ACTIVE_S),
+                or_else=partial(survey_lists.counts, since=at - ACTIVE_S),
+            )
             size = await self._database.read(reads.database_bytes)
             ended = time.monotonic()
             self._counted = _Counted(counts, size, at, ended + SHARE * (ended - began))

@@ -47,7 +47,8 @@ async def past(database: Database, session_id: str, seq: int | None) -> Past:
         lambda connection: (
             reads.event_rows(connection, session_id, limit=seq),
             heads_view.last_seq(connection, session_id),
-        )
+        ),
+        session_id=session_id,
     )
     if not rows:
         raise SessionNotFound(f"session {session_id} does not exist")

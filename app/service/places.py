@@ -5,14 +5,17 @@ A place is looked up before any content is read: which sessions its row is made 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
-from app.store import bulk, reads
+from app.store import bulk, reads, survey
+from app.store.broken import BrokenRow
 from app.store.bulk import Head, Stored
 from app.store.engine import Database
 from app.store.reads import Connection, Position
@@ -50,6 +53,19 @@ class _Group(msgspec.Struct, frozen=True):
     advantages: Mapping[str, float]
 
 
+class _Known(msgspec.Struct, frozen=True):
+    """All sessions where a damaged page is in the way of asking for some: `ids` are also those without a head."""
+
+    heads: Mapping[str, Head]
+    ids: Sequence[str]
+
+    def of_group(self, group_id: str | None) -> Sequence[str]:
+        """None: of any. A session of which nobody knows the group is of each."""
+        if group_id is None:
+            return self.ids
+        return [one for one in self.ids if one not in self.heads or self.heads[one].group_id == group_id]
+
+
 class Places:
     """The places up to `high`. `grouped`: a row is made of a whole group; `advantages` are wanted of each session.
 
@@ -63,11 +79,14 @@ class Places:
         self._advantages = advantages
         self._replay = replay
         self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._known: _Known | None = None
+        self._order: list[tuple[str, Position]] | None = None
 
     async def following(
         self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
     ) -> tuple[list[list[Place]], Position | None]:
         """The next places, in parts that can be in memory at once, and the last one looked at; None: there is none."""
+        asked_for = session_id is not None
 
         def read(connection: Connection) -> tuple[list[Place], Position | None]:
             changed = reads.changed_sessions(
@@ -79,31 +98,71 @@ class Places:
                 group_id=group_id,
                 types=types,
             )
+            if not _in_order([after, *(place for _, place in changed)]):
+                raise BrokenRow("places out of order")
             heads = bulk.heads(connection, [one for one, _ in changed])
-            known = ((heads.get(one, Head(one, None, 0)), at) for one, at in changed)
-            found = [self._place(connection, head, at, session_id is not None) for head, at in known]
-            return [place for place in found if place is not None], changed[-1][1] if changed else None
+            return self._places(connection, heads, changed, asked_for)
 
-        places, last = await self._database.read(read)
+        def around_damage(connection: Connection) -> tuple[list[Place], Position | None]:
+            known = self._surveyed(connection)
+            if self._order is None:
+                ids = [session_id] if session_id is not None else known.of_group(group_id)
+                places = survey.last_places(connection, ids, self._high, types)
+                self._order = sorted(places.items(), key=lambda one: one[1])
+            at = bisect_right(self._order, after, key=lambda one: one[1])
+            return self._places(connection, known.heads, self._order[at : at + PAGE], asked_for)
+
+        if self._order is not None or after > self._high:
+            places, last = await self._database.read(around_damage)
+        else:
+            places, last = await self._database.read(read, or_else=around_damage)
         return self._parts(places), last
 
     async def of(self, session_ids: Sequence[str]) -> list[Place]:
         """The places of these sessions, each with its group if rows are made of groups."""
 
         def read(connection: Connection) -> list[Place]:
-            heads = bulk.heads(connection, session_ids)
-            found = (self._place(connection, heads[one], reads.END, True) for one in session_ids if one in heads)
-            return [place for place in found if place is not None]
+            return found(connection, bulk.heads(connection, session_ids))
 
-        return await self._database.read(read)
+        def around_damage(connection: Connection) -> list[Place]:
+            known = self._surveyed(connection)
+            return found(connection, {one: known.heads.get(one, Head(one, None, 0)) for one in session_ids})
+
+        def found(connection: Connection, heads: Mapping[str, Head]) -> list[Place]:
+            there = [(one, reads.END) for one in session_ids if one in heads]
+            return self._places(connection, heads, there, True)[0]
+
+        return await self._database.read(read, or_else=around_damage)
 
     async def read(self, part: Sequence[Place]) -> dict[str, Stored]:
         """Everything that is stored of the sessions of these places: nothing of one whose head is gone."""
         every = sorted({member for place in part for member in place.members})
         found = await self._database.read(
-            lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay), one_moment=True
+            lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay),
+            one_moment=True,
+            or_else=lambda connection: bulk.read_each(connection, every, self._high, replay=self._replay),
         )
         return {one: found.get(one) or Stored(one, "", None, [], {}, {}, {}) for one in every}
+
+    def _places(
+        self,
+        connection: Connection,
+        heads: Mapping[str, Head],
+        changed: Sequence[tuple[str, Position]],
+        asked_for: bool,
+    ) -> tuple[list[Place], Position | None]:
+        known = ((heads.get(one, Head(one, None, 0)), at) for one, at in changed)
+        found = [self._place(connection, head, at, asked_for) for head, at in known]
+        return [place for place in found if place is not None], changed[-1][1] if changed else None
+
+    def _surveyed(self, connection: Connection) -> _Known:
+        """The heads of all sessions, once there is no other way to know those of a group."""
+        if self._known is None:
+            found = survey.all_heads(connection)
+            heads = {row.session_id: Head(row.session_id, row.group_id, row.turns) for row in found.rows.values()}
+            self._known = _Known(heads, sorted([*heads, *found.lost]))
+            self._groups.clear()
+        return self._known
 
     def _place(self, connection: Connection, head: Head, at: Position, asked_for: bool) -> Place | None:
         """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""
@@ -122,18 +181,34 @@ class Places:
     def _group(self, connection: Connection, group_id: str) -> _Group:
         known = self._groups.get(group_id)
         if known is None:
-            members = bulk.group_members(connection, group_id)
-            every = [member.session_id for member in members]
-            ends = bulk.last_places(connection, every, self._high, EXPORTED) if self._grouped else {}
-            known = self._groups[group_id] = _Group(
-                ends=ends,
-                last=max(ends.values(), default=Position(0, 0)),
-                turns=sum(member.turns for member in members),
-                advantages=grpo(bulk.rewards(connection, every, self._high)) if self._advantages else {},
-            )
+            known = self._groups[group_id] = self._looked_up(connection, group_id)
             if len(self._groups) > GROUPS_KEPT:
                 self._groups.popitem(last=False)
         return known
+
+    def _looked_up(self, connection: Connection, group_id: str) -> _Group:
+        ends: Mapping[str, Position] = {}
+        rewards: Mapping[str, float] = {}
+        if self._known is None:
+            members = bulk.group_members(connection, group_id)
+            every = [member.session_id for member in members]
+            if self._grouped:
+                ends = bulk.last_places(connection, every, self._high, EXPORTED)
+            if self._advantages:
+                rewards = bulk.rewards(connection, every, self._high)
+        else:
+            members = [head for head in self._known.heads.values() if head.group_id == group_id]
+            every = [member.session_id for member in members]
+            if self._grouped:
+                ends = survey.last_places(connection, every, self._high, EXPORTED)
+            if self._advantages:
+                rewards = bulk.rewards_of_each(connection, every, self._high)
+        return _Group(
+            ends=ends,
+            last=max(ends.values(), default=Position(0, 0)),
+            turns=sum(member.turns for member in members),
+            advantages=grpo(rewards),
+        )
 
     def _parts(self, places: Sequence[Place]) -> list[list[Place]]:
         parts: list[list[Place]] = []
@@ -145,3 +220,8 @@ class Places:
                 turns, sessions = place.turns, len(place.members)
             parts[-1].append(place)
         return parts
+
+
+def _in_order(places: Sequence[Position]) -> bool:
+    """The database takes an index's word for it; that of a damaged one may lead in circles."""
+    return all(before < place for before, place in pairwise(places))

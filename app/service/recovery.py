@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from app.errors import AppError, StoreUnavailable
+from app.errors import AppError, StoreDamaged, StoreUnavailable
 from app.store import incarnations
 from app.store.dialect import Tx, WriteConflict
-from app.store.log_turns import AbandonDead
+from app.store.log_turns import AbandonDead, next_dead
 from app.store.ports import Database, Writer
 from app.store.writer import CONFLICT_TRIES
 
@@ -121,17 +121,33 @@ class Recovery:
     async def _sweep(self) -> None:
         """Abandon, in the log, every open turn of a dead process."""
         after: str | None = ""
-        found = 0
+        found, most = 0, SWEEP
         while after is not None:
-            operation = AbandonDead(after, SWEEP, self._clock(), self.lease_to_judge_by())
+            operation = AbandonDead(after, most, self._clock(), self.lease_to_judge_by())
             try:
                 after, count = await self._writer.submit(operation)
+            except StoreDamaged as error:
+                if most > 1:
+                    most = 1
+                    continue
+                after, count = await self._passed_over(after or "", error), 0
             except AppError as error:
                 log.warning("abandoning dead turns stopped: %s; each is found again when its session is used", error)
                 return
             found += count
         if found:
             log.info("abandoned the open turns of %d sessions, whose process had died", found)
+
+    async def _passed_over(self, after: str, why: StoreDamaged) -> str | None:
+        """The next session with an open turn, whose pages are damaged; None where not even that can be read."""
+        try:
+            found = await self._database.read(partial(next_dead, after=after, lease_s=self.lease_to_judge_by()))
+        except AppError as error:
+            log.warning("abandoning dead turns stopped: %s", error)
+            return None
+        if found is not None:
+            self._database.unreadable.tell(found, why)
+        return found
 
     async def _beat(self) -> None:
         while True:

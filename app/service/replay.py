@@ -50,7 +50,10 @@ async def values(
             found[cut.kind] = b""
             continue
         keys = keys_of(payload, payload.sent)
-        frames = await database.read(lambda connection: reads.load_chunks(connection, session.session_id, keys))  # noqa: B023
+        frames = await database.read(
+            lambda connection: reads.load_chunks(connection, session.session_id, keys),  # noqa: B023
+            session_id=session.session_id,
+        )
 
         def render() -> bytes:
             return payloads.render(cut, rows_of(payload, frames, payload.sent, payload.stop))  # noqa: B023
@@ -73,7 +76,9 @@ async def payload_of(database: Database, session: Session, number: int, kind: Re
     if payload is None:
         raise await _why_not(database, session.session_id, number, kind)
     keys = keys_of(payload)
-    frames = await database.read(lambda connection: reads.load_chunks(connection, session.session_id, keys))
+    frames = await database.read(
+        lambda connection: reads.load_chunks(connection, session.session_id, keys), session_id=session.session_id
+    )
     try:
         rows = await asyncio.to_thread(rows_of, payload, frames, payload.start, payload.stop)
     except CorruptContent as error:
@@ -88,7 +93,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
 async def _why_not(database: Database, session_id: str, number: int, kind: ReplayKind) -> NotFound | PayloadTombstoned:
     """What the log says of a payload that cannot be read."""
     try:
-        log = await database.read(lambda connection: reads.load_events(connection, session_id))
+        log = await database.read(lambda connection: reads.load_events(connection, session_id), session_id=session_id)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
     brought: Sequence[PayloadRef] = ()

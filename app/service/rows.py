@@ -58,7 +58,9 @@ class Known(msgspec.Struct, frozen=True):
 
 
 def known(stored: Stored) -> Known:
-    """Raises UnknownEvent."""
+    """Raises UnknownEvent, CorruptContent."""
+    if stored.damage is not None:
+        raise CorruptContent(stored.damage)
     log = decode_events(stored.events)
     session = fold(stored.session_id, log)
     if session is None:

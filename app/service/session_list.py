@@ -11,7 +11,7 @@ from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.service import cursors
-from app.store import group_reads, heads_view
+from app.store import group_reads, heads_view, survey, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, Order, Place, Row, Wanted
 from app.store.reads import Connection
@@ -118,7 +118,33 @@ class SessionList:
                 total_is_exact=is_exact,
             )
 
-        return await self._database.read(read)
+        def around_damage(connection: Connection) -> Page:
+            newest = self.newest_version_of_each(connection)
+            found = survey_lists.rows(connection, _wanted(asked, newest, held))
+            found = [row for row in found if self._is_claimed_as_asked(row, asked, held)]
+            shown = _sorted(found, asked, after)[: limit + 1]
+            return Page(
+                sessions=[shaped(row, newest, held) for row in shown[:limit]],
+                next_cursor=_encoded(shown[limit - 1], asked) if len(shown) > limit else None,
+                total=min(len(found), COUNTED),
+                total_is_exact=len(found) <= COUNTED,
+            )
+
+        return await self._database.read(read, or_else=around_damage)
+
+    def _is_claimed_as_asked(self, row: Row, asked: Asked, held: Mapping[str, bool]) -> bool:
+        """What of a question is about turns in flight."""
+        if asked.state == "gated" and row.session_id not in held:
+            return False
+        if not _needs_claim(asked):
+            return True
+        before = self._clock() - (asked.stuck_s or 0.0)
+        return row.claimed_since is not None and row.claimed_since <= before
+
+    def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
+        """As `rows`, around damaged pages."""
+        newest, held = self.newest_version_of_each(connection), self.held()
+        return [shaped(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """Some sessions as they are now, in no order; for `Database.read`."""
@@ -127,8 +153,14 @@ class SessionList:
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest weight version that is a number: of any session, or of an engine that no turn has seen yet."""
+        return self._newest(group_reads.newest_version(connection))
+
+    def newest_version_of_each(self, connection: Connection) -> int | None:
+        """As `newest_version`, around damaged pages."""
+        return self._newest(survey.newest_version(connection))
+
+    def _newest(self, sampled: int | None) -> int | None:
         known = [int(one) for one in self._engine_versions() if one is not None and is_number(one)]
-        sampled = group_reads.newest_version(connection)
         return max(known if sampled is None else [*known, sampled], default=None)
 
     def _few(

@@ -170,7 +170,9 @@ class SessionViews:
         if blob is None or session.status == "erased":
             return None
         try:
-            found = await self._database.read(lambda c: reads.load_blobs(c, session.session_id, [blob.number]))
+            found = await self._database.read(
+                lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
+            )
         except CorruptContent as error:
             problems.append(Problem("metadata", str(error)))
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -37,15 +36,13 @@ from app.errors import (
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
-from app.store import reads
+from app.store import reads, survey_lists
 from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
 from app.store.ports import Database, Writer
 from workers import codec
 from workers.codec import CorruptContent
-
-log = logging.getLogger("turnlog.sessions")
 
 Clock = Callable[[], float]
 
@@ -158,11 +155,13 @@ class Sessions:
 
     async def free_replay(self, session_id: str) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
-        snapshot, rows = await self._database.read(lambda connection: reads.session_rows(connection, session_id))
+        snapshot, rows = await self._database.read(
+            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+        )
         try:
             session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
-            log.error("session %s cannot be read, its replay payloads stay: %s", session_id, error)
+            self._database.unreadable.tell(session_id, error)
             return
         event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
         if session is not None and event is not None:
@@ -170,7 +169,9 @@ class Sessions:
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
             reach("after_tombstones")
-        by = await self._database.read(lambda connection: reads.last_tombstone(connection, session_id))
+        by = await self._database.read(
+            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
+        )
         more = True
         while more:
             more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
@@ -178,8 +179,12 @@ class Sessions:
             await asyncio.sleep(0)
 
     async def drop_content(self, session_id: str) -> None:
-        """Erase a closed session; its content is out of the log files only once those have been emptied."""
-        await self.free_replay(session_id)
+        """Erase a closed session; its content is out of the log files only once those have been emptied.
+
+        Raises SessionUnreadable where what is to be deleted lies on a damaged page.
+        """
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id)
         upto = await self._erase_components(session_id)
         erased = await self._writer.submit(Erase(session_id, self._clock(), upto))
         reach("after_erase")
@@ -192,7 +197,8 @@ class Sessions:
         after = 0
         while True:
             rows = await self._database.read(
-                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE)  # type: ignore[misc]
+                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE),  # type: ignore[misc]
+                session_id=session_id,
             )
             if not rows:
                 return after
@@ -220,7 +226,7 @@ class Sessions:
     async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
         """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
         head, found = await self._database.read(
-            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence))
+            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
         )
         if head is None:
             raise SessionNotFound(f"session {session_id} does not exist")
@@ -235,15 +241,15 @@ class Sessions:
         self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int
     ) -> list[reads.Head]:
         """Newest first."""
+        wanted = {"status": status, "group_id": group_id, "before": before, "limit": limit}
         return await self._database.read(
-            lambda connection: reads.list_heads(
-                connection, status=status, group_id=group_id, before=before, limit=limit
-            )
+            lambda connection: reads.list_heads(connection, **wanted),  # type: ignore[arg-type]
+            or_else=lambda connection: survey_lists.list_heads(connection, **wanted),  # type: ignore[arg-type]
         )
 
     async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
         """The log as NDJSON lines, after seq `after`. Raises SessionNotFound before the first line."""
-        head = await self._database.read(lambda connection: reads.head(connection, session_id))
+        head = await self._database.read(lambda connection: reads.head(connection, session_id), session_id=session_id)
         if head is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         return self._events(session_id, after, follow)
@@ -265,7 +271,8 @@ class Sessions:
     async def _page(self, session_id: str, after: int) -> list[Recorded]:
         try:
             return await self._database.read(
-                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE)
+                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE),
+                session_id=session_id,
             )
         except UnknownEvent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error

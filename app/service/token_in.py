@@ -132,7 +132,9 @@ class TokenIn:
         """A turn's parameters and tools by their numbers. Raises SessionUnreadable."""
         numbers = {number for number in (turn.params, turn.tools) if number is not None}
         try:
-            return await self._cache.database.read(lambda c: reads.load_blobs(c, session_id, numbers))
+            return await self._cache.database.read(
+                lambda c: reads.load_blobs(c, session_id, numbers), session_id=session_id
+            )
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 

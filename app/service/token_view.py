@@ -115,7 +115,8 @@ class TokenViews:
 
     async def _frames(self, session_id: str, numbers: Sequence[int], *, wire: bool) -> Frames:
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, facts=not wire, wire=wire)
+            lambda connection: reads.load_frames(connection, session_id, numbers, facts=not wire, wire=wire),
+            session_id=session_id,
         )
 
     async def _texts(

@@ -57,7 +57,9 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
     """The tokens `ids`, continued by each of these turns."""
     numbers = [turn.number for turn in chain]
     try:
-        facts = await database.read(lambda connection: reads.load_facts(connection, session.session_id, numbers))
+        facts = await database.read(
+            lambda connection: reads.load_facts(connection, session.session_id, numbers), session_id=session.session_id
+        )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
     joined = bytearray(ids)
@@ -116,7 +118,9 @@ async def _request(
     """The request as the engine got it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     try:
-        blobs = await database.read(lambda connection: reads.load_blobs(connection, session.session_id, numbers))
+        blobs = await database.read(
+            lambda connection: reads.load_blobs(connection, session.session_id, numbers), session_id=session.session_id
+        )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turn {event.turn}: {error}") from error
     messages = [*(history if event.base_messages else []), *wire.messages]
@@ -141,7 +145,9 @@ def _reply(turn: Turn, wire: Wire, ids: bytes, payloads: Mapping[str, bytes]) ->
 
 async def _wire(database: Database, session: Session, number: int) -> Wire:
     try:
-        wires = await database.read(lambda connection: reads.load_wires(connection, session.session_id, [number]))
+        wires = await database.read(
+            lambda connection: reads.load_wires(connection, session.session_id, [number]), session_id=session.session_id
+        )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
     return wires[number]
@@ -150,7 +156,9 @@ async def _wire(database: Database, session: Session, number: int) -> Wire:
 async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
     """When each turn was committed, and its event."""
     try:
-        events = await database.read(lambda connection: reads.load_events(connection, session.session_id))
+        events = await database.read(
+            lambda connection: reads.load_events(connection, session.session_id), session_id=session.session_id
+        )
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session.session_id}: {error}") from error
     return {

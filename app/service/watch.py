@@ -219,7 +219,13 @@ class Watch:
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)})))
             return found
 
-        new = await self._database.read(read)
+        def around_damage(connection: Connection) -> Tail:
+            rows.clear()
+            found = tail.since(connection, self._seen.place, BATCH)
+            rows.extend(self._sessions.rows_of_each(connection, list({*found.session_ids, *(held ^ self._held)})))
+            return found
+
+        new = await self._database.read(read, or_else=around_damage)
         if not new.holds:
             log.warning(
                 "the log has lost its event at %s, which listeners knew of: they read the list anew", self._seen

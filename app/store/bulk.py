@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 from sqlalchemy import Connection, select
 
-from app.domain.events import RewardAssigned, UnknownEvent, name_of
+from app.domain.events import RewardAssigned, SessionClosed, SessionErased, UnknownEvent, name_of
 from app.domain.upcast import decode
+from app.store.damaged import PageDamaged, attempt, split
 from app.store.reads import SPAN, ChunkKey, EventRow, Frames, Position, at_or_before
 from app.store.schema import blobs, chunks, events, sessions, turns
 
@@ -16,7 +18,10 @@ REWARD = name_of(RewardAssigned(0.0))
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A session's rows: events up to the place asked for, content as it is now. All content is compressed frames."""
+    """A session's rows: events up to the place asked for, content as it is now. All content is compressed frames.
+
+    `damage`: why there is nothing of it but its head.
+    """
 
     session_id: str
     status: str
@@ -25,6 +30,7 @@ class Stored(msgspec.Struct, frozen=True):
     frames: Frames
     blobs: dict[int, bytes]
     chunks: dict[ChunkKey, bytes | None]
+    damage: str | None = None
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -53,14 +59,56 @@ def read_sessions(
     return found
 
 
+def read_each(connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool) -> dict[str, Stored]:
+    """As `read_sessions`, around damaged pages: what they took of one session is its damage and no other's."""
+    found, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay))
+    for session_id, why in lost.items():
+        found[session_id] = _read_damaged(connection, session_id, upto, why, replay=replay)
+    return found
+
+
+def _read_damaged(connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool) -> Stored:
+    """A session of which not all can be read; one whose head alone is lost is whole, for its log says the same."""
+    stored = Stored(session_id, "", None, [], {}, {}, {})
+    try:
+        heads = attempt(connection, lambda again: _stored_heads(again, [session_id]))
+    except PageDamaged:
+        pass
+    else:
+        return msgspec.structs.replace(heads.get(session_id, stored), damage=why)
+    try:
+        attempt(connection, lambda again: _fill(again, {session_id: stored}, upto, replay=replay))
+    except PageDamaged as error:
+        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, damage=str(error))
+    return msgspec.structs.replace(stored, status=_status(stored.events))
+
+
+def _status(log: Sequence[EventRow]) -> str:
+    types = {row.type for row in log}
+    if SessionErased.__name__ in types:
+        return "erased"
+    return "closed" if SessionClosed.__name__ in types else "open"
+
+
 def _read_part(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
 ) -> dict[str, Stored]:
+    found = _stored_heads(connection, session_ids)
+    live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
+    _fill(connection, live, upto, replay=replay)
+    return found
+
+
+def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Stored]:
     heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
         sessions.c.session_id.in_(session_ids)
     )
-    found = {row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}) for row in connection.execute(heads)}
-    live = [session_id for session_id, stored in found.items() if stored.status != "erased"]
+    return {row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}) for row in connection.execute(heads)}
+
+
+def _fill(connection: Connection, found: Mapping[str, Stored], upto: Position, *, replay: bool) -> None:
+    """Read log and content of sessions that have not been erased."""
+    live = list(found)
     log = (
         select(events.c.session_id, events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
         .where(events.c.session_id.in_(live), at_or_before(upto))
@@ -85,7 +133,6 @@ def _read_part(
         for session_id, fence, number, data in connection.execute(rows):
             if session_id in found:
                 found[session_id].chunks[fence, number] = data
-    return found
 
 
 def group_members(connection: Connection, group_id: str) -> list[Head]:
@@ -99,21 +146,32 @@ def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) 
     So are those of which one cannot be read: an export says of them that they cannot.
     """
     found: dict[str, float] = {}
-    unreadable: set[str] = set()
     for part in _parts(session_ids):
-        query = (
-            select(events.c.session_id, events.c.version, events.c.data)
-            .where(events.c.session_id.in_(part), events.c.type == REWARD, at_or_before(upto))
-            .order_by(events.c.session_id, events.c.seq)
-        )
-        for session_id, version, data in connection.execute(query):
-            try:
-                event = decode(REWARD, version, data)
-            except UnknownEvent:
-                unreadable.add(session_id)
-                continue
-            if isinstance(event, RewardAssigned) and event.turn is None:
-                found[session_id] = event.reward
+        found |= _rewards(connection, part, upto)
+    return found
+
+
+def rewards_of_each(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
+    """As `rewards`, around damaged pages."""
+    return split(connection, session_ids, partial(_rewards, upto=upto))[0]
+
+
+def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
+    found: dict[str, float] = {}
+    unreadable: set[str] = set()
+    query = (
+        select(events.c.session_id, events.c.version, events.c.data)
+        .where(events.c.session_id.in_(session_ids), events.c.type == REWARD, at_or_before(upto))
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    for session_id, version, data in connection.execute(query):
+        try:
+            event = decode(REWARD, version, data)
+        except UnknownEvent:
+            unreadable.add(session_id)
+            continue
+        if isinstance(event, RewardAssigned) and event.turn is None:
+            found[session_id] = event.reward
     return {session_id: reward for session_id, reward in found.items() if session_id not in unreadable}
 
 

@@ -24,8 +24,9 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
-from app.errors import StartupError, StoreFull, StoreLost
-from app.store import sqlite_engine
+from app.errors import StartupError, StoreDamaged, StoreFull, StoreLost, StoreUnavailable
+from app.store import reads, sqlite_engine
+from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
     ConnectionLost,
     Parameters,
@@ -48,6 +49,7 @@ from app.store.postgres import (
 )
 from app.store.sqlite import SqliteWriter
 from app.store.turnstile import Turnstile
+from app.store.unreadable import Unreadable
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ NO_ROOM = "there is no room to open the database for more than reads"
 RECYCLE_S = 1800
 """Age after which a connection is made anew, so that after a failover they spread again."""
 
-_FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, *DRIVER_ERRORS)
+_FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_ERRORS)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,6 +188,7 @@ class Database:
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
         self._glance = None if self.is_sqlite else PostgresGlance(self.engine)
         self._opened = False
+        self.unreadable = Unreadable()
 
     @property
     def lanes(self) -> int:
@@ -279,18 +282,49 @@ class Database:
             if self._lock is not None:
                 self._lock.release()
 
-    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+    async def read(
+        self,
+        function: Callable[[Connection], T],
+        *,
+        one_moment: bool = False,
+        session_id: str | None = None,
+        or_else: Callable[[Connection], T] | None = None,
+    ) -> T:
         """Run `function` on a connection, and again where PostgreSQL went away meanwhile.
 
-        Raises StoreUnavailable where the database cannot answer. `one_moment`: all of its statements see the same
-        state, as they do on SQLite in any case.
+        `one_moment`: all of its statements see the same state, as they do on SQLite in any case. Where a page that it
+        needs is damaged, `or_else` is run instead, which takes care not to need it. `session_id`: all that is read is
+        of this session. Raises StoreUnavailable where the database cannot answer; where it does, and only what was
+        asked for cannot be read: SessionUnreadable, StoreDamaged.
         """
         try:
-            if self.is_sqlite:
-                return await _to_its_end(self._read_sqlite(function))
-            return await self._patience.trying(lambda: self._read(function, one_moment))
+            return await self._answer(function, one_moment)
         except _FAULTS as error:
-            raise store_error(error) or error from error
+            found = await self._meaning(error, session_id)
+            if or_else is None or not isinstance(found, StoreDamaged):
+                raise found from error
+        return await self.read(or_else, one_moment=one_moment)
+
+    async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
+        if self.is_sqlite:
+            return await _to_its_end(self._read_sqlite(function))
+        return await self._patience.trying(lambda: self._read(function, one_moment))
+
+    async def _meaning(self, error: BaseException, session_id: str | None = None) -> BaseException:
+        """What to raise for a driver's error.
+
+        A page may be damaged, or the file, or the disk gone: it is the page where the database answers otherwise.
+        """
+        why = damage(error)
+        if why is None:
+            return store_error(error) or error
+        try:
+            await self._answer(reads.epoch, one_moment=False)
+        except _FAULTS:
+            return StoreUnavailable(f"the database answered {why}")
+        if session_id:
+            return self.unreadable.error(session_id, f"the database answered {why}")
+        return StoreDamaged(f"a page of the database is damaged ({why}): run ops.verify")
 
     async def _read_sqlite(self, function: Callable[[Connection], T]) -> T:
         async with self._readers, self.engine.connect() as connection:
@@ -315,15 +349,15 @@ class Database:
         try:
             return await self._patience.trying(lambda: glance.all(statement, parameters))
         except _FAULTS as error:
-            raise store_error(error) or error from error
+            raise await self._meaning(error) from error
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
         after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
-        content it writes. Raises StoreFull, StoreUnavailable, StoreLost;
-        nothing is written then; WriteConflict where trying again is safe.
+        content it writes. Raises StoreFull, StoreUnavailable, StoreLost, StoreDamaged
+        where it needs a damaged page; nothing is written then; WriteConflict where trying again is safe.
         """
         if self.is_read_only:
             raise StoreFull(NO_ROOM)
@@ -338,7 +372,7 @@ class Database:
         except _FAULTS as error:
             if is_conflict(error):
                 raise WriteConflict(str(error)) from error
-            raise store_error(error) or error from error
+            raise await self._meaning(error) from error
 
     def log_file_bytes(self) -> int | None:
         """How long SQLite's log file is; None on PostgreSQL, whose log is not this database's alone."""

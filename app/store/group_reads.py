@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from sqlalchemy import Connection, case, func, or_, select, tuple_
@@ -33,6 +33,11 @@ class Candidate(msgspec.Struct, frozen=True):
 def has_notes(connection: Connection) -> bool:
     """Is there anything to settle?"""
     return connection.execute(select(group_changes.c.id).limit(1)).first() is not None
+
+
+def noted(connection: Connection) -> list[str]:
+    """The groups that there are notes about."""
+    return list(connection.execute(select(group_changes.c.group_id).distinct()).scalars())
 
 
 def candidates(
@@ -82,8 +87,11 @@ def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
     query = select(sessions.c.session_id, sessions.c.attempt, sessions.c.reward, sessions.c.status).where(
         sessions.c.group_id == group_id
     )
-    found = [Attempt(*row) for row in connection.execute(query)]
-    return sorted(found, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
+    return in_order(Attempt(*row) for row in connection.execute(query))
+
+
+def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
+    return sorted(attempts, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
 
 
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
@@ -114,6 +122,12 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     for row in connection.execute(query):
         found[row[0]].setdefault(row[1], []).append(reads.EventRow(*row[2:]))
     return found
+
+
+def turn_events_of(connection: Connection, session_id: str) -> list[reads.EventRow]:
+    """The same of one session's log."""
+    wanted = (TurnCommitted.__name__, RolledBack.__name__)
+    return [row for row in reads.event_rows(connection, session_id) if row.type in wanted]
 
 
 def newest_version(connection: Connection) -> int | None:

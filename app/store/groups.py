@@ -63,6 +63,7 @@ _notes = (
     )
     .returning(group_changes.c.group_id)
 )
+_notes_of_group = delete(group_changes).where(group_changes.c.group_id == bindparam("gid"))
 _locked = (
     select(groups.c.sessions, groups.c.completed_at, groups.c.measured, groups.c.erased)
     .where(groups.c.group_id == bindparam("gid"))
@@ -115,6 +116,21 @@ class Settle(BaseOperation, frozen=True):
         for group_id in sorted({row[0] for row in notes}):
             _settle_group(tx, group_id)
         return len(notes) == self.most
+
+
+class SettleGroup(BaseOperation, frozen=True):
+    """As `Settle`, of one group and all notes about it."""
+
+    durable: ClassVar[bool] = False
+    group_id: str
+
+    @property
+    def session_id(self) -> str:
+        return ""
+
+    def apply(self, tx: Tx) -> None:
+        tx.run(_notes_of_group, {"gid": self.group_id})
+        _settle_group(tx, self.group_id)
 
 
 def _settle_group(tx: Tx, group_id: str) -> None:

@@ -177,7 +177,11 @@ async def require_revision(database: Database) -> None:
 
 def read_log(tx: Tx, session_id: str) -> Log | None:
     """The whole log, decoded and folded; None where there is none. Raises UnknownEvent, also for a gap."""
-    recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
+    return folded(session_id, decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id})))
+
+
+def folded(session_id: str, recorded: Sequence[Recorded]) -> Log | None:
+    """Raises UnknownEvent."""
     session = fold(session_id, recorded)
     return None if session is None else Log(session, recorded)
 
@@ -208,13 +212,13 @@ def mend(tx: Tx, session_id: str) -> Examined:
     found, log = _examine(tx, session_id)
     if log is None or found.sound:
         return found
-    head = _head_row(log)
+    head = head_row(log)
     before = {one.stored for one in found.differences if one.place == "sessions.group_id"}
     tx.insert(_note_group, [{"group_id": group} for group in before | {head["group_id"]} if group is not None])
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
         tx.insert(_insert_head, [{"session_id": session_id, **head}])
     tx.run(_drop_open, {"sid": session_id})
-    rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in _open_rows(log).items()]
+    rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in open_rows(log).items()]
     tx.insert(_insert_open, rows)
     return found
 
@@ -228,9 +232,9 @@ def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
     """Where the stored rows are not what follows from the log."""
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
-    found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else _head_row(log))
+    found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
     stored = {row[0]: _named(_OPEN_COLUMNS, row[1:]) for row in opened}
-    expected = {} if log is None else _open_rows(log)
+    expected = {} if log is None else open_rows(log)
     for fence in sorted(stored.keys() | expected.keys()):
         found += _compared(session_id, f"open_turns[{fence}]", stored.get(fence), expected.get(fence))
     return found
@@ -264,11 +268,13 @@ def _held(log: Log) -> list[OpenTurn]:
     return [] if log.session.open_turn is None else [log.session.open_turn]
 
 
-def _head_row(log: Log) -> dict[str, Any]:
+def head_row(log: Log) -> dict[str, Any]:
+    """Every column of `sessions` but the key."""
     return {name: derive(log) for name, derive in HEAD.items()}
 
 
-def _open_rows(log: Log) -> dict[int, dict[str, Any]]:
+def open_rows(log: Log) -> dict[int, dict[str, Any]]:
+    """By fence every column of `open_turns` but the key."""
     return {held.fence: {name: derive(log, held) for name, derive in OPEN_TURN.items()} for held in _held(log)}
 
 

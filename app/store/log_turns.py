@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
+from sqlalchemy import Connection
 
 from app.crash_points import reach
 from app.domain.events import Event, TurnCommitted, TurnOpened
@@ -282,3 +283,11 @@ class AbandonDead(BaseOperation, frozen=True):
             holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
             abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
         return (found[-1][0] if len(found) == self.most else None), len(found)
+
+
+def next_dead(connection: Connection, after: str, lease_s: float) -> str | None:
+    """The next session behind `after` with an open turn of a dead process."""
+    found: str | None = connection.execute(
+        sql.dead_open_turns, {"after": after, "most": 1, "lease_s": lease_s}
+    ).scalar()
+    return found

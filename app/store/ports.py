@@ -14,6 +14,7 @@ from sqlalchemy.sql import Executable
 
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
+from app.store.unreadable import Unreadable
 
 T = TypeVar("T")
 
@@ -34,7 +35,19 @@ class Database(Protocol):
         """How many write transactions may be open at a time."""
         ...
 
-    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T: ...
+    @property
+    def unreadable(self) -> Unreadable:
+        """The sessions of which it was told that they cannot be read."""
+        ...
+
+    async def read(
+        self,
+        function: Callable[[Connection], T],
+        *,
+        one_moment: bool = False,
+        session_id: str | None = None,
+        or_else: Callable[[Connection], T] | None = None,
+    ) -> T: ...
 
     async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 

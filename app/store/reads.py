@@ -10,10 +10,22 @@ from sqlalchemy import ColumnElement, exists, func, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
-from app.domain.events import EXPORTED, BlobsTombstoned, Recorded
+from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
 from app.domain.session import Session, fold
+from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
-from app.store.schema import blobs, chunks, events, groups, refused_replies, sessions, snapshots, store_meta, turns
+from app.store.schema import (
+    blobs,
+    chunks,
+    events,
+    groups,
+    open_turns,
+    refused_replies,
+    sessions,
+    snapshots,
+    store_meta,
+    turns,
+)
 from workers import codec
 from workers.codec import CorruptContent, Facts, Said, Wire
 
@@ -60,6 +72,13 @@ END = Position(2**63 - 1, 2**63 - 1)
 def head(connection: Connection, session_id: str) -> Head | None:
     row = connection.execute(select(*_HEAD).where(sessions.c.session_id == session_id)).first()
     return None if row is None else Head(*row)
+
+
+def touch(connection: Connection, session_id: str) -> None:
+    """Look at every row of a session but not at its contents: does a write meet a damaged page of its own?"""
+    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies):
+        columns = [column for column in table.columns if not isinstance(column.type, Content)]
+        connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
 
 
 def list_heads(
@@ -113,8 +132,14 @@ def event_rows(
 
 
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
-    """Raises UnknownEvent."""
-    return [Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data)) for row in rows]
+    """Raises UnknownEvent, also where a damaged page has something else in a row than an event."""
+    return [_recorded(row) for row in rows]
+
+
+def _recorded(row: EventRow) -> Recorded:
+    if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
+        raise UnknownEvent("a row that is no event's")
+    return Recorded(row.seq, row.at, upcast.decode(row.type, row.version, row.data or b""))
 
 
 def load_events(connection: Connection, session_id: str, *, after: int = 0, limit: int | None = None) -> list[Recorded]:

@@ -21,7 +21,6 @@ from sqlalchemy import (
     Identity,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
@@ -31,6 +30,7 @@ from sqlalchemy import (
     and_,
 )
 
+from app.store.broken import Content
 from app.store.dialect import current_tx
 
 NAMING = {
@@ -165,7 +165,7 @@ events = Table(
     Column("type", String(32), nullable=False),
     Column("version", SmallInteger, nullable=False),
     Column("at", Double, nullable=False),
-    Column("data", LargeBinary, nullable=False),
+    Column("data", Content, nullable=False),
     Column("tx", BigInteger, server_default=current_tx(), nullable=False),
     Column("position", BigInteger, Identity(), nullable=False),
     PrimaryKeyConstraint("session_id", "seq"),
@@ -181,7 +181,7 @@ fleet_events = Table(
     Column("type", String(32), nullable=False),
     Column("version", SmallInteger, nullable=False),
     Column("at", Double, nullable=False),
-    Column("data", LargeBinary, nullable=False),
+    Column("data", Content, nullable=False),
     Index("ix_fleet_events_key_seq", "key", "seq"),
 )
 """The log of what is of no session: engines, and the gates of adapters and of the whole fleet (`domain.fleet`).
@@ -219,8 +219,8 @@ turns = Table(
     Column("segment", Integer, nullable=False),
     Column("choice_index", SmallInteger, nullable=False),
     Column("protocol", String(16), nullable=False),
-    Column("facts", LargeBinary),
-    Column("wire", LargeBinary),
+    Column("facts", Content),
+    Column("wire", Content),
     PrimaryKeyConstraint("session_id", "turn", "choice_index"),
 )
 """A committed turn's content, null once erased: training facts, and what went over the wire."""
@@ -234,7 +234,7 @@ blobs = Table(
     Column("size", BigInteger, nullable=False),
     Column("hash", String(64), nullable=False),
     Column("location", Text),
-    Column("data", LargeBinary),
+    Column("data", Content),
     PrimaryKeyConstraint("session_id", "number"),
 )
 """What a session stores once: metadata, parameters, tools. `location` names an object store's copy."""
@@ -250,7 +250,7 @@ chunks = Table(
     Column("hash", String(32), nullable=False),
     Column("tombstoned_by", BigInteger),
     Column("location", Text),
-    Column("data", LargeBinary),
+    Column("data", Content),
     PrimaryKeyConstraint("session_id", "fence", "number"),
 )
 """Rows of replay payloads, keyed by the turn that brought them: its fence, and a number within it.
@@ -265,7 +265,7 @@ refused_replies = Table(
     Column("session_id", SESSION_ID, nullable=False),
     Column("fence", BigInteger, nullable=False),
     Column("size", BigInteger, nullable=False),
-    Column("data", LargeBinary, nullable=False),
+    Column("data", Content, nullable=False),
     PrimaryKeyConstraint("session_id", "fence"),
 )
 """The beginning of replies that were refused, as compressed frames; `size` is that of the whole reply."""
@@ -276,6 +276,6 @@ snapshots = Table(
     Column("session_id", SESSION_ID, primary_key=True),
     Column("seq", BigInteger, nullable=False),
     Column("format", String(32), nullable=False),
-    Column("data", LargeBinary, nullable=False),
+    Column("data", Content, nullable=False),
 )
 """A fold of the first `seq` events, in the format of the release named; any other format is ignored."""

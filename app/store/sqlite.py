@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import select
+from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreLost, StoreUnavailable
+from app.store.broken import damage
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.lock import SqliteLock
 from app.store.ports import Committed
@@ -63,7 +64,11 @@ FREE_BYTES = 64 << 20
 GIVE_BACK_PAGES = 1000
 """In one step: some milliseconds."""
 
-_LAST_POSITION = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
+_LAST_IN_ORDER = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
+_LAST_WRITTEN = select(events.c.position).order_by(literal_column("events.rowid").desc()).limit(1)
+
+NEVER_REACHED = 1 << 40
+"""The first position where a damaged file does not say which was the last: places must not be given out twice."""
 
 
 class SqliteWriter:
@@ -190,7 +195,7 @@ class SqliteWriter:
         try:
             for pragma in PRAGMAS:
                 connection.execute(pragma)
-            last = SqliteTx(connection, 1).one(_LAST_POSITION, {})
+            last = _last_position(connection)
         except sqlite3.Error:
             connection.close()
             raise
@@ -201,7 +206,7 @@ class SqliteWriter:
             log.warning("the log file could not be emptied, and with it what has been erased: %s", error)
         self._reserve_log()
         self.connection = connection
-        self._tx = SqliteTx(connection, (last[0] if last else 0) + 1)
+        self._tx = SqliteTx(connection, last + 1)
 
     def _reserve_log(self) -> None:
         """Make the log file as long as it will be: an fsync of a file that grows takes half as long again.
@@ -269,3 +274,20 @@ class SqliteWriter:
         """Was all of the log file moved?"""
         (busy, _, _) = self.connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         return not busy
+
+
+def _last_position(connection: sqlite3.Connection) -> int:
+    """The largest that was given out. The order's index and the rows are both asked, for either may be damaged."""
+    tx = SqliteTx(connection, 1)
+    found: list[int] = []
+    for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):
+        try:
+            row = tx.one(statement, {})
+        except sqlite3.Error as error:
+            why = damage(error)
+            if why is None:
+                raise
+            log.warning("the end of the events cannot be read (%s): run ops.verify", why)
+            continue
+        found += [place for place in row or (0,) if isinstance(place, int)]
+    return max(found, default=NEVER_REACHED)

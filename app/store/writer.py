@@ -15,11 +15,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from app.errors import AppError, Overloaded, StoreUnavailable
+from app.errors import AppError, Overloaded, StoreDamaged, StoreUnavailable
+from app.store import reads
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
 from app.store.log import Appended, Operation
@@ -99,7 +101,8 @@ class Writer:
         """Queue `operation` and wait for its outcome.
 
         Raises Overloaded (the queue stayed full), StoreUnavailable, StoreFull: then it is unknown only
-        whether it was written where the commit itself failed, and the log tells.
+        whether it was written where the commit itself failed, and the log tells. Raises SessionUnreadable where a
+        page that the session needs is damaged: nothing was written.
         """
         if self._stopping:
             raise StoreUnavailable("the server is stopping")
@@ -160,6 +163,8 @@ class Writer:
         operations = [entry.operation for entry in batch]
         try:
             outcomes = await self._commit(operations)
+        except StoreDamaged as error:
+            await self._around_damage(batch, error)
         except AppError as error:
             for entry in batch:
                 _fail(entry, error)
@@ -178,6 +183,22 @@ class Writer:
                     self._count(entry.operation, outcome)
                     if not entry.outcome.done():
                         entry.outcome.set_result(outcome)
+
+    async def _around_damage(self, batch: list[_Entry], error: StoreDamaged) -> None:
+        """A damaged page is the business of the sessions that need it, and of nobody who waited beside them."""
+        if len(batch) > 1:
+            for entry in batch:
+                await self._write([entry])
+            return
+        session_id = batch[0].operation.session_id
+        try:
+            if session_id:
+                look = partial(reads.touch, session_id=session_id)
+                await self._database.read(look, session_id=session_id)
+        except AppError as found:
+            _fail(batch[0], found)
+        else:
+            _fail(batch[0], error)
 
     def _count(self, operation: Operation[Any], outcome: Any) -> None:
         if isinstance(outcome, Appended):

@@ -11,6 +11,7 @@ from sqlalchemy.sql import Executable
 
 from app.errors import StoreFull, StoreUnavailable
 from app.store.dialect import Parameters, Row, Tx, WriteConflict
+from app.store.unreadable import Unreadable
 from ops.simulation.loop import SimulatedLoop
 from ops.simulation.store import MemoryStore
 from ops.simulation.weather import Weather
@@ -59,10 +60,18 @@ class SimulatedDatabase:
     def __init__(self, server: Server, *, alone: bool) -> None:
         self.is_sqlite = alone
         self.lanes = 1 if alone else LANES
+        self.unreadable = Unreadable()
         self._server = server
         self._under_way = 0
 
-    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+    async def read(
+        self,
+        function: Callable[[Connection], T],
+        *,
+        one_moment: bool = False,
+        session_id: str | None = None,
+        or_else: Callable[[Connection], T] | None = None,
+    ) -> T:
         return await self._ask(lambda: self._server.store.read(function))
 
     async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:

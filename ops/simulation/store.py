@@ -18,6 +18,7 @@ from sqlalchemy.sql import Executable
 
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.schema import metadata, store_meta
+from app.store.unreadable import Unreadable
 
 T = TypeVar("T")
 
@@ -105,8 +106,16 @@ class MemoryDatabase:
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+        self.unreadable = Unreadable()
 
-    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+    async def read(
+        self,
+        function: Callable[[Connection], T],
+        *,
+        one_moment: bool = False,
+        session_id: str | None = None,
+        or_else: Callable[[Connection], T] | None = None,
+    ) -> T:
         await asyncio.sleep(0)
         return self._store.read(function)
 

@@ -7,19 +7,20 @@ taken, so it may run beside a server; each session, and each page of groups, is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 
 import msgspec
 from sqlalchemy import Connection
 
-from app.store import heads
+from app.errors import StoreDamaged
+from app.store import damaged, heads
 from app.store.engine import Database
 from ops.keeping import DONE, NOT_ALL_WELL, Outcome, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
-from ops.verify.session import PAGE, TABLES, SessionCheck
+from ops.verify.session import PAGE, TABLES, SessionCheck, check_damaged
 from ops.verify.whole import check_file, check_groups, check_order
 
 __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "verify", "verify_url"]
@@ -34,12 +35,13 @@ async def verify(
     Raises AppError where the store cannot be read.
     """
     report = Report()
-    after = ""
-    while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
-        for session_id in ids:
-            await database.read(partial(_check_session, session_id=session_id, report=report), one_moment=True)
-            tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
-        after = ids[-1]
+    async for session_id in _session_ids(database, report):
+        await database.read(
+            partial(_check_session, session_id=session_id, report=report),
+            one_moment=True,
+            or_else=partial(check_damaged, session_id=session_id, report=report),
+        )
+        tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
     held: dict[str, list[Acknowledged]] = {}
     for one in acknowledged:
         held.setdefault(one.session_id, []).append(one)
@@ -48,10 +50,33 @@ async def verify(
         tell(f"acknowledged turns, at {session_id}")
     tell("the file")
     await check_file(database, report)
-    await check_order(database, report, tell)
-    await check_groups(database, report, tell)
-    await check_fleet(database, report, tell)
+    for what, check in (("order of events", check_order), ("groups", check_groups), ("log of the fleet", check_fleet)):
+        try:
+            await check(database, report, tell)
+        except StoreDamaged as error:
+            report.found(STORE, f"the {what} cannot be checked to the end: {error}")
     return report
+
+
+async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]:
+    """All of them in their order; where a page that lists them is damaged, those that another one names."""
+    seen: set[str] = set()
+    after = ""
+    try:
+        while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
+            for session_id in ids:
+                if session_id in seen:
+                    raise StoreDamaged(f"session {session_id} comes twice")
+                seen.add(session_id)
+                yield session_id
+            after = ids[-1]
+    except StoreDamaged as error:
+        report.found(STORE, f"the sessions cannot be listed, those that are known are checked: {error}")
+    else:
+        return
+    for session_id in await database.read(partial(damaged.session_ids, tables=TABLES)):
+        if session_id not in seen:
+            yield session_id
 
 
 def _check_session(connection: Connection, session_id: str, report: Report) -> None:
@@ -76,5 +101,9 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
 
 def _checked(database_url: str | None) -> Outcome:
     report = asyncio.run(verify_url(settings_for(database_url).database_url, Progress("verify")))
-    lines = [*(f"{problem.session_id}: {problem.what}" for problem in report.problems), report.summary()]
+    lines = [
+        *(f"{problem.session_id}: {problem.what}" for problem in report.problems),
+        *report.damage(),
+        report.summary(),
+    ]
     return Outcome(NOT_ALL_WELL if report.problems else DONE, lines, msgspec.to_builtins(report))

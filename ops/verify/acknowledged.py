@@ -20,8 +20,10 @@ from ops.verify.report import Acknowledged, Report
 async def check(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> None:
     """Look for one session's acknowledged turns, and put into the report what is not as it was acknowledged."""
     try:
-        log = await database.read(lambda connection: heads.read_log(AlchemyTx(connection), session_id))
-    except UnknownEvent:
+        log = await database.read(
+            lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
+        )
+    except (UnknownEvent, SessionUnreadable):
         log = None  # the session's own check has said why
     for one in sorted(held, key=lambda one: one.turn):
         wrong = await _wrong(database, log, one, report)

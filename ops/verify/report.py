@@ -29,7 +29,8 @@ class Report(msgspec.Struct):
 
     `missing` are acknowledged turns that are not in the log, or whose reply is another by now; each is a problem too.
     `not_compared` counts those in the log whose reply cannot be put together any more: payloads that were tombstoned,
-    sessions that were erased.
+    sessions that were erased. Of `unreadable` sessions there are rows, and of `damaged_tables` pages, that the database
+    cannot read.
     """
 
     sessions: int = 0
@@ -39,9 +40,17 @@ class Report(msgspec.Struct):
     problems: list[Problem] = []
     missing: list[Acknowledged] = []
     not_compared: int = 0
+    unreadable: list[str] = []
+    damaged_tables: list[str] = []
 
     def found(self, session_id: str, what: str) -> None:
         self.problems.append(Problem(session_id, what))
+
+    def damage(self) -> list[str]:
+        """The lines that sum up what the database cannot read."""
+        tables = [f"damaged tables: {', '.join(self.damaged_tables)}"] if self.damaged_tables else []
+        sessions = [f"sessions with unreadable rows: {', '.join(self.unreadable)}"] if self.unreadable else []
+        return tables + sessions
 
     def summary(self) -> str:
         seen = f"{self.sessions} sessions, {self.events} events, {self.turns} turns, {self.groups} groups"

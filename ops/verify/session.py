@@ -26,6 +26,7 @@ from app.domain.events import (
 from app.domain.session import Session, fold
 from app.service.replay import keys_of
 from app.store import heads, reads
+from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
 from app.store.heads import Log
 from app.store.reads import ChunkKey
@@ -60,6 +61,21 @@ MAX_TRIM = 1
 
 _Chains = dict[tuple[int, int], tuple[int, Any]]
 """By turn and how many of its last tokens are left out: how many tokens there are then, and their hash so far."""
+
+
+def check_damaged(connection: Connection, session_id: str, report: Report) -> None:
+    """A session whose check met a damaged page: which of its tables cannot be read, each for itself."""
+    why: dict[str, str] = {}
+    for table in TABLES:
+        query = select(table).where(table.c.session_id == session_id)
+        try:
+            attempt(connection, lambda again: again.execute(query).all())  # noqa: B023
+        except PageDamaged as error:
+            why[table.name] = str(error)
+    names = ", ".join(why) or "an index"
+    reason = next(iter(why.values()), "the database met a damaged page")
+    report.unreadable.append(session_id)
+    report.found(session_id, f"its rows in {names} cannot be read: {reason}")
 
 
 class SessionCheck:

@@ -38,13 +38,39 @@ async def check_file(database: Database, report: Report) -> None:
     """SQLite's pages and indexes are sound; PostgreSQL has `pg_amcheck` for that."""
     if not database.is_sqlite:
         return
+    said = await database.read(
+        _file_problems, or_else=lambda connection: ["a page that leads to all others is damaged"]
+    )
+    for one in said:
+        report.found(STORE, f"the file: {one}")
+    if said:
+        for table in await database.read(_tables):
+            await database.read(
+                partial(_check_table, table=table, report=report),
+                or_else=partial(_cannot_check, table=table, report=report),
+            )
 
-    def check(connection: Connection) -> list[str]:
-        return list(connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars())
 
-    for said in await database.read(check):
-        if said != "ok":
-            report.found(STORE, f"the file: {said}")
+def _file_problems(connection: Connection) -> list[str]:
+    said = connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars()
+    return [one for one in said if one != "ok"]
+
+
+def _tables(connection: Connection) -> list[str]:
+    return list(
+        connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").scalars()
+    )
+
+
+def _check_table(connection: Connection, table: str, report: Report) -> None:
+    """A table and its indexes by themselves, so that the damage has a name."""
+    said = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
+    if said != ["ok"]:
+        report.damaged_tables.append(table)
+
+
+def _cannot_check(connection: Connection, table: str, report: Report) -> None:
+    report.damaged_tables.append(table)
 
 
 async def check_order(database: Database, report: Report, tell: Callable[[str], None]) -> None:
@@ -56,8 +82,9 @@ async def check_order(database: Database, report: Report, tell: Callable[[str], 
     seen = 0
     while len(page := await database.read(partial(_places, since=after))) > 1:
         for before, place in pairwise(page):
-            if before == place:
-                report.found(STORE, f"two events stand at transaction {place[0]}, position {place[1]}")
+            if before >= place:
+                stand = "two events stand" if before == place else "an event stands out of order"
+                report.found(STORE, f"{stand} at transaction {place[0]}, position {place[1]}")
                 return
         seen += len(page)
         tell(f"the order of {seen} events")

@@ -24,13 +24,14 @@ def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json =
 def backup(
     ctx: typer.Context,
     copy: Annotated[Path, typer.Argument(help="The file to make.")],
+    salvage: Annotated[bool, typer.Option("--salvage", help="Of a damaged store copy what can be read.")] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
     """Copy an SQLite store while its server runs; of a PostgreSQL store, say how."""
     from ops.backup import perform
 
-    raise typer.Exit(perform(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, copy, salvage=salvage, as_json=wants_json(ctx, as_json)))
 
 
 def restore(
@@ -48,13 +49,16 @@ def restore(
 def vacuum(
     ctx: typer.Context,
     full: Annotated[bool, typer.Option("--full", help="Write all content anew; on SQLite no server may run.")] = False,
+    salvage: Annotated[
+        bool, typer.Option("--salvage", help="With --full: of a damaged store keep what can be read.")
+    ] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
     """Give unused space back, and with it the traces of what was erased."""
     from ops.compact import perform
 
-    raise typer.Exit(perform(database_url, full=full, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, full=full, salvage=salvage, as_json=wants_json(ctx, as_json)))
 
 
 def retain(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:

@@ -1,0 +1,65 @@
+"""What a damaged page looks like from here: errors of the drivers, and values that no version ever wrote."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import Dialect, LargeBinary
+from sqlalchemy.exc import DBAPIError
+
+
+class BrokenRow(Exception):
+    """A row holds something that no version ever wrote: its page is damaged."""
+
+
+class Content(LargeBinary):
+    """Bytes. SQLite tells a value's type in its row, where a flipped bit makes a number or a text of them."""
+
+    cache_ok = True
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], bytes | None]:
+        return _as_bytes
+
+
+def _as_bytes(value: Any) -> bytes | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    raise BrokenRow("a text or a number where bytes were stored")
+
+
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_DAMAGED_SECTOR = frozenset(
+    {
+        sqlite3.SQLITE_IOERR_READ,
+        sqlite3.SQLITE_IOERR_SHORT_READ,
+        sqlite3.SQLITE_IOERR_CORRUPTFS,
+        sqlite3.SQLITE_IOERR_DATA,
+    }
+)
+_DAMAGE_STATES = frozenset({"XX001", "XX002"})
+"""PostgreSQL's data_corrupted (a checksum or a page's header is wrong, too) and index_corrupted."""
+
+
+def damage(error: BaseException) -> str | None:
+    """How the database calls it where what it needed to read is damaged; None for any other error.
+
+    Whether that is a page or all of the file, the error does not say.
+    """
+    if isinstance(error, BrokenRow):
+        return str(error)
+    if isinstance(error, DBAPIError):
+        return None if error.orig is None else damage(error.orig)
+    if isinstance(error, sqlite3.Error):
+        code = getattr(error, "sqlite_errorcode", None)
+        if code is None:
+            # The driver's own: a text that is no UTF-8.
+            return "a text that cannot be decoded" if isinstance(error, sqlite3.OperationalError) else None
+        return (
+            getattr(error, "sqlite_errorname", type(error).__name__)
+            if code & 0xFF in _DAMAGE or code in _DAMAGED_SECTOR
+            else None
+        )
+    state = getattr(error, "sqlstate", None)
+    return f"SQLSTATE {state}" if state in _DAMAGE_STATES else None

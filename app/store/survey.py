@@ -1,0 +1,201 @@
+"""What can still be said of all sessions where a page that lists or orders them is damaged.
+
+The log is the truth: a head that cannot be read is derived from it, and the order of commits from each session's own
+events. All of it costs a look at every session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, Integer, literal_column, select, tuple_
+
+from app.domain.events import UnknownEvent
+from app.store import group_reads, heads, heads_view
+from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
+from app.store.dialect import AlchemyTx, oldest_tx
+from app.store.group_reads import Attempt
+from app.store.heads_view import Row
+from app.store.reads import SYNCED, EventRow, Position
+from app.store.schema import events
+
+PLACES = 5000
+"""Places of the order looked at in one read."""
+
+BEHIND = 1 << 62
+"""Position of the first event of which nobody knows where it stands; no writer ever comes so far."""
+
+_rowid: ColumnElement[int] = literal_column("events.rowid", Integer)
+
+
+class Heads(NamedTuple):
+    """Of each session its head, stored or derived from the log; and why there is none of the others."""
+
+    rows: dict[str, Row]
+    lost: dict[str, str]
+
+
+def all_heads(connection: Connection, ids: Sequence[str] | None = None) -> Heads:
+    """None: of every session. A head that is not there, and of which there is no log, is left out."""
+    every = session_ids(connection) if ids is None else ids
+    found, lost = split(connection, every, _heads)
+    for session_id in list(lost):
+        try:
+            log = attempt(connection, lambda again: heads.read_log(AlchemyTx(again), session_id))  # noqa: B023
+        except (PageDamaged, UnknownEvent):
+            continue
+        del lost[session_id]
+        if log is not None:
+            row = heads.head_row(log)
+            found[session_id] = Row(session_id, **{name: row[name] for name in _FIELDS})
+    return Heads(found, lost)
+
+
+_FIELDS = tuple(name for name in Row.__struct_fields__ if name not in ("session_id", "claimed_since"))
+
+
+def _heads(connection: Connection, ids: Sequence[str]) -> Mapping[str, Row]:
+    return {row.session_id: row for row in heads_view.of(connection, ids)}
+
+
+def last_places(
+    connection: Connection, ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> dict[str, Position]:
+    """Where each session's last event of these types stands, at or before `upto`.
+
+    An event that cannot be read counts as one of them: its place is mostly known from the index over the order. Where
+    it is not, the session stands behind all others, at a place that no event has.
+    """
+
+    def read(again: Connection, part: Sequence[str]) -> Mapping[str, Position]:
+        return _last_places(again, part, upto, types)
+
+    found, lost = split(connection, ids, read)
+    unknown = 0
+    for session_id, (place, rows) in _places_of_lost(connection, list(lost), upto, types).items():
+        if place is None and rows:
+            unknown += 1
+            place = Position(upto.tx, BEHIND + unknown)
+        if place is not None:
+            found[session_id] = place
+    return found
+
+
+def _last_places(
+    connection: Connection, ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> Mapping[str, Position]:
+    """By the log's own key: the index over the order may be what is damaged."""
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(events.c.session_id.in_(ids), events.c.type.in_(types))
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    found: dict[str, Position] = {}
+    for session_id, tx, position in connection.execute(query):
+        place = Position(tx, position)
+        if place <= upto and session_id in ids:
+            found[session_id] = max(place, found.get(session_id, place))
+    return found
+
+
+def _places_of_lost(
+    connection: Connection, ids: Sequence[str], upto: Position, types: Sequence[str]
+) -> dict[str, tuple[Position | None, bool]]:
+    """The same of sessions of which an event is lost; and is there any place of an event that is not known?"""
+    found: dict[str, Position | None] = {}
+    hidden: dict[int, str] = {}
+    nowhere: set[str] = set()
+    for session_id in ids:
+        places, rowids = _readable_places(connection, session_id, types)
+        found[session_id] = max((place for place in places if place <= upto), default=None)
+        hidden.update(dict.fromkeys(rowids, session_id))
+        if not rowids:
+            nowhere.add(session_id)
+    for rowid, place in _places_by_row(connection, hidden.keys()).items():
+        session_id = hidden.pop(rowid)
+        if place <= upto:
+            found[session_id] = max(place, found[session_id] or place)
+    nowhere.update(hidden.values())
+    return {session_id: (place, session_id in nowhere) for session_id, place in found.items()}
+
+
+def _readable_places(connection: Connection, session_id: str, types: Sequence[str]) -> tuple[list[Position], list[int]]:
+    """The places of a session's events that can be read, and on SQLite the rows of the others."""
+    own = events.c.session_id == session_id
+    is_sqlite = connection.dialect.name == "sqlite"
+    # Both are in the index over the key, so that no row is looked at.
+    numbered = select(events.c.seq, *((_rowid,) if is_sqlite else ())).where(own).order_by(events.c.seq)
+    try:
+        rows = attempt(connection, lambda again: again.execute(numbered).all())
+    except PageDamaged:
+        return [], []
+
+    def read(again: Connection, first: int, last: int) -> list[tuple[str, Position]]:
+        query = select(events.c.type, events.c.tx, events.c.position).where(own, events.c.seq.between(first, last))
+        return [(row[0], Position(row[1], row[2])) for row in again.execute(query)]
+
+    last = max((row[0] for row in rows), default=0)
+    found, lost = rows_in_parts(connection, 1, last, read)
+    rowids = {row[0]: row[1] for row in rows} if is_sqlite else {}
+    return [place for name, place in found if name in types], [rowids[seq] for seq in lost if seq in rowids]
+
+
+def _places_by_row(connection: Connection, wanted: Collection[int]) -> dict[int, Position]:
+    """From SQLite's index over the order, which has them without the rows; as far as it can be read."""
+    found: dict[int, Position] = {}
+    rows = set(wanted)
+    after = Position(0, 0)
+    while rows - found.keys():
+        query = (
+            select(_rowid, events.c.tx, events.c.position)
+            .where(tuple_(events.c.tx, events.c.position) > (after.tx, after.position))
+            .order_by(events.c.tx, events.c.position)
+            .limit(PLACES)
+        )
+        try:
+            page = attempt(connection, lambda again: again.execute(query).all())  # noqa: B023
+        except PageDamaged:
+            break
+        if not page:
+            break
+        found.update((row[0], Position(row[1], row[2])) for row in page if row[0] in rows)
+        after = Position(page[-1][1], page[-1][2])
+    return found
+
+
+def horizon(connection: Connection) -> Position:
+    """As `reads.horizon`, from each session's own events."""
+    oldest: int = connection.execute(select(oldest_tx())).scalar_one()
+    places = last_places(connection, session_ids(connection), Position(oldest, 0), SYNCED)
+    return max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
+
+
+def newest_version(connection: Connection) -> int | None:
+    """As `group_reads.newest_version`, from the heads that can be read."""
+    versions = (row.weight_version for row in all_heads(connection).rows.values())
+    return max((version for version in versions if version is not None), default=None)
+
+
+def members(connection: Connection, group_ids: Collection[str]) -> list[Row]:
+    """The sessions of some groups, whose heads can be read or derived."""
+    return [row for row in all_heads(connection).rows.values() if row.group_id in group_ids]
+
+
+def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
+    """As `group_reads.attempts_of`."""
+    found = members(connection, [group_id])
+    return group_reads.in_order(Attempt(row.session_id, row.attempt, row.reward, row.status) for row in found)
+
+
+def turn_events(connection: Connection, group_ids: Sequence[str]) -> group_reads.TurnEvents:
+    """As `group_reads.turn_events`, less the sessions of which an event is lost."""
+    group_of = {row.session_id: row.group_id or "" for row in members(connection, group_ids) if row.status == "closed"}
+
+    def read(again: Connection, ids: Sequence[str]) -> Mapping[str, list[EventRow]]:
+        return {session_id: group_reads.turn_events_of(again, session_id) for session_id in ids}
+
+    found: group_reads.TurnEvents = {group_id: {} for group_id in group_ids}
+    for session_id, rows in split(connection, list(group_of), read)[0].items():
+        found[group_of[session_id]][session_id] = rows
+    return found

@@ -1,0 +1,120 @@
+"""What `backup` and `compact` do about a damaged SQLite file: say what cannot be read, copy the rest when asked to."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, create_engine
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import StaticPool
+
+from app.errors import StartupError
+from app.store.broken import BrokenRow, damage
+from app.store.damaged import PageDamaged
+from app.store.dialect import FILE_PRAGMAS
+from app.store.engine import revision_head
+from app.store.salvage import Damage, copy_readable, find
+from ops.keeping import DONE, NOT_ALL_WELL, Outcome, sync
+
+SHOWN = 20
+"""Sessions that one line names."""
+
+
+class DamagedStore(StartupError):
+    """A store that is not copied unless the rest of it is asked for."""
+
+
+def refusal(path: Path, tell: Callable[[str], None], left: str) -> DamagedStore:
+    """What the command says that met damage; `left` is what it has done."""
+    try:
+        with _reading(path) as source:
+            found = find(source, tell)
+    except (PageDamaged, BrokenRow, DBAPIError, sqlite3.Error) as error:
+        return DamagedStore(f"{path} is damaged, and none of it can be read ({error}); {left}".splitlines()[0])
+    return DamagedStore(f"{path} is damaged: {described(found)}; {left}; --salvage copies the rest")
+
+
+def described(found: Damage) -> str:
+    """Tables and sessions in a line."""
+    tables = f"tables {', '.join(found.tables)}" if found.tables else "no table that can be named"
+    names = sorted(found.sessions)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    sessions = f"sessions {', '.join(names[:SHOWN])}{more}" if names else "no session has lost anything"
+    return f"{tables}; {sessions}"
+
+
+def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
+    """Copy what can be read into `made`, an empty file. Raises StartupError where that is nothing."""
+    with closing(sqlite3.connect(made, isolation_level=None)) as empty:
+        for pragma in (*FILE_PRAGMAS, "PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF"):
+            empty.execute(pragma)
+        try:
+            with _reading(path) as source:
+                _require_revision(source)
+                later = _schema(source, empty)
+                with _connected(lambda: empty) as target:
+                    empty.execute("BEGIN")
+                    found = copy_readable(source, target, tell)
+                    empty.execute("COMMIT")
+        except (PageDamaged, BrokenRow, DBAPIError) as error:
+            raise StartupError(f"{path} is too damaged, none of it can be copied: {error}".splitlines()[0]) from error
+        for statement in later:
+            empty.execute(statement)
+        empty.execute("PRAGMA journal_mode = WAL").fetchone()
+    sync(made)
+    return found
+
+
+def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> Outcome:
+    """How a command ends that copied a store, or what could be read of it."""
+    if not found:
+        return Outcome(DONE, [line], fields)
+    tables = [f"table {name}: rows are missing" for name in found.tables]
+    sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(found.sessions.items())]
+    missing = {"tables": found.tables, "sessions": found.sessions}
+    return Outcome(NOT_ALL_WELL, [*tables, *sessions, line], {**fields, "missing": missing})
+
+
+def is_damage(error: BaseException) -> bool:
+    return damage(error) is not None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Connection]:
+    """One moment of a store that others may write to."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as raw:
+        raw.execute("BEGIN")
+        with _connected(lambda: raw) as connection:
+            yield connection
+
+
+@contextmanager
+def _connected(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
+    """Core on a connection of the driver's, whose transactions are the caller's."""
+    engine = create_engine("sqlite://", creator=creator, poolclass=StaticPool, pool_reset_on_return=None)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        yield connection
+
+
+def _require_revision(source: Connection) -> None:
+    """Raises StartupError: tables of another revision have other columns."""
+    found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if found != revision_head():
+        raise StartupError(f"the store is at revision {found}, this version salvages {revision_head()}: use its own")
+
+
+def _schema(source: Connection, empty: sqlite3.Connection) -> list[str]:
+    """Make the tables; returns what is to be made once they are filled."""
+    later: list[str] = []
+    for kind, statement in source.exec_driver_sql("SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL").all():
+        if kind == "table":
+            empty.execute(statement)
+        else:
+            later.append(statement)
+    revision = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    empty.execute("INSERT INTO alembic_version VALUES (?)", (revision,))
+    return later

@@ -1,0 +1,229 @@
+"""Damaged pages of an SQLite file: they are their sessions' business, and the rest is served, exported and copied."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.pages import HOWS, How, kept, pages, primary_key
+from helpers.store import Store, reward
+from integration.reading import CONTAINERS, DOCUMENTS, read
+from integration.routing import BOTH
+from integration.stand import Stand, error_of, serving, until, user
+
+from app.errors import SessionUnreadable
+from app.store.engine import Database
+from app.store.log import Appended
+from fault.damaged_pages import (
+    BRIEF,
+    SESSIONS,
+    WHERE,
+    Damaged,
+    Row,
+    Whole,
+    damaged_list,
+    exported,
+    others_are_whole,
+    six,
+    without_cursor,
+)
+from fault.test_damage import is_older
+from ops.simulator.process import SimulatorProcess
+from ops.verify import verify_url
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("replay", [False, True])
+def test_six_damaged_pages_are_their_sessions_business(whole: Whole, tmp_path: Path, how: How, replay: bool) -> None:
+    rng = random.Random(f"six {how}")
+    damaged = Damaged(whole, tmp_path, [page.number for page in six(whole.path, rng)], how, rng)
+    lost = damaged.lost_with_replay if replay else damaged.lost
+    assert 0 < len(lost) < 40
+    expected = whole.with_replay if replay else whole.exported
+    left_out = others_are_whole(expected, exported(damaged.path, replay=replay), lost)
+    assert left_out == lost or how == "flipped"
+
+
+@pytest.mark.parametrize("how", ["zeros", "flipped"])
+@pytest.mark.parametrize("format", [*CONTAINERS[1:], *DOCUMENTS])
+def test_every_format_gives_the_others(whole: Whole, tmp_path: Path, format: str, how: How) -> None:
+    """Some look at content that others do not."""
+    rng = random.Random(f"six {how}")
+    damaged = Damaged(whole, tmp_path, [page.number for page in six(whole.path, rng)], how, rng)
+    rows = exported(damaged.path, format=format)
+    left_out = {row["session_id"] for row in rows if row.get("excluded") is not None}
+    assert {row["session_id"] for row in exported(damaged.path) if "excluded" in row} <= left_out <= damaged.lost
+    assert {row["session_id"] for row in rows} == set(whole.session_ids)
+
+
+@pytest.mark.parametrize("how", ["zeros", "random"])
+@pytest.mark.parametrize("where", WHERE)
+def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str, how: How) -> None:
+    """The order of commits is that of each session's own events; a lost head is what the log says."""
+    before = [row["session_id"] for row in exported(whole.path)]
+    for seed in range(3):
+        damaged = damaged_list(whole, tmp_path, where, how, seed)
+        rows = exported(damaged.path)
+        assert others_are_whole(whole.exported, rows, damaged.lost) == damaged.lost
+        sound = [row["session_id"] for row in rows if row["session_id"] not in damaged.lost]
+        assert sound == [name for name in before if name not in damaged.lost]
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(whole: Whole, tmp_path: Path, where: str) -> None:
+    """SQLite's pages have no checksums: a key that was changed into another may hide a session without an error."""
+    for seed in range(3):
+        damaged = damaged_list(whole, tmp_path, where, "flipped", seed)
+        rows = [without_cursor(row) for row in exported(damaged.path) if "excluded" not in row]
+        for row in rows:
+            before = whole.exported[row["session_id"]]
+            assert row in before or is_older(row, before[0]), row
+        if len(rows) < SESSIONS:
+            assert asyncio.run(verify_url(f"sqlite+aiosqlite:///{damaged.path}")).problems
+
+
+FORGETFUL = {**BOTH, "TURNLOG_CACHE_BYTES": "0"}
+"""A server that reads what it is asked for."""
+
+TIDY = {"TURNLOG_CLOSED_REPLAY_TTL_S": "0.4", "TURNLOG_IDLE_CLOSE_S": "600"}
+"""Its janitor looks at every session twice a second."""
+
+
+def warnings_of(stand: Stand) -> list[str]:
+    """The log's lines that something cannot be read."""
+    lines = stand.server.log_path.read_text().splitlines()
+    return [line for line in lines if "cannot be read" in line or "damaged" in line]
+
+
+@contextmanager
+def served(damaged: Damaged, engine: SimulatorProcess, **environment: str) -> Iterator[Stand]:
+    with serving(damaged.path.parent, engine.base_url, environment={**FORGETFUL, **environment}) as stand:
+        yield stand
+
+
+def turn(stand: Stand, session_id: str) -> httpx.Response:
+    """A turn that goes on where nobody knows how the session went: it may not fit, but it is not in the way."""
+    body = {"model": "simulator", "messages": [user("Anew")], "sim": BRIEF}
+    return stand.http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
+
+
+def answers_for(stand: Stand, session_id: str) -> list[httpx.Response]:
+    """What a client is told that asks for a session, for its turn and for its reward."""
+    path = f"/sessions/{session_id}"
+    reward = stand.http.put(f"{path}/reward", json={"reward": 1.0})
+    return [stand.http.get(path), stand.http.get(f"{path}/events"), turn(stand, session_id), reward]
+
+
+def unreadable_in_full(whole: Whole, damaged: Damaged) -> set[str]:
+    """The sessions whose log has lost an event: nothing can be asked of them."""
+    after = kept(damaged.path, whole.session_ids, ["events"])
+    return {session_id for (_, session_id), rows in after.items() if rows is None}
+
+
+def test_a_server_answers_for_the_damaged_sessions_and_serves_the_others(
+    whole: Whole, tmp_path: Path, engine: SimulatorProcess
+) -> None:
+    rng = random.Random("served")
+    key = primary_key(whole.path, "events")
+    # Far from the pages to which new rows go: those are everybody's.
+    old = [pages(whole.path, name)[:-4] for name in ("events", key, "turns", "turns", "blobs", "chunks")]
+    damaged = Damaged(whole, tmp_path, [rng.choice(some).number for some in old], "zeros", rng)
+    gone = unreadable_in_full(whole, damaged)
+    assert gone
+    with served(damaged, engine, **TIDY) as stand:
+        for session_id in sorted(gone)[:4]:
+            for answer in answers_for(stand, session_id):
+                assert error_of(answer) == (500, "session_unreadable"), answer.text
+                assert answer.headers["x-should-retry"] == "false"
+                assert "retry-after" not in answer.headers
+        for format in (*CONTAINERS, *DOCUMENTS):
+            reply = stand.http.get("/export", params={"format": format, "explain": "true"})
+            assert reply.status_code == 200
+            rows = read(format, reply.content)
+            assert {row["session_id"] for row in rows if row.get("excluded") is not None} == damaged.lost
+        assert stand.http.get("/sessions", params={"limit": 500}).status_code == 200
+        fresh = stand.talk(session_id="zz-fresh")
+        fresh.say("Hello", sim=BRIEF)
+        fresh.say("Still here?", sim=BRIEF)
+        until(lambda: len(stand.server.log_path.read_text()) > 0)
+        told = warnings_of(stand)
+        named = [name for name in whole.session_ids if any(f"session {name} cannot be read" in line for line in told)]
+        assert gone <= set(named) <= damaged.lost_with_replay
+        assert len(told) == len(named), told
+        rows = stand.rows(explain="true")
+        assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
+        assert warnings_of(stand) == told, "once a session, however often it is asked for"
+        stand.http.close()
+        left = stand.server.log_path.read_text()
+        assert "unexpected fault" not in left
+        assert "round was cut short" not in left
+
+
+@pytest.mark.parametrize("where", ["order", "order's end", "heads", "times", "inner"])
+def test_a_server_lives_with_a_damaged_list(whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str) -> None:
+    damaged = damaged_list(whole, tmp_path, where, "random", 0)
+    with served(damaged, engine) as stand:
+        rows = stand.rows(explain="true")
+        assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
+        listed = stand.http.get("/sessions", params={"limit": 500}).json()["sessions"]
+        assert {one["session_id"] for one in listed} >= set(whole.session_ids) - damaged.lost
+        for path in ("/ui/api/sessions?limit=200", "/ui/api/overview", "/ui/api/groups", "/metrics"):
+            reply = stand.http.get(path)
+            assert reply.status_code == 200, (path, reply.text)
+        pages_of = walked(stand)
+        assert [row["session_id"] for row in pages_of] == [row["session_id"] for row in rows]
+        assert "unexpected fault" not in stand.server.log_path.read_text()
+
+
+def walked(stand: Stand) -> list[Row]:
+    """The same export a few rows at a time, each page by the cursor of the last row before it."""
+    found: list[Row] = []
+    parameters: dict[str, str] = {"explain": "true", "limit": "40"}
+    while page := stand.rows(**parameters):
+        found += page
+        parameters["cursor"] = page[-1]["cursor"]
+    return found
+
+
+@pytest.mark.anyio
+async def test_a_write_that_meets_a_damaged_page_leaves_its_neighbours_alone(whole: Whole, tmp_path: Path) -> None:
+    """All in one transaction: the head of one session is lost."""
+    damaged = damaged_list(whole, tmp_path, "heads", "zeros", 0)
+    database = Database(f"sqlite+aiosqlite:///{damaged.path}")
+    await database.open()
+    async with Store.over(database) as store:
+        writes = [store.submit(reward(name, 0.5)) for name in whole.session_ids]
+        outcomes = await asyncio.gather(*writes, return_exceptions=True)
+        refused = {
+            name for name, one in zip(whole.session_ids, outcomes, strict=True) if isinstance(one, SessionUnreadable)
+        }
+        written = [one for one in outcomes if isinstance(one, Appended)]
+        assert 0 < len(refused) < 60
+        assert len(written) == SESSIONS - len(refused)
+        assert await store.create("zz-fresh")
+    await database.close()
+
+
+@pytest.mark.parametrize("where", ["heads", "key"])
+def test_the_feed_hands_out_the_other_groups(
+    whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str
+) -> None:
+    damaged = damaged_list(whole, tmp_path, where, "zeros", 0)
+    with served(damaged, engine) as stand:
+        for name in whole.session_ids:
+            if name not in damaged.lost:
+                stand.http.delete(f"/sessions/{name}")
+        reply = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 60, "lease_s": 60})
+        assert reply.status_code == 200, reply.text
+        lines = [json.loads(line) for line in reply.text.splitlines()]
+        given = {row["session_id"] for line in lines for row in line["rows"]}
+        assert len(given) > SESSIONS / 2
+        left_out = {one["session_id"]: one["reason"] for line in lines for one in line["excluded"]}
+        assert all(reason.startswith("unreadable: ") for reason in left_out.values()), left_out
+        assert left_out.keys() <= damaged.lost
