@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from app.domain.session import Turn
+from app.errors import SessionUnreadable
 from app.service.past import Past, past
 from app.service.rows import as_messages
 from app.store import reads
@@ -96,7 +97,7 @@ class Conversations:
             found = await self._database.read(
                 lambda c: reads.load_blobs(c, session_id, [number]), session_id=session_id
             )
-        except CorruptContent as error:
+        except (CorruptContent, SessionUnreadable) as error:
             errors[name] = str(error)
             return None
         return msgspec.Raw(found[number])

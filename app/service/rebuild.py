@@ -28,7 +28,10 @@ async def examined(database: Database) -> AsyncIterator[Examined]:
     after = ""
     while ids := await database.read(partial(heads.session_ids, tables=heads.DERIVED, after=after, limit=PAGE)):
         for session_id in ids:
-            yield await database.read(partial(heads.examine, session_id=session_id))
+            yield await database.read(
+                partial(heads.examine, session_id=session_id),
+                or_else=lambda _: Examined(session_id, unreadable="its rows are on a damaged page"),  # noqa: B023
+            )
         after = ids[-1]
 
 

@@ -33,7 +33,8 @@ class Samples:
         """The samples of all live segments in the miles wire shape. Raises SessionUnreadable."""
         session_id = live.session.session_id
         stored = await self._cache.database.read(
-            lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True)
+            lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True),
+            session_id=session_id,
         )
         if session_id not in stored:
             raise SessionNotFound(f"session {session_id} does not exist")

@@ -18,6 +18,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.session import Reward, Session
+from app.errors import SessionUnreadable
 from app.service.past import INLINE, Past, past
 from app.service.session_list import Held, State
 from app.store import reads
@@ -173,7 +174,7 @@ class SessionViews:
             found = await self._database.read(
                 lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
-        except CorruptContent as error:
+        except (CorruptContent, SessionUnreadable) as error:
             problems.append(Problem("metadata", str(error)))
             return None
         return msgspec.Raw(found[blob.number])

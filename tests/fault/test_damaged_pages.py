@@ -7,17 +7,19 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from helpers.pages import HOWS, How, kept, pages, primary_key
+from helpers.pages import HOWS, How, kept, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
 from integration.stand import Stand, error_of, serving, until, user
 
-from app.errors import SessionUnreadable
+from app.errors import SessionUnreadable, StoreDamaged, StoreUnavailable
+from app.store import reads
 from app.store.engine import Database
 from app.store.log import Appended
 from fault.damaged_pages import (
@@ -227,3 +229,18 @@ def test_the_feed_hands_out_the_other_groups(
         left_out = {one["session_id"]: one["reason"] for line in lines for one in line["excluded"]}
         assert all(reason.startswith("unreadable: ") for reason in left_out.values()), left_out
         assert left_out.keys() <= damaged.lost
+
+
+@pytest.mark.anyio
+async def test_a_store_that_cannot_be_read_at_all_is_no_sessions_damage(whole: Whole, tmp_path: Path) -> None:
+    """What every request needs is gone: asking again may help, once somebody has mended it."""
+    damaged = Damaged(
+        whole, tmp_path, [root(whole.path, "store_meta"), root(whole.path, "events")], "zeros", random.Random(1)
+    )
+    database = Database(f"sqlite+aiosqlite:///{damaged.path}")
+    await database.open()
+    with pytest.raises(StoreUnavailable) as refused:
+        await database.read(partial(reads.load_events, session_id="session-000"), session_id="session-000")
+    assert not isinstance(refused.value, StoreDamaged)
+    assert refused.value.headers() == {"retry-after": "2"}
+    await database.close()

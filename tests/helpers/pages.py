@@ -47,6 +47,13 @@ def primary_key(path: Path, table: str) -> str:
     return str(name)
 
 
+def root(path: Path, table: str) -> int:
+    """The page without which nothing of a table can be read."""
+    with closing(_opened(path)) as connection:
+        (number,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+    return int(number)
+
+
 def overwrite(path: Path, numbers: Iterable[int], how: How, rng: random.Random) -> None:
     """`flipped` leaves a page's head as it is and changes some bytes of its cells."""
     with path.open("r+b") as file:

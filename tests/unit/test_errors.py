@@ -27,6 +27,7 @@ STABLE = {
     "UpstreamTimeout": (504, "upstream_timeout"),
     "NoUpstream": (503, "no_upstream"),
     "StoreUnavailable": (503, "store_unavailable"),
+    "StoreDamaged": (503, "store_unavailable"),
     "StoreFull": (507, "store_full"),
 }
 
@@ -62,6 +63,6 @@ def test_what_a_retry_cannot_mend_says_so(error: type[AppError]) -> None:
     headers = error("x").headers()
     if error.status in (400, 404, 413, 422) or error.code in ("session_exists", "session_busy"):
         assert headers["x-should-retry"] == "false"
-    if error.status in (503, 507):
+    if error.status in (503, 507) and error.retry is not False:
         assert int(headers["retry-after"]) > 0
         assert headers.get("x-should-retry") != "false"

@@ -99,7 +99,7 @@ SESSIONS: Mapping[str, Operation] = {
         "Sessions",
         "admin",
         object_("CreatedSession", "The session, new or of an earlier request with the same body."),
-        (*BODY, Unsupported, SessionExists, SessionEnded, *WRITE),
+        (*BODY, Unsupported, SessionExists, SessionEnded, SessionUnreadable, *WRITE),
         CreateSession,
         optional_body=True,
         example={"group_id": "task-17", "attempt": 0},
@@ -119,7 +119,7 @@ SESSIONS: Mapping[str, Operation] = {
         "Sessions",
         "session",
         NOTHING,
-        (InvalidRequest, SessionNotFound, SessionClosed, *WRITE),
+        (InvalidRequest, *SESSION, *WRITE),
     ),
     "PUT /sessions/{session_id}/reward": Operation(
         "Assign the reward of the session, or of one of its turns",
