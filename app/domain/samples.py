@@ -56,7 +56,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     `weight_versions` (int64) holds numbers where every version of the sample is one, else indices into
     `weight_version_names`; −1 where not sampled. `version_spans` are the same as the engines' own names.
-    `prompt_length` counts the tokens before the first sampled one.
+    `prompt_length` counts the tokens before the first sampled one. `status` and `last_status` are the segment's.
     """
 
     segment: int
@@ -72,6 +72,7 @@ class Sample(msgspec.Struct, frozen=True):
     prompt_length: int
     response_length: int
     status: Status
+    last_status: Status
     turns: Sequence[TurnSpan]
 
     @property
@@ -94,6 +95,15 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> Status:
+        """Of all its turns: one that was aborted says more than one that was cut, that more than complete ones."""
+        found = {status_of(turn.event.finish_reason) for turn in self.turns}
+        if "aborted" in found:
+            return "aborted"
+        return "truncated" if self.cut or "truncated" in found else "completed"
+
+    @property
+    def last_status(self) -> Status:
+        """Of its last turn alone, as miles tells it."""
         return "truncated" if self.cut else status_of(self.turns[-1].event.finish_reason)
 
 
@@ -174,6 +184,7 @@ def sample(segment: Segment) -> Sample:
         prompt_length=prompt_length,
         response_length=len(joined) - prompt_length,
         status=segment.status,
+        last_status=segment.last_status,
         turns=spans,
     )
 

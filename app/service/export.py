@@ -270,8 +270,8 @@ class Exporter:
             cursor, segment = _behind(window, at, place_of, total), fitting.get(number)
             if segment is None:
                 yield _excluded(session_id, cursor, "no turn within max_seq_len", segment=number)
-            elif wish.filters.status not in (None, segment.status):
-                yield _excluded(session_id, cursor, f"status is {segment.status}", segment=number)
+            elif wish.filters.status not in (None, status := shapes.status_of(wish.format, wish.shape, segment)):
+                yield _excluded(session_id, cursor, f"status is {status}", segment=number)
             else:
                 advantage = place.advantages.get(session_id)
                 yield made.row(segment, cursor, routing=wish.replay, advantage=advantage)

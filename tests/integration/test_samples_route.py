@@ -167,6 +167,32 @@ def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
                 assert np.array_equal(tensors[kind], whole[kind][: span["end"] - 1])
 
 
+def test_a_middle_turns_status_is_the_rows_but_not_the_samples(stand: Stand) -> None:
+    """miles' drivers expect the last turn's; every other shape tells what the row holds."""
+    talk = stand.talk()
+    for reason in ("stop", "length", "stop"):
+        talk.say(reason, sim={"finish_reason": reason})
+    [row] = talk.rows()
+    assert [span["finish_reason"] for span in row["turns"]] == ["stop", "length", "stop"]
+    assert row["status"] == "truncated"
+    told = {shape: talk.rows(shape=shape)[0] for shape in ("slime", "trl", "miles")}
+    assert (told["slime"]["status"], told["trl"]["status"], told["miles"]["status"]) == (
+        "truncated",
+        "truncated",
+        "completed",
+    )
+    assert told["miles"]["metadata"]["turnlog"]["status"] == "completed"
+    for shape, status in (("turnlog", "truncated"), ("miles", "completed")):
+        assert len(talk.rows(shape=shape, status=status)) == 1
+        other = {"truncated": "completed", "completed": "truncated"}[status]
+        assert [row["excluded"] for row in talk.rows(shape=shape, status=other, explain="true")] == [
+            f"status is {status}"
+        ]
+    _, meta = post(stand, talk)
+    [sample] = meta["samples"]
+    assert (sample["status"], sample["metadata"]["turnlog"]["status"]) == ("completed", "completed")
+
+
 def test_each_live_segment_is_a_sample(routed: Stand) -> None:
     talk = session_of(routed, on_divergence="segment", rollback_window=0)
     talk.say("One")

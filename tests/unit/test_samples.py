@@ -44,9 +44,16 @@ def _naive(book: Book, segment: int, run: list[int]) -> dict[str, Any]:
         "logprobs": logprobs,
         "versions": version,
         "prompt_length": mask.index(1) if 1 in mask else len(tokens),
-        "status": {"abort": "aborted", "length": "truncated"}.get(last.finish_reason or "", "completed"),
+        "status": named([book.made[number].finish_reason for number in run]),
+        "last_status": named([last.finish_reason]),
         "turns": run,
     }
+
+
+def named(reasons: list[str | None]) -> str:
+    if "abort" in reasons:
+        return "aborted"
+    return "truncated" if "length" in reasons else "completed"
 
 
 def without_last(made: Made, count: int) -> Made:
@@ -72,6 +79,7 @@ def plain(sample: Sample) -> dict[str, Any]:
         "versions": [name(value) for value in sample.weight_versions],
         "prompt_length": sample.prompt_length,
         "status": sample.status,
+        "last_status": sample.last_status,
         "turns": [span.turn for span in sample.turns],
     }
 
@@ -131,6 +139,27 @@ def test_content_that_does_not_add_up_is_refused(field: str) -> None:
 )
 def test_status(reason: str | None, status: str) -> None:
     assert status_of(reason) == status
+
+
+@pytest.mark.parametrize(
+    ("reasons", "status", "last_status"),
+    [
+        (["stop", "length", "stop"], "truncated", "completed"),
+        (["length", "abort", "tool_calls"], "aborted", "completed"),
+        (["abort", "stop", "length"], "aborted", "truncated"),
+        (["stop", "tool_calls", "stop"], "completed", "completed"),
+    ],
+)
+def test_the_status_of_a_row_is_that_of_all_its_turns(reasons: list[str], status: str, last_status: str) -> None:
+    book = Book()
+    for number, reason in enumerate(reasons):
+        before = book.made.get(number)
+        history = [user("a")] if before is None else [*before.history, user("b")]
+        prompt = [1] if before is None else [*before.prompt, *before.output, 8]
+        book.turn(history, assistant("x"), prompt=prompt, output=[9], finish_reason=reason)
+    (sample,) = samples(book.session, book.content)
+    assert (sample.status, sample.last_status) == (status, last_status)
+    assert [span.finish_reason for span in sample.turns] == reasons
 
 
 @settings(max_examples=150, deadline=None)
