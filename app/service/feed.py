@@ -30,6 +30,7 @@ import msgspec
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
+from app.domain.samples import Truncate
 from app.errors import NotFound
 from app.export import shapes
 from app.export.row import Fields
@@ -71,7 +72,7 @@ class Ask(msgspec.Struct, frozen=True):
 
     `attempts`: only groups that have had so many sessions. `max_staleness`: only groups whose oldest sampled token
     is at most so many weight versions behind `weight_version`, by default the newest in the store. `explain`: say
-    also of each other group that waits why it was not given. `shape` and `max_seq_len` are as in an export.
+    also of each other group that waits why it was not given. `shape`, `max_seq_len` and `truncate` are as in an export.
     """
 
     consumer: str
@@ -84,6 +85,7 @@ class Ask(msgspec.Struct, frozen=True):
     explain: bool = False
     shape: str = "turnlog"
     max_seq_len: int | None = None
+    truncate: Truncate = "turn"
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -242,7 +244,7 @@ class Feed:
         ]
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
-        wish = Wish(explain=True, max_seq_len=ask.max_seq_len, shape=ask.shape, advantage="grpo")
+        wish = Wish(explain=True, max_seq_len=ask.max_seq_len, truncate=ask.truncate, shape=ask.shape, advantage="grpo")
         for part in _parts(list(rewards), ask.shape):
             found = await self._rows.rows(part, wish)
             made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)

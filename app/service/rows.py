@@ -12,7 +12,7 @@ from typing import TypeVar, overload
 import msgspec
 
 from app.domain.events import Protocol, TurnCommitted, UnknownEvent
-from app.domain.samples import Sample, Segment, TurnTokens, segments
+from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Session, fold
 from app.export.row import Routing, Row, Source, TurnContent
@@ -74,7 +74,7 @@ class SessionRows:
     each with its whole prompt, is much more than the session. Raises CorruptContent.
     """
 
-    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, release: str) -> None:
+    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, truncate: Truncate, release: str) -> None:
         self._stored = stored
         self._known = found
         self._release = release
@@ -82,7 +82,7 @@ class SessionRows:
         self._shared: dict[int, bytes] = {}
         self.session = found.session
         content = {number: self._tokens(number) for number in found.session.path}
-        self.segments = segments(found.session, content, max_seq_len)
+        self.segments = segments(found.session, content, max_seq_len, truncate)
         self.live_segments = sorted({self.session.turn(number).segment for number in self.session.path})
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
