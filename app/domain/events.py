@@ -261,11 +261,16 @@ class BlobsTombstoned(Event, frozen=True):
 
 
 class RewardAssigned(Event, frozen=True):
-    """A later assignment replaces an earlier one of the same `turn` (None: of the session)."""
+    """A later assignment replaces an earlier one of the same `turn` (None: of the session).
+
+    `of_root` (since version 2): it is the reward of the root of the session's rollout, which stands before any of the
+    session's own.
+    """
 
     reward: float
     components: dict[str, float] = {}
     turn: int | None = None
+    of_root: bool = False
 
 
 class AffinityBound(Event, frozen=True):
@@ -287,9 +292,12 @@ class AffinityReleased(Event, frozen=True):
 
 
 class SessionClosed(Event, frozen=True):
-    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2)."""
+    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2).
 
-    reason: Literal["deleted", "idle"] = "deleted"
+    `root` (since version 3): because the root of its rollout was closed.
+    """
+
+    reason: Literal["deleted", "idle", "root"] = "deleted"
 
 
 class SessionErased(Event, frozen=True):
@@ -320,7 +328,8 @@ VERSIONS: dict[str, int] = {
     "TurnOpened": 3,
     "TurnCommitted": 5,
     "TurnRejected": 2,
-    "SessionClosed": 2,
+    "RewardAssigned": 2,
+    "SessionClosed": 3,
 }
 
 EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")

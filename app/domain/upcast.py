@@ -37,7 +37,9 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnCommitted", 3): _only_added,
     ("TurnCommitted", 4): _only_added,
     ("TurnRejected", 1): _only_added,
+    ("RewardAssigned", 1): _only_added,
     ("SessionClosed", 1): _only_added,
+    ("SessionClosed", 2): _only_added,
 }
 
 

@@ -4,7 +4,8 @@
         ▲               │
         └── lease ends ─┘   (or a session was created in the group, and it is not complete any more)
 
-A group is complete once each of its sessions is closed and rewarded; erased ones do not count. Leases and
+A group is complete once each of its rollouts is closed and rewarded; erased ones do not count. A rollout is a root
+session and those of its agents and children, all of which are handed out with it. Leases and
 acknowledgements are on disk before the reply leaves, so what a consumer did not acknowledge comes again, and
 nothing else does:
 
@@ -35,11 +36,11 @@ from app.errors import NotFound
 from app.export import shapes
 from app.export.row import Fields
 from app.service.export import Wish
-from app.store import group_reads
+from app.store import group_reads, rollouts
 from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure, Settle
 from app.store.ports import Database, Writer
-from app.store.reads import EventRow, decode_events
+from app.store.reads import SPAN, Connection, EventRow, decode_events
 
 log = logging.getLogger("turnlog.feed")
 
@@ -110,9 +111,9 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A group's sessions, and the statistics of the rewards that they have so far; null where they have none.
+    """A group's rollouts, and the statistics of the rewards that they have so far; null where they have none.
 
-    `complete`: each session that has not been erased is closed and rewarded.
+    `complete`: each rollout that has not been erased is closed and rewarded.
     """
 
     group_id: str
@@ -149,8 +150,8 @@ class Feed:
             raise NotFound("no session has this group_id")
         there = [one for one in every if one.status != "erased"]
         rewards = [one.reward for one in there if one.reward is not None]
-        done = [one for one in there if one.status == "closed" and one.reward is not None]
-        return Group(group_id, every, statistics(rewards) if rewards else None, bool(there) and len(done) == len(there))
+        complete = bool(there) and all(one.finished for one in there)
+        return Group(group_id, every, statistics(rewards) if rewards else None, complete)
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """What the consumer is done with. Idempotent."""
@@ -226,7 +227,8 @@ class Feed:
         """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._database.read(partial(group_reads.attempts_of, group_id=group_id))
-        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.status == "closed"}
+        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
+        of_agents = await self._database.read(partial(_of_agents, root_ids=list(rewards)))
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
             group_id=group_id,
@@ -245,7 +247,8 @@ class Feed:
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
         wish = Wish(explain=True, max_seq_len=ask.max_seq_len, truncate=ask.truncate, shape=ask.shape, advantage="grpo")
-        for part in _parts(list(rewards), ask.shape):
+        all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
+        for part in _parts(all_sessions, ask.shape):
             found = await self._rows.rows(part, wish)
             made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)
             for row in made:
@@ -271,6 +274,16 @@ async def settle(database: Database, writer: Writer) -> None:
     more = await database.read(group_reads.has_notes)
     while more:
         more = await writer.submit(Settle(NOTES_AT_ONCE))
+
+
+def _of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
+    """The sessions of each root's agents and children; erased ones are told of like any row that there is not."""
+    found: dict[str, list[str]] = {}
+    for at in range(0, len(root_ids), SPAN):
+        part = root_ids[at : at + SPAN]
+        for session_id, root_id in rollouts.members(connection, part, status=("closed", "erased")):
+            found.setdefault(root_id, []).append(session_id)
+    return found
 
 
 def _ages(logs: TurnEvents) -> dict[str, int | None]:
@@ -317,7 +330,7 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
 def _why_not(group: Waiting, ask: Ask, current: int | None) -> str:
     if group.completed_at is None:
         if not group.sessions:
-            return "all of its sessions are erased"
+            return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
         return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
     if group.sessions + group.erased < ask.attempts:
         return f"incomplete: {group.sessions + group.erased} of {ask.attempts} attempts"

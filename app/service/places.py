@@ -6,7 +6,7 @@ A place is looked up before any content is read: which sessions its row is made 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -42,12 +42,22 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class _Group(msgspec.Struct, frozen=True):
-    """Where each session's last exported event stands; sessions without one are left out."""
+    """Where each session's last exported event stands; sessions without one are left out.
+
+    So are an agent's or a child's in which no turn was committed: a rollout is whole without them. `advantages` are
+    those of rollouts, by their roots.
+    """
 
     ends: Mapping[str, Position]
     last: Position
     turns: int
     advantages: Mapping[str, float]
+    rollouts: Mapping[str, str]
+
+    def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
+        """A rollout has one, which is that of all its sessions."""
+        rollouts = ((one, self.rollouts.get(one, one)) for one in session_ids)
+        return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
 
 
 class Places:
@@ -112,24 +122,28 @@ class Places:
             return alone
         group = self._group(connection, head.group_id)
         if not self._grouped:
-            return msgspec.structs.replace(alone, advantages=group.advantages)
+            return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
         if head.session_id not in group.ends:
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
-        return Place(head.session_id, at, sorted(group.ends), group.turns, True, group.advantages)
+        members = sorted(group.ends)
+        return Place(head.session_id, at, members, group.turns, True, group.advantages_of(members))
 
     def _group(self, connection: Connection, group_id: str) -> _Group:
         known = self._groups.get(group_id)
         if known is None:
-            members = bulk.group_members(connection, group_id)
+            found = bulk.group_members(connection, group_id)
+            members = [member for member in found if member.root_id is None or member.turns]
             every = [member.session_id for member in members]
+            roots = [member.session_id for member in members if member.root_id is None]
             ends = bulk.last_places(connection, every, self._high, EXPORTED) if self._grouped else {}
             known = self._groups[group_id] = _Group(
                 ends=ends,
                 last=max(ends.values(), default=Position(0, 0)),
                 turns=sum(member.turns for member in members),
-                advantages=grpo(bulk.rewards(connection, every, self._high)) if self._advantages else {},
+                advantages=grpo(bulk.rewards(connection, roots, self._high)) if self._advantages else {},
+                rollouts={member.session_id: member.rollout for member in members},
             )
             if len(self._groups) > GROUPS_KEPT:
                 self._groups.popitem(last=False)

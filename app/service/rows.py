@@ -12,6 +12,7 @@ from typing import TypeVar, overload
 import msgspec
 
 from app.domain.events import Protocol, TurnCommitted, UnknownEvent
+from app.domain.groups import Root
 from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Session, fold
@@ -50,11 +51,23 @@ class Lazy(Sequence[T]):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A session folded as of the place up to which its events were read; `times` are when each turn was committed."""
+    """A session folded as of the place up to which its events were read; `times` are when each turn was committed.
+
+    `root` is that of its rollout, None for the root itself.
+    """
 
     session: Session
     events: dict[int, TurnCommitted]
     times: dict[int, float]
+    root: Root | None = None
+
+    @property
+    def groups(self) -> set[str | None]:
+        """What its rows name, and the one that counts its rollout."""
+        own = self.session.config.group_id
+        if self.root is None or not self.root.exists:
+            return {own}
+        return {own or self.root.group_id, self.root.group_id}
 
 
 def known(stored: Stored) -> Known:
@@ -64,7 +77,8 @@ def known(stored: Stored) -> Known:
     if session is None:
         raise UnknownEvent("the log is empty")
     committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
-    return Known(session, {event.turn: event for _, event in committed}, {event.turn: at for at, event in committed})
+    events = {event.turn: event for _, event in committed}
+    return Known(session, events, {event.turn: at for at, event in committed}, stored.root)
 
 
 class SessionRows:
@@ -101,6 +115,7 @@ class SessionRows:
             routing=dict(self._routing(sample)) if routing else {},
             advantage=advantage,
             replay=routing,
+            root=self._known.root,
         )
 
     def _tokens(self, number: int) -> TurnTokens:
