@@ -44,13 +44,14 @@ _members = sessions.alias("members")
 
 def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
     """Of heads: does the session stand for itself?"""
-    return or_(table.c.root_id.is_(None), ~exists().where(_roots.c.session_id == table.c.root_id))
+    there = exists().where(_roots.c.session_id == table.c.root_id).correlate(table)
+    return or_(table.c.root_id.is_(None), ~there)
 
 
 def group() -> ColumnElement[str | None]:
     """Of heads: the group that the session's rollout counts in."""
-    of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).scalar_subquery()
-    return case((is_root(), sessions.c.group_id), else_=of_root)
+    of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).correlate(sessions)
+    return case((is_root(), sessions.c.group_id), else_=of_root.scalar_subquery())
 
 
 def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
