@@ -224,6 +224,21 @@ def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None
     assert sum(advantage for _, advantage in by_rollout) == pytest.approx(0.0)
 
 
+def test_a_child_in_its_roots_group_is_no_rollout_of_its_own(used: Stand) -> None:
+    """Nobody would close or reward it, and the group would never be complete."""
+    group = uuid.uuid4().hex
+    root = used.talk(group_id=group, attempt=0)
+    child = used.talk(group_id=group, attempt=0, parent_session_id=root.id)
+    root.say("Hello")
+    child.say("Hello")
+    handed_out(used, "before")
+    reward(used, root, 1.0)
+    close(used, root)
+    [line] = handed_out(used, "trainer")
+    assert [one["session_id"] for one in line["attempts"]] == [root.id]
+    assert [(row["session_id"], row["reward"]) for row in line["rows"]] == [(root.id, 1.0), (child.id, 1.0)]
+
+
 def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> None:
     group, own = uuid.uuid4().hex, uuid.uuid4().hex
     [root, _] = rollout(used, agents=("one",), group_id=group)
