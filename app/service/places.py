@@ -44,8 +44,8 @@ class Place(msgspec.Struct, frozen=True):
 class _Group(msgspec.Struct, frozen=True):
     """Where each session's last exported event stands; sessions without one are left out.
 
-    So are an agent's or a child's in which no turn was committed: a rollout is whole without them. `advantages` are
-    those of rollouts, by their roots.
+    So are those without a turn of a rollout that has turns elsewhere: it is whole without them. `advantages` are those
+    of rollouts, by their roots; `rollouts` tell the root of each session.
     """
 
     ends: Mapping[str, Position]
@@ -53,6 +53,9 @@ class _Group(msgspec.Struct, frozen=True):
     turns: int
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
+
+    def has_rows_of(self, rollout: str) -> bool:
+        return any(self.rollouts[session_id] == rollout for session_id in self.ends)
 
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
         """A rollout has one, which is that of all its sessions."""
@@ -123,7 +126,7 @@ class Places:
         group = self._group(connection, head.group_id)
         if not self._grouped:
             return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
-        if head.session_id not in group.ends:
+        if head.session_id not in group.ends and not (asked_for and group.has_rows_of(head.rollout)):
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
@@ -134,16 +137,17 @@ class Places:
         known = self._groups.get(group_id)
         if known is None:
             found = bulk.group_members(connection, group_id)
-            members = [member for member in found if member.root_id is None or member.turns]
+            roots = [member.session_id for member in found if member.root_id is None]
+            taken = {member.rollout for member in found if member.turns}
+            members = [member for member in found if member.turns or member.rollout not in taken]
             every = [member.session_id for member in members]
-            roots = [member.session_id for member in members if member.root_id is None]
             ends = bulk.last_places(connection, every, self._high, EXPORTED) if self._grouped else {}
             known = self._groups[group_id] = _Group(
                 ends=ends,
                 last=max(ends.values(), default=Position(0, 0)),
                 turns=sum(member.turns for member in members),
                 advantages=grpo(bulk.rewards(connection, roots, self._high)) if self._advantages else {},
-                rollouts={member.session_id: member.rollout for member in members},
+                rollouts={member.session_id: member.rollout for member in found},
             )
             if len(self._groups) > GROUPS_KEPT:
                 self._groups.popitem(last=False)

@@ -203,17 +203,17 @@ class Sessions:
 
     async def finish_closing(self) -> int:
         """Close what a process that died on the way left open of rollouts; how many sessions."""
-        count, after = 0, ""
+        count, after = 0, ("", "")
         while found := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
-            await asyncio.gather(*map(self._close_with_root, found))
+            await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in found))
             count, after = count + len(found), found[-1]
         return count
 
     async def finish_rewarding(self) -> None:
         """Give the sessions their root's reward that a process which died on the way had not."""
-        after = ""
+        after = ("", "")
         while found := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
-            await asyncio.gather(*map(self._share_reward, found))
+            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in found))
             after = found[-1]
 
     def _closed(self, session_id: str, outcome: Appended) -> None:

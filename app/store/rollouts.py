@@ -7,6 +7,9 @@ the middle of a line takes those along that named it as theirs.
 
 A group counts roots. One is finished when it is closed and has a reward, its other sessions are closed as well, and
 have that reward in their logs; erased ones do not count.
+
+`root_id IS NOT NULL` stands beside conditions that imply it: a list that might be empty does not, to the planner of an
+index of such rows.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from sqlalchemy import (
     case,
     exists,
     insert,
+    literal_column,
     or_,
     select,
+    tuple_,
     union_all,
     update,
 )
@@ -89,7 +94,9 @@ _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(r
 
 def note_adopted(session_ids: ColumnElement[Any]) -> Any:
     """Note the groups in which sessions counted until a root of theirs, one of `session_ids`, was created."""
-    named = select(sessions.c.group_id).where(sessions.c.root_id == session_ids, sessions.c.group_id.is_not(None))
+    named = select(sessions.c.group_id).where(
+        sessions.c.root_id == session_ids, sessions.c.root_id.is_not(None), sessions.c.group_id.is_not(None)
+    )
     return insert(group_changes).from_select(["group_id"], named.distinct())
 
 
@@ -196,47 +203,56 @@ def members(
     """The sessions of these roots' rollouts but the roots themselves, each with its root, in the order of their ids."""
     query = (
         select(sessions.c.session_id, sessions.c.root_id)
-        .where(sessions.c.root_id.in_(root_ids), sessions.c.status.in_(status), sessions.c.session_id > after)
+        .where(
+            sessions.c.root_id.in_(root_ids),
+            sessions.c.root_id.is_not(None),
+            sessions.c.status.in_(status),
+            sessions.c.session_id > after,
+        )
         .order_by(sessions.c.session_id)
         .limit(limit)
     )
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
-def outliving(connection: Connection, after: str, limit: int) -> list[str]:
+Place = tuple[str, str]
+"""A root and a session of its rollout: in this order an index has those that have one, and no others."""
+
+
+def outliving(connection: Connection, after: Place, limit: int) -> list[Place]:
     """Open sessions behind `after` whose root is there and not open."""
-    query = (
-        select(sessions.c.session_id)
-        .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
-        .where(
-            sessions.c.root_id.is_not(None),
-            sessions.c.status == "open",
-            _roots.c.status != "open",
-            sessions.c.session_id > after,
-        )
-        .order_by(sessions.c.session_id)
-        .limit(limit)
+    return _behind(
+        connection,
+        after,
+        limit,
+        sessions.c.status == literal_column("'open'"),
+        _roots.c.status != "open",
     )
-    return list(connection.execute(query).scalars())
 
 
-def without_roots_reward(connection: Connection, after: str, limit: int) -> list[str]:
+def without_roots_reward(connection: Connection, after: Place, limit: int) -> list[Place]:
     """Sessions behind `after` whose reward is not the one that their root has; looks at all that have a root."""
+    return _behind(
+        connection,
+        after,
+        limit,
+        sessions.c.status != "erased",
+        _roots.c.status != "erased",
+        _roots.c.reward.is_not(None),
+        sessions.c.reward.is_distinct_from(_roots.c.reward),
+    )
+
+
+def _behind(connection: Connection, after: Place, limit: int, *conditions: ColumnElement[bool]) -> list[Place]:
+    place = tuple_(sessions.c.root_id, sessions.c.session_id)
     query = (
-        select(sessions.c.session_id)
+        select(sessions.c.root_id, sessions.c.session_id)
         .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
-        .where(
-            sessions.c.root_id.is_not(None),
-            sessions.c.status != "erased",
-            _roots.c.status != "erased",
-            _roots.c.reward.is_not(None),
-            sessions.c.reward.is_distinct_from(_roots.c.reward),
-            sessions.c.session_id > after,
-        )
-        .order_by(sessions.c.session_id)
+        .where(sessions.c.root_id.is_not(None), place > after, *conditions)
+        .order_by(sessions.c.root_id, sessions.c.session_id)
         .limit(limit)
     )
-    return list(connection.execute(query).scalars())
+    return [(row[0], row[1]) for row in connection.execute(query)]
 
 
 def roots_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, Root]:

@@ -164,9 +164,12 @@ async def test_what_a_crash_left_open_or_unrewarded_is_found(store: Store) -> No
     await store.submit(reward("root", 1.0))
 
     async def found() -> tuple[list[str], list[str]]:
-        return await store.database.read(
-            lambda c: (rollouts.outliving(c, "", 10), rollouts.without_roots_reward(c, "", 10))
+        left = await store.database.read(
+            lambda c: (rollouts.outliving(c, ("", ""), 10), rollouts.without_roots_reward(c, ("", ""), 10))
         )
+        behind = await store.database.read(lambda c: rollouts.outliving(c, ("root", "agent"), 10))
+        assert behind == []
+        return [name for _, name in left[0]], [name for _, name in left[1]]
 
     assert await found() == (["agent"], ["agent"])
     closed = await store.submit(Close("agent", 5.0, with_root=True))
