@@ -266,13 +266,15 @@ class BlobsTombstoned(Event, frozen=True):
 class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one of the same `turn` (None: of the session).
 
-    `components_erased` (since version 2): it had components, which went with the session's content. It is the one event
-    that is ever rewritten.
+    `of_root` (since version 2): it is the reward of the root of the session's rollout, which stands before any of the
+    session's own. `components_erased` (since version 2): it had components, which went with the session's content. It
+    is the one event that is ever rewritten.
     """
 
     reward: float
     components: dict[str, float] = {}
     turn: int | None = None
+    of_root: bool = False
     components_erased: bool = False
 
 
@@ -295,9 +297,12 @@ class AffinityReleased(Event, frozen=True):
 
 
 class SessionClosed(Event, frozen=True):
-    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2)."""
+    """By a client (`deleted`), or by the janitor after TURNLOG_IDLE_CLOSE_S (`idle`, since version 2).
 
-    reason: Literal["deleted", "idle"] = "deleted"
+    `root` (since version 3): because the root of its rollout was closed.
+    """
+
+    reason: Literal["deleted", "idle", "root"] = "deleted"
 
 
 class SessionErased(Event, frozen=True):
@@ -329,7 +334,7 @@ VERSIONS: dict[str, int] = {
     "TurnCommitted": 5,
     "TurnRejected": 2,
     "RewardAssigned": 2,
-    "SessionClosed": 2,
+    "SessionClosed": 3,
 }
 
 EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")

@@ -16,6 +16,14 @@ EPSILON = 1e-6
 """Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
 
 
+class Root(msgspec.Struct, frozen=True):
+    """The root of a session's rollout, and the group that counts it; None also where the root does not exist."""
+
+    session_id: str
+    exists: bool
+    group_id: str | None
+
+
 class Statistics(msgspec.Struct, frozen=True):
     """Of a group's rewards; `std` is that of the population, because these are all of them."""
 

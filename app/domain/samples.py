@@ -1,8 +1,8 @@
 """What a trainer reads: one sample per segment of a session, from the facts of its live turns.
 
 A segment is a run of turns in which every prompt continues the tokens before it exactly, less the trailing
-tokens that its turn says were trimmed. Nothing is guessed, padded or cut: where a prompt did not continue
-them, a new segment began when it was committed.
+tokens that its turn says were trimmed. Nothing is guessed or padded, and nothing cut but by a limit: where a
+prompt did not continue them, a new segment began when it was committed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from app.domain.events import Part, TurnCommitted, VersionSpan, is_number
 from app.domain.session import Session
 
 Status = Literal["completed", "truncated", "aborted"]
+
+Truncate = Literal["turn", "token"]
+"""Where `max_seq_len` cuts: behind the last turn that fits whole, or inside the output of the first one that does not.
+
+miles' session server cuts inside the turn: dropping overlong turns would bias training against long answers.
+"""
 
 Array = npt.NDArray[Any]
 
@@ -56,7 +62,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     `weight_versions` (int64) holds numbers where every version of the sample is one, else indices into
     `weight_version_names`; −1 where not sampled. `version_spans` are the same as the engines' own names.
-    `prompt_length` counts the tokens before the first sampled one.
+    `prompt_length` counts the tokens before the first sampled one. `status` and `last_status` are the segment's.
     """
 
     segment: int
@@ -72,6 +78,7 @@ class Sample(msgspec.Struct, frozen=True):
     prompt_length: int
     response_length: int
     status: Status
+    last_status: Status
     turns: Sequence[TurnSpan]
 
     @property
@@ -86,43 +93,69 @@ class Inconsistent(Exception):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """The turns that a segment's sample will be made of; `cut`: there are more, which do not fit."""
+    """The turns that a segment's sample will be made of; `cut`: there is more, which does not fit.
+
+    `end`: the sample has so many tokens, the cut is inside the output of the last turn; None: it is whole.
+    """
 
     number: int
     turns: Sequence[TurnTokens]
     cut: bool
+    end: int | None = None
 
     @property
     def status(self) -> Status:
+        """Of all its turns: one that was aborted says more than one that was cut, that more than complete ones.
+
+        A turn that is cut here does not reach what its finish reason tells of.
+        """
+        whole = self.turns if self.end is None else self.turns[:-1]
+        found = {status_of(turn.event.finish_reason) for turn in whole}
+        if "aborted" in found:
+            return "aborted"
+        return "truncated" if self.cut or "truncated" in found else "completed"
+
+    @property
+    def last_status(self) -> Status:
+        """Of its last turn alone, as miles tells it."""
         return "truncated" if self.cut else status_of(self.turns[-1].event.finish_reason)
 
 
-def segments(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Segment]:
+def segments(
+    session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
+) -> list[Segment]:
     """The session's segments in order; `content` holds every live turn.
 
-    Each ends with the last turn with which it has at most `max_seq_len` tokens, and is then `truncated`; one whose
-    first turn is too long is left out.
+    Each has at most `max_seq_len` tokens, is `truncated` where there were more, and is left out where nothing fits:
+    no turn, with `token` no sampled token of the first turn.
     """
     found: dict[int, list[TurnTokens]] = {}
     for number in session.path:
         turn = content[number]
         found.setdefault(turn.event.segment, []).append(turn)
-    fitting = ((number, turns, _fitting(turns, max_seq_len)) for number, turns in sorted(found.items()))
-    return [Segment(number, turns[:kept], kept < len(turns)) for number, turns, kept in fitting if kept]
+    fitting = (_fitting(number, turns, max_seq_len, truncate) for number, turns in sorted(found.items()))
+    return [segment for segment in fitting if segment.turns]
 
 
-def samples(session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None) -> list[Sample]:
+def samples(
+    session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
+) -> list[Sample]:
     """The samples of all segments. Raises Inconsistent."""
-    return [sample(segment) for segment in segments(session, content, max_seq_len)]
+    return [sample(segment) for segment in segments(session, content, max_seq_len, truncate)]
 
 
-def _fitting(turns: Sequence[TurnTokens], max_seq_len: int | None) -> int:
-    """How many of a segment's turns fit."""
+def _fitting(number: int, turns: Sequence[TurnTokens], max_seq_len: int | None, truncate: Truncate) -> Segment:
+    """What fits of a segment. No sample ends inside a prompt: there is nothing to learn from it."""
     if max_seq_len is None:
-        return len(turns)
+        return Segment(number, turns, cut=False)
     events = (turn.event for turn in turns)
     ends = [event.base_tokens + event.suffix_tokens + event.output_tokens for event in events]
-    return bisect.bisect_right(ends, max_seq_len)
+    kept = bisect.bisect_right(ends, max_seq_len)
+    if truncate == "token" and kept < len(turns):
+        over = turns[kept].event
+        if over.base_tokens + over.suffix_tokens < max_seq_len:
+            return Segment(number, turns[: kept + 1], cut=True, end=max_seq_len)
+    return Segment(number, turns[:kept], kept < len(turns))
 
 
 def sample(segment: Segment) -> Sample:
@@ -134,7 +167,7 @@ def sample(segment: Segment) -> Sample:
     versions: list[VersionSpan] = []
     spans: list[TurnSpan] = []
     before = 0
-    for turn, end in zip(turns, [*ends, None], strict=True):
+    for turn, end in zip(turns, [*ends, segment.end], strict=True):
         event = turn.event
         suffix, output = np.frombuffer(turn.suffix_ids, "<i4"), np.frombuffer(turn.output_ids, "<i4")
         sampled = np.frombuffer(turn.logprobs, "<f8")
@@ -174,6 +207,7 @@ def sample(segment: Segment) -> Sample:
         prompt_length=prompt_length,
         response_length=len(joined) - prompt_length,
         status=segment.status,
+        last_status=segment.last_status,
         turns=spans,
     )
 

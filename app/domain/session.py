@@ -108,7 +108,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
     is the leaf. `tip` is when the last event was written: with `version` it tells this log from another that has
     as many events. `blobs` are the per-session blobs that a turn may refer to again. `payloads` are the replay
-    payloads, by turn, that have not been tombstoned.
+    payloads, by turn, that have not been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that
+    of the root of its rollout.
     """
 
     session_id: str
@@ -129,6 +130,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     closed_at: float | None = None
     payloads: dict[int, tuple[Payload, ...]] = {}
     affinity: Affinity | None = None
+    has_roots_reward: bool = False
 
     @property
     def leaf(self) -> Turn | None:
@@ -218,10 +220,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             gone = set(event.turns)
             return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in gone}}
         case RewardAssigned():
-            reward = Reward(event.reward, event.components)
-            if event.turn is None:
-                return {"reward": reward}
-            return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
+            return _rewarded(session, event)
         case AffinityBound():
             return {"affinity": Affinity(event.engine, event.control)}
         case AffinityReleased():
@@ -240,6 +239,16 @@ def _without_components(session: Session) -> dict[str, Any]:
         "reward": None if session.reward is None else Reward(session.reward.reward, {}),
         "turn_rewards": {turn: Reward(one.reward, {}) for turn, one in session.turn_rewards.items()},
     }
+
+
+def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
+    """An episode has one reward: that of its root stands in all of its sessions, whatever they were given before."""
+    reward = Reward(event.reward, event.components)
+    if event.turn is not None:
+        return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
+    if session.has_roots_reward and not event.of_root:
+        return {}
+    return {"reward": reward, "has_roots_reward": event.of_root}
 
 
 def _opened(event: TurnOpened, seq: int) -> OpenTurn:

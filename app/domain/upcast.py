@@ -39,6 +39,7 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnRejected", 1): _only_added,
     ("RewardAssigned", 1): _only_added,
     ("SessionClosed", 1): _only_added,
+    ("SessionClosed", 2): _only_added,
 }
 
 

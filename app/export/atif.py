@@ -117,9 +117,11 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
 def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: bool) -> Fields:
     """`prompt_token_ids` is the whole prompt, as ATIF has it.
 
-    Output tokens that the next prompt trimmed are counted but not among the ids, which are the sample's.
+    Output tokens that the next prompt trimmed, or behind which the row was cut, are counted but not among the ids,
+    which are the sample's.
     """
-    trimmed = turn.event.output_tokens - (span.end - span.output_start)
+    missing = turn.event.output_tokens - (span.end - span.output_start)
+    name = "cut_tokens" if span is sample.turns[-1] else "trimmed_tokens"
     return _given(
         prompt_tokens=span.output_start,
         completion_tokens=turn.event.output_tokens,
@@ -127,7 +129,7 @@ def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: 
         prompt_token_ids=sample.tokens[: span.output_start] if with_prompt else None,
         completion_token_ids=sample.tokens[span.output_start : span.end],
         logprobs=sample.logprobs[span.output_start : span.end],
-        extra={"trimmed_tokens": trimmed} if trimmed else None,
+        extra={name: missing} if missing else None,
     )
 
 

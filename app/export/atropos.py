@@ -52,7 +52,7 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "scores": np.array(scores),
         "advantages": advantages if len(advantages) == len(rows) else None,
         "overrides": [_override(row) for row in rows],
-        "group_id": rows[0].session.config.group_id,
+        "group_id": rows[0].counted_in,
         "session_ids": [row.session.session_id for row in rows],
         "segments": [row.sample.segment for row in rows],
         "attempts": [row.session.config.attempt for row in rows],

@@ -18,12 +18,11 @@ COLUMNS: Columns = {
 
 def fields(row: Row) -> Fields:
     """`cursor` gives what comes after the row."""
-    config = row.session.config
     return {
         "session_id": row.session.session_id,
         "segment": row.sample.segment,
-        "group_id": config.group_id,
-        "attempt": config.attempt,
+        "group_id": row.group_id,
+        "attempt": row.session.config.attempt,
         "status": row.sample.status,
         "final": row.final,
         "cursor": row.cursor,

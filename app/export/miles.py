@@ -27,12 +27,19 @@ META = "_samples_meta"
 
 def fields(row: Row) -> Fields:
     """Raises Unfit."""
+    row = _with_last_status(row)
     positions, missing = routing.whole(row, "indexer_topk")
     return {
         **slime.shaped(row, {"indexer_topk_missing": missing}),
         "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
         "adapter": row.adapter,
     }
+
+
+def _with_last_status(row: Row) -> Row:
+    """miles' merge of a session's turns keeps the status of the last one."""
+    sample = row.sample
+    return msgspec.structs.replace(row, sample=msgspec.structs.replace(sample, status=sample.last_status))
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -52,7 +59,7 @@ def samples_body(
     """
     with closing(TensorFile()) as file, closing(Spool()) as meta:
         samples = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(map(_with_last_status, rows)):
             tensors, missing = _tensors(row)
             for name, array in tensors.items():
                 if array is not None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy.typing as npt
 
 from app.domain.events import TurnCommitted
+from app.domain.groups import Root
 from app.domain.samples import Sample
 from app.domain.session import Session
 
@@ -55,7 +56,8 @@ class Row(msgspec.Struct, frozen=True):
 
     `replay` says that the export asks for replay payloads; `routing` holds the rows of each kind that was there, None
     where they have been tombstoned. `is_last` says that no later segment of the session is live. `advantage` is set
-    where the export asks for one and the session has a reward and a group.
+    where the export asks for one and the session has a reward and a group. `root` is that of the session's rollout,
+    None for the root itself.
     """
 
     session: Session
@@ -69,6 +71,22 @@ class Row(msgspec.Struct, frozen=True):
     routing: Mapping[str, Routing | None]
     advantage: float | None = None
     replay: bool = False
+    root: Root | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self.session.session_id if self.root is None else self.root.session_id
+
+    @property
+    def group_id(self) -> str | None:
+        """The session's own, or else that of its root."""
+        own = self.session.config.group_id
+        return self.root.group_id if own is None and self.root is not None else own
+
+    @property
+    def counted_in(self) -> str | None:
+        """The group that counts the session's rollout."""
+        return self.root.group_id if self.root is not None and self.root.exists else self.session.config.group_id
 
     @property
     def final(self) -> bool:

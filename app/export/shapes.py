@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from app.domain.samples import Segment, Status
 from app.errors import InvalidRequest
 from app.export import (
     areal,
@@ -34,18 +35,22 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """How a shape's rows are made, one of a row, or one of a group's rows together, and what they hold."""
+    """How a shape's rows are made, one of a row, or one of a group's rows together, and what they hold.
+
+    `last_status`: their status is the last turn's, not that of all turns.
+    """
 
     columns: Columns
     of_row: Shape | None = None
     of_group: GroupShape | None = None
+    last_status: bool = False
 
 
 DEFAULT = "turnlog"
 
 SHAPES: Mapping[str, Entry] = {
     "turnlog": Entry(turnlog.COLUMNS, turnlog.fields),
-    "miles": Entry(miles.COLUMNS, miles.fields),
+    "miles": Entry(miles.COLUMNS, miles.fields, last_status=True),
     "slime": Entry(slime.COLUMNS, slime.fields),
     "verl": Entry(verl.COLUMNS, verl.fields),
     "skyrl": Entry(skyrl.COLUMNS, skyrl.fields),
@@ -96,6 +101,11 @@ def require(format: str, shape: str) -> None:
 def takes_groups(shape: str) -> bool:
     """Is a row of this shape made of a whole group?"""
     return SHAPES[shape].of_group is not None
+
+
+def status_of(format: str, shape: str, segment: Segment) -> Status:
+    """What the shape's row of a segment will say."""
+    return segment.last_status if _entry(format, shape).last_status else segment.status
 
 
 def of_row(format: str, shape: str, row: Row) -> Fields:

@@ -42,7 +42,7 @@ def fields(row: Row) -> Fields:
         raise Unfit("no token was sampled")
     experts, missing = routing.whole(row, "routed_experts")
     start = sample.prompt_length
-    group_id, attempt = session.config.group_id, session.config.attempt
+    group_id, attempt = row.group_id, session.config.attempt
     return {
         "prompt_token_ids": sample.tokens[:start],
         "response_ids": sample.tokens[start:],

@@ -49,9 +49,9 @@ def shaped(row: Row, beside: Fields) -> Fields:
     experts, missing = routing.whole(row, "routed_experts")
     start = sample.prompt_length
     return {
-        "group_index": group_index(row.session.config.group_id),
+        "group_index": group_index(row.group_id),
         "index": None,
-        "rollout_id": rollout_number(row.session.session_id),
+        "rollout_id": rollout_number(row.rollout_id),
         "tokens": sample.tokens,
         "response_length": sample.response_length,
         "reward": row.reward,
@@ -70,13 +70,13 @@ def group_index(group_id: str | None) -> int | None:
     return int(group_id) if group_id is not None and decimal else None
 
 
-def rollout_number(session_id: str) -> int:
-    """A number that only this session's rows have: 53 bits of a hash, which JSON holds exactly.
+def rollout_number(name: str) -> int:
+    """A number that only the rows of this rollout, or session, have: 53 bits of a hash, which JSON holds exactly.
 
     slime averages the loss over the rows of one rollout before it averages over rollouts; without a number each
     segment of a session would count as a rollout.
     """
-    return int.from_bytes(hashlib.sha256(session_id.encode()).digest()[:7]) >> 3
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) >> 3
 
 
 def weight_versions(sample: Sample) -> list[str]:

@@ -44,6 +44,7 @@ COLUMNS: Columns = {
     "metadata": "json",
     "provenance": "json",
     "cursor": "text",
+    "rollout_id": "text",
 }
 
 
@@ -54,7 +55,7 @@ def fields(row: Row) -> Fields:
     return {
         "session_id": session.session_id,
         "segment": sample.segment,
-        "group_id": session.config.group_id,
+        "group_id": row.group_id,
         "attempt": session.config.attempt,
         "parent_session_id": session.config.parent,
         "adapter": row.adapter,
@@ -84,6 +85,7 @@ def fields(row: Row) -> Fields:
         "metadata": msgspec.Raw(row.metadata or b"{}"),
         "provenance": msgspec.structs.asdict(row.source),
         "cursor": row.cursor,
+        "rollout_id": row.rollout_id,
     }
 
 

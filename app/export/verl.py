@@ -38,7 +38,7 @@ def fields(row: Row) -> Fields:
         raise Unfit("no token was sampled")
     experts, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
     start = sample.prompt_length
-    group_id = row.session.config.group_id
+    group_id = row.group_id
     return {
         "uid": row.session.session_id if group_id is None else group_id,
         "prompt_ids": sample.tokens[:start],

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.domain.samples import Truncate
 from app.errors import InvalidRequest
 from app.http.names import ANY
 from app.http.sessions import MAX_INTEGER, NO_NUL
@@ -44,6 +45,7 @@ async def hand_out(
     explain: bool = False,
     shape: str = "turnlog",
     max_seq_len: Annotated[int | None, Query(ge=1)] = None,
+    truncate: Truncate = "turn",
 ) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, a line each, leased to the consumer before the first byte leaves."""
     for name in request.query_params:
@@ -61,6 +63,7 @@ async def hand_out(
         explain=explain,
         shape=shape,
         max_seq_len=max_seq_len,
+        truncate=truncate,
     )
     lines, _ = await begun(await services(request).feed.hand_out(ask))
     return StreamingResponse(lines, media_type="application/x-ndjson")

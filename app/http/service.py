@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from app.domain.samples import Truncate
 from app.errors import AppError, InvalidRequest
 from app.http.sessions import MAX_INTEGER, NO_NUL
 from app.http.state import services
@@ -79,6 +80,7 @@ async def export_wish(
     explain: bool = False,
     replay: bool = False,
     max_seq_len: Annotated[int | None, Query(ge=1)] = None,
+    truncate: Truncate = "turn",
     advantage: Literal["grpo"] | None = None,
 ) -> Wish:
     """What a request's parameters ask an export for. Raises InvalidRequest."""
@@ -94,7 +96,7 @@ async def export_wish(
         max_staleness=max_staleness,
         weight_version=weight_version,
     )
-    return Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape)
+    return Wish(filters, limit, explain, replay, max_seq_len, advantage, format, shape, truncate)
 
 
 ExportWish = Annotated[Wish, Depends(export_wish)]

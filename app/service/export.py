@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from app.domain.events import EXPORTED, UnknownEvent
-from app.domain.samples import Inconsistent
+from app.domain.samples import Inconsistent, Truncate
 from app.errors import InvalidRequest
 from app.export import shapes
 from app.export.row import Fields, Row, Unfit
@@ -42,6 +42,11 @@ UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
 """What is wrong with one session, and no other's business."""
 
 ERASED = "erased"
+
+NOTHING_FITS: Mapping[Truncate, str] = {
+    "turn": "no turn within max_seq_len",
+    "token": "no sampled token within max_seq_len",
+}
 
 SLICE_BYTES = 4 << 20
 """Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
@@ -77,7 +82,7 @@ def decode_cursor(text: str) -> Cursor:
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What an export shall hold: which rows, how many, cut to how many tokens, with what beside them; and how."""
+    """What an export shall hold: which rows, how many, cut to how many tokens and where, with what beside; and how."""
 
     filters: Filters = Filters()
     limit: int | None = None
@@ -87,6 +92,7 @@ class Wish(msgspec.Struct, frozen=True):
     advantage: Literal["grpo"] | None = None
     format: str = "ndjson"
     shape: str = "turnlog"
+    truncate: Truncate = "turn"
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -271,7 +277,7 @@ class Exporter:
         if reason is not None:
             yield _excluded(session_id, _behind(window, at), reason)
             return
-        made = SessionRows(stored, found, wish.max_seq_len, self.release)
+        made = SessionRows(stored, found, wish.max_seq_len, wish.truncate, self.release)
         fitting = {segment.number: segment for segment in made.segments}
         live = set(found.session.path)
         discarded = [turn for turn in found.session.turns if turn.number not in live] if wish.explain else []
@@ -279,9 +285,9 @@ class Exporter:
         for place_of, number in enumerate(made.live_segments, 1):
             cursor, segment = _behind(window, at, place_of, total), fitting.get(number)
             if segment is None:
-                yield _excluded(session_id, cursor, "no turn within max_seq_len", segment=number)
-            elif wish.filters.status not in (None, segment.status):
-                yield _excluded(session_id, cursor, f"status is {segment.status}", segment=number)
+                yield _excluded(session_id, cursor, NOTHING_FITS[wish.truncate], segment=number)
+            elif wish.filters.status not in (None, status := shapes.status_of(wish.format, wish.shape, segment)):
+                yield _excluded(session_id, cursor, f"status is {status}", segment=number)
             else:
                 advantage = place.advantages.get(session_id)
                 yield made.row(segment, cursor, routing=wish.replay, advantage=advantage)

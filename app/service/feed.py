@@ -4,7 +4,8 @@
         ▲               │
         └── lease ends ─┘   (or a session was created in the group, and it is not complete any more)
 
-A group is complete once each of its sessions is closed and rewarded; erased ones do not count. Leases and
+A group is complete once each of its rollouts is closed and rewarded; erased ones do not count. A rollout is a root
+session and those of its agents and children, all of which are handed out with it. Leases and
 acknowledgements are on disk before the reply leaves, so what a consumer did not acknowledge comes again, and
 nothing else does:
 
@@ -29,6 +30,7 @@ import msgspec
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
+from app.domain.samples import Truncate
 from app.errors import NotFound, StoreDamaged
 from app.export import shapes
 from app.export.row import Fields
@@ -69,7 +71,7 @@ class Ask(msgspec.Struct, frozen=True):
 
     `attempts`: only groups that have had so many sessions. `max_staleness`: only groups whose oldest sampled token
     is at most so many weight versions behind `weight_version`, by default the newest in the store. `explain`: say
-    also of each other group that waits why it was not given. `shape` and `max_seq_len` are as in an export.
+    also of each other group that waits why it was not given. `shape`, `max_seq_len` and `truncate` are as in an export.
     """
 
     consumer: str
@@ -82,6 +84,7 @@ class Ask(msgspec.Struct, frozen=True):
     explain: bool = False
     shape: str = "turnlog"
     max_seq_len: int | None = None
+    truncate: Truncate = "turn"
 
 
 class _Given(msgspec.Struct, frozen=True):
@@ -106,9 +109,9 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A group's sessions, and the statistics of the rewards that they have so far; null where they have none.
+    """A group's rollouts, and the statistics of the rewards that they have so far; null where they have none.
 
-    `complete`: each session that has not been erased is closed and rewarded.
+    `complete`: each rollout that has not been erased is closed and rewarded.
     """
 
     group_id: str
@@ -145,8 +148,8 @@ class Feed:
             raise NotFound("no session has this group_id")
         there = [one for one in every if one.status != "erased"]
         rewards = [one.reward for one in there if one.reward is not None]
-        done = [one for one in there if one.status == "closed" and one.reward is not None]
-        return Group(group_id, every, statistics(rewards) if rewards else None, bool(there) and len(done) == len(there))
+        complete = bool(there) and all(one.finished for one in there)
+        return Group(group_id, every, statistics(rewards) if rewards else None, complete)
 
     async def _attempts(self, group_id: str) -> list[Attempt]:
         return await self._database.read(
@@ -230,7 +233,11 @@ class Feed:
         """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._attempts(group_id)
-        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.status == "closed"}
+        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
+        roots = list(rewards)
+        of_agents = await self._database.read(
+            partial(group_reads.of_agents, root_ids=roots), or_else=partial(survey.of_agents, root_ids=roots)
+        )
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
             group_id=group_id,
@@ -248,8 +255,9 @@ class Feed:
         ]
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
-        wish = Wish(explain=True, max_seq_len=ask.max_seq_len, shape=ask.shape, advantage="grpo")
-        for part in _parts(list(rewards), ask.shape):
+        wish = Wish(explain=True, max_seq_len=ask.max_seq_len, truncate=ask.truncate, shape=ask.shape, advantage="grpo")
+        all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
+        for part in _parts(all_sessions, ask.shape):
             found = await self._rows.rows(part, wish)
             made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)
             for row in made:
@@ -334,7 +342,7 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
 def _why_not(group: Waiting, ask: Ask, current: int | None) -> str:
     if group.completed_at is None:
         if not group.sessions:
-            return "all of its sessions are erased"
+            return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
         return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
     if group.sessions + group.erased < ask.attempts:
         return f"incomplete: {group.sessions + group.erased} of {ask.attempts} attempts"

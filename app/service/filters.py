@@ -35,7 +35,7 @@ def session_excluded(known: Known, filters: Filters) -> str | None:
     session = known.session
     if not session.path:
         return "no committed turn"
-    if filters.group_id not in (None, session.config.group_id):
+    if filters.group_id is not None and filters.group_id not in known.groups:
         return "group_id differs"
     if filters.session_status not in (None, session.status):
         return f"session_status is {session.status}"

@@ -20,11 +20,12 @@ MAX_MISSING = 20
 """Missing attempts that are named: the lowest."""
 
 GroupState = Literal["open", "complete", "leased", "acknowledged"]
-"""`complete`: each session that is not erased is closed and rewarded. The feed leases such, until acknowledged."""
+"""`complete`: each rollout that is not erased is closed and rewarded. The feed leases such, until acknowledged."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """`sessions` are those that are not erased; of their rewards are mean, deviation (the population's) and range.
+    """`sessions` are the rollouts, by their roots, that are not erased; of their rewards are mean, deviation (the
+    population's) and range.
 
     `zero_variance`: there are several rewards, all alike. `missing_attempts`: numbers between the first (0 or 1) and
     the largest that no session has, an erased one neither.
@@ -79,7 +80,7 @@ def _row(group_id: str, members: Sequence[Member], lease: Lease | None) -> Group
     closed = [one for one in there if one.status == "closed"]
     rewards = [one.reward for one in there if one.reward is not None]
     found = statistics(rewards) if rewards else None
-    is_complete = bool(there) and all(one.status == "closed" and one.reward is not None for one in there)
+    is_complete = bool(there) and all(one.finished for one in there)
     return GroupRow(
         group_id=group_id,
         sessions=len(there),

@@ -85,6 +85,7 @@ class Janitor:
         self._freed_upto = (0.0, "")
         self._acknowledged_upto = (0.0, "")
         self._erased_in_log_file = False
+        self._has_finished_rewarding = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -124,6 +125,7 @@ class Janitor:
         if self._settings.max_db_bytes is not None:
             size = await self._database.read(reads.database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
+        await self._finish_rollouts()
         await self._close_idle()
         # Whether or not anybody asks for groups, the notes of what changed in them must not pile up.
         await settle(self._database, self._writer)
@@ -131,6 +133,14 @@ class Janitor:
         await self._erase_old()
         await self._database.give_back()
         self.ended_round_at = self._clock()
+
+    async def _finish_rollouts(self) -> None:
+        """What a process that died on the way has left. Rewards only once: that looks at every session with a root."""
+        if not self._has_finished_rewarding:
+            await self._sessions.finish_rewarding()
+            self._has_finished_rewarding = True
+        if count := await self._sessions.finish_closing():
+            log.info("closed %d sessions whose root had been closed", count)
 
     async def _close_idle(self) -> None:
         if self._settings.idle_close_s is None:
@@ -147,7 +157,9 @@ class Janitor:
             for session_id in found:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
-                    self.done.closed += isinstance(closed, Appended)
+                    if isinstance(closed, Appended):
+                        self.done.closed += 1
+                        await self._sessions.close_members(session_id)
                 await asyncio.sleep(self._rest_s)
             after = found[-1]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -45,12 +45,25 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class _Group(msgspec.Struct, frozen=True):
-    """Where each session's last exported event stands; sessions without one are left out."""
+    """Where each session's last exported event stands; sessions without one are left out.
+
+    So are those without a turn of a rollout that has turns elsewhere: it is whole without them. `advantages` are those
+    of rollouts, by their roots; `rollouts` tell the root of each session.
+    """
 
     ends: Mapping[str, Position]
     last: Position
     turns: int
     advantages: Mapping[str, float]
+    rollouts: Mapping[str, str]
+
+    def has_rows_of(self, rollout: str) -> bool:
+        return any(self.rollouts[session_id] == rollout for session_id in self.ends)
+
+    def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
+        """A rollout has one, which is that of all its sessions."""
+        rollouts = ((one, self.rollouts.get(one, one)) for one in session_ids)
+        return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -58,6 +71,9 @@ class _Known(msgspec.Struct, frozen=True):
 
     heads: Mapping[str, Head]
     ids: Sequence[str]
+
+    def in_group(self, group_id: str) -> list[Head]:
+        return [head for head in self.heads.values() if head.group_id == group_id]
 
     def of_group(self, group_id: str | None) -> Sequence[str]:
         """None: of any. A session of which nobody knows the group is of each."""
@@ -159,7 +175,10 @@ class Places:
         """The heads of all sessions, once there is no other way to know those of a group."""
         if self._known is None:
             found = survey.all_heads(connection)
-            heads = {row.session_id: Head(row.session_id, row.group_id, row.turns) for row in found.rows.values()}
+            heads = {
+                row.session_id: Head(row.session_id, found.counted_in(row), row.turns, found.root_of(row))
+                for row in found.rows.values()
+            }
             self._known = _Known(heads, sorted([*heads, *found.lost]))
             self._groups.clear()
         return self._known
@@ -171,12 +190,13 @@ class Places:
             return alone
         group = self._group(connection, head.group_id)
         if not self._grouped:
-            return msgspec.structs.replace(alone, advantages=group.advantages)
-        if head.session_id not in group.ends:
+            return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
+        if head.session_id not in group.ends and not (asked_for and group.has_rows_of(head.rollout)):
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
-        return Place(head.session_id, at, sorted(group.ends), group.turns, True, group.advantages)
+        members = sorted(group.ends)
+        return Place(head.session_id, at, members, group.turns, True, group.advantages_of(members))
 
     def _group(self, connection: Connection, group_id: str) -> _Group:
         known = self._groups.get(group_id)
@@ -187,27 +207,24 @@ class Places:
         return known
 
     def _looked_up(self, connection: Connection, group_id: str) -> _Group:
-        ends: Mapping[str, Position] = {}
-        rewards: Mapping[str, float] = {}
         if self._known is None:
-            members = bulk.group_members(connection, group_id)
-            every = [member.session_id for member in members]
-            if self._grouped:
-                ends = bulk.last_places(connection, every, self._high, EXPORTED)
-            if self._advantages:
-                rewards = bulk.rewards(connection, every, self._high)
+            found, rewards = bulk.group_members(connection, group_id), bulk.rewards
         else:
-            members = [head for head in self._known.heads.values() if head.group_id == group_id]
-            every = [member.session_id for member in members]
-            if self._grouped:
-                ends = survey.last_places(connection, every, self._high, EXPORTED)
-            if self._advantages:
-                rewards = bulk.rewards_of_each(connection, every, self._high)
+            found, rewards = self._known.in_group(group_id), bulk.rewards_of_each
+        roots = [member.session_id for member in found if member.root_id is None]
+        taken = {member.rollout for member in found if member.turns}
+        members = [member for member in found if member.turns or member.rollout not in taken]
+        every = [member.session_id for member in members]
+        ends: Mapping[str, Position] = {}
+        if self._grouped:
+            last_places = bulk.last_places if self._known is None else survey.last_places
+            ends = last_places(connection, every, self._high, EXPORTED)
         return _Group(
             ends=ends,
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
-            advantages=grpo(rewards),
+            advantages=grpo(rewards(connection, roots, self._high)) if self._advantages else {},
+            rollouts={member.session_id: member.rollout for member in found},
         )
 
     def _parts(self, places: Sequence[Place]) -> list[list[Place]]:

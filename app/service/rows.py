@@ -12,7 +12,8 @@ from typing import TypeVar, overload
 import msgspec
 
 from app.domain.events import Protocol, TurnCommitted, UnknownEvent
-from app.domain.samples import Sample, Segment, TurnTokens, segments
+from app.domain.groups import Root
+from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Session, fold
 from app.export.row import Routing, Row, Source, TurnContent
@@ -50,11 +51,23 @@ class Lazy(Sequence[T]):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A session folded as of the place up to which its events were read; `times` are when each turn was committed."""
+    """A session folded as of the place up to which its events were read; `times` are when each turn was committed.
+
+    `root` is that of its rollout, None for the root itself.
+    """
 
     session: Session
     events: dict[int, TurnCommitted]
     times: dict[int, float]
+    root: Root | None = None
+
+    @property
+    def groups(self) -> set[str | None]:
+        """What its rows name, and the one that counts its rollout."""
+        own = self.session.config.group_id
+        if self.root is None or not self.root.exists:
+            return {own}
+        return {own or self.root.group_id, self.root.group_id}
 
 
 def known(stored: Stored) -> Known:
@@ -66,7 +79,8 @@ def known(stored: Stored) -> Known:
     if session is None:
         raise UnknownEvent("the log is empty")
     committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
-    return Known(session, {event.turn: event for _, event in committed}, {event.turn: at for at, event in committed})
+    events = {event.turn: event for _, event in committed}
+    return Known(session, events, {event.turn: at for at, event in committed}, stored.root)
 
 
 class SessionRows:
@@ -76,7 +90,7 @@ class SessionRows:
     each with its whole prompt, is much more than the session. Raises CorruptContent.
     """
 
-    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, release: str) -> None:
+    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, truncate: Truncate, release: str) -> None:
         self._stored = stored
         self._known = found
         self._release = release
@@ -84,7 +98,7 @@ class SessionRows:
         self._shared: dict[int, bytes] = {}
         self.session = found.session
         content = {number: self._tokens(number) for number in found.session.path}
-        self.segments = segments(found.session, content, max_seq_len)
+        self.segments = segments(found.session, content, max_seq_len, truncate)
         self.live_segments = sorted({self.session.turn(number).segment for number in self.session.path})
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
@@ -103,6 +117,7 @@ class SessionRows:
             routing=dict(self._routing(sample)) if routing else {},
             advantage=advantage,
             replay=routing,
+            root=self._known.root,
         )
 
     def _tokens(self, number: int) -> TurnTokens:

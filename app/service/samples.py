@@ -46,7 +46,7 @@ class Samples:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
     def _body(self, stored: Stored, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
-        made = SessionRows(stored, found, max_seq_len, self._release)
+        made = SessionRows(stored, found, max_seq_len, "token", self._release)
         rows = [made.row(segment, "", routing=True) for segment in made.segments]
         reason = None if rows else "no_records" if not made.session.path else "all_truncated"
         prompts = self._token_in.prompts

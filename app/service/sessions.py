@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from app.domain.events import (
 from app.domain.session import fold
 from app.errors import (
     AppError,
+    InvalidRequest,
     NotFound,
     SessionClosed,
     SessionEnded,
@@ -36,10 +38,21 @@ from app.errors import (
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
-from app.store import reads, survey_lists
+from app.store import reads, rollouts, survey_lists
 from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import AssignReward, Close, CloseIdle, Create, Erase, Existing, FreeChunks, FreeReplay
+from app.store.log_sessions import (
+    AssignReward,
+    Circular,
+    Close,
+    CloseIdle,
+    Create,
+    Erase,
+    Existing,
+    FreeChunks,
+    FreeReplay,
+    ShareReward,
+)
 from app.store.ports import Database, Writer
 from workers import codec
 from workers.codec import CorruptContent
@@ -80,7 +93,11 @@ class Sessions:
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
-        """Idempotent for the same id and body. Raises SessionExists, SessionEnded, StoreFull."""
+        """Idempotent for the same id and body.
+
+        Raises SessionExists, SessionEnded, StoreFull, SessionClosed (the root of its rollout is), InvalidRequest (its
+        parent descends from it).
+        """
         if self.is_full and await self._cache.get(new.session_id) is None:
             raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
         raw = b"" if not new.metadata else msgspec.json.encode(new.metadata)
@@ -103,9 +120,26 @@ class Sessions:
         if isinstance(outcome, Existing):
             _require_same(new.session_id, outcome, body_hash)
             return
+        if isinstance(outcome, Circular):
+            raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
+        if isinstance(outcome, Refused):
+            raise _of_closed_root(new.session_id, outcome.status)
         created = fold(new.session_id, outcome.events)
         assert created is not None
         self._cache.put(created)
+        if new.config.parent is not None:
+            await self._join_rollout(new.session_id)
+
+    async def _join_rollout(self, session_id: str) -> None:
+        """What has become of its root while the session was created, or before. Raises SessionClosed."""
+        root = await self._database.read(partial(rollouts.standing, session_id=session_id))
+        if root is None:
+            return
+        if root.status != "open":
+            await self._close_with_root(session_id)
+            raise _of_closed_root(session_id, root.status)
+        if root.reward is not None:
+            await self._share_reward(session_id)
 
     async def config_of(self, session_id: str) -> SessionConfig | None:
         """Of a session in whatever state; None where there is none. Raises SessionUnreadable."""
@@ -126,13 +160,62 @@ class Sessions:
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
         outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
         reach("after_reward")
-        return self._appended(session_id, outcome).events[-1].seq
+        seq = self._appended(session_id, outcome).events[-1].seq
+        if turn is None:
+            async for members in self._members(session_id, "open", "closed"):
+                await asyncio.gather(*map(self._share_reward, members))
+        return seq
 
     async def close(self, session_id: str) -> None:
-        """Raises SessionNotFound, SessionClosed. A turn in flight can no longer commit."""
+        """With it all of its rollout, if it is a root. Raises SessionNotFound, SessionClosed.
+
+        A turn in flight can no longer commit.
+        """
         outcome = await self._writer.submit(Close(session_id, self._clock()))
         reach("after_close")
         self._closed(session_id, self._appended(session_id, outcome))
+        await self.close_members(session_id)
+
+    async def close_members(self, root_id: str) -> None:
+        """Close what is open of the rollout of a root that is closed."""
+        async for members in self._members(root_id, "open"):
+            await asyncio.gather(*map(self._close_with_root, members))
+
+    async def _members(self, root_id: str, *status: str) -> AsyncIterator[list[str]]:
+        """Of a root's rollout, but for the root, in the order of their ids."""
+        after = ""
+        while page := await self._database.read(
+            partial(rollouts.members, root_ids=[root_id], status=status, after=after, limit=PAGE)
+        ):
+            yield [session_id for session_id, _ in page]
+            after = page[-1][0]
+
+    async def _close_with_root(self, session_id: str) -> None:
+        outcome = await self._writer.submit(Close(session_id, self._clock(), with_root=True))
+        reach("after_child_closed")
+        if isinstance(outcome, Appended):
+            self._closed(session_id, self._appended(session_id, outcome))
+
+    async def _share_reward(self, session_id: str) -> None:
+        outcome = await self._writer.submit(ShareReward(session_id, self._clock()))
+        reach("after_reward_shared")
+        if isinstance(outcome, Appended):
+            self._appended(session_id, outcome)
+
+    async def finish_closing(self) -> int:
+        """Close what a process that died on the way left open of rollouts; how many sessions."""
+        count, after = 0, ("", "")
+        while found := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in found))
+            count, after = count + len(found), found[-1]
+        return count
+
+    async def finish_rewarding(self) -> None:
+        """Give the sessions their root's reward that a process which died on the way had not."""
+        after = ("", "")
+        while found := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in found))
+            after = found[-1]
 
     def _closed(self, session_id: str, outcome: Appended) -> None:
         ended = [one.event.fence for one in outcome.events if isinstance(one.event, TurnAbandoned)]
@@ -140,9 +223,10 @@ class Sessions:
             callback(session_id, ended)
 
     async def erase(self, session_id: str) -> None:
-        """Close if need be, then delete the content and take it out of the log files too.
+        """Close if need be, then delete the content, a root's with that of all its rollout, and empty the log files.
 
-        Idempotent. Raises SessionNotFound.
+        Idempotent. The root goes last: what a crash interrupts is gone through again when it is asked for again. Raises
+        SessionNotFound.
         """
         outcome = await self._writer.submit(Close(session_id, self._clock()))
         reach("after_close")
@@ -150,6 +234,10 @@ class Sessions:
             self._closed(session_id, self._appended(session_id, outcome))
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
+        await self.close_members(session_id)
+        async for members in self._members(session_id, "closed"):
+            for member in members:
+                await self.drop_content(member)
         await self.drop_content(session_id)
         await self._database.empty_log_file()
 
@@ -302,6 +390,10 @@ def refusal(session_id: str, status: str | None) -> AppError:
     if status is None:
         return SessionNotFound(f"session {session_id} does not exist")
     return SessionClosed(f"session {session_id} is {status}")
+
+
+def _of_closed_root(session_id: str, status: str | None) -> SessionClosed:
+    return SessionClosed(f"session {session_id} cannot be created: the root of its rollout is {status}")
 
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:

@@ -40,6 +40,7 @@ from app.store.dialect import Tx
 from app.store.log import Operation, append_all, refused, tombstone
 from app.store.log_sessions import Create
 from app.store.log_turns import Claim, Commit
+from app.store.rollouts import note_adopted
 from app.store.schema import group_changes, open_turns, sessions
 
 Kind = TypeVar("Kind", bound=Operation[Any])
@@ -77,7 +78,7 @@ class _Batch:
         for place, operation in enumerate(self._operations):
             if operation.session_id in held:
                 self._outcomes[place] = DEFERRED
-        self._each(Create, lambda one: one.session_id not in locked, self._create)
+        self._each(Create, lambda one: one.session_id not in locked and one.parent is None, self._create)
         self._each(Claim, lambda _: True, self._claim)
         self._each(Commit, lambda one: not one.staged, self._commit)
         for place, operation in enumerate(self._operations):
@@ -101,11 +102,15 @@ class _Batch:
             apply(found)
 
     def _create(self, creates: list[tuple[int, Create]]) -> None:
-        """Sessions that are not there; one that another process creates at this moment is a conflict of keys."""
+        """Sessions that are not there; one that another process creates at this moment is a conflict of keys.
+
+        Children are created one by one behind them: their parents may be among these.
+        """
         tx = self._tx
         tx.insert(sql.insert_session, [create.head_row() for _, create in creates])
         noted = {create.group_id for _, create in creates if create.group_id is not None}
         tx.insert(_insert_note, [{"group_id": group_id} for group_id in sorted(noted)])
+        tx.run(_note_adopted, {"sids": [create.session_id for _, create in creates]})
         tx.insert(sql.insert_blob, [row for _, create in creates for row in create.blob_rows()])
         self._append([(place, create.session_id, 1, create.at, [create.event]) for place, create in creates])
         reach("in_create")
@@ -231,3 +236,4 @@ _advance_heads = (
     .returning(sessions.c.session_id, sessions.c.version)
 )
 _insert_note = insert(group_changes)
+_note_adopted = note_adopted(any_(bindparam("sids", type_=ARRAY(String))))

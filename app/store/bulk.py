@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Select, case, select
 
-from app.domain.events import RewardAssigned, SessionClosed, SessionErased, UnknownEvent, name_of
+from app.domain.events import RewardAssigned, SessionClosed, SessionErased, UnknownEvent
+from app.domain.groups import Root
 from app.domain.upcast import decode
+from app.store import rollouts
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.reads import SPAN, ChunkKey, EventRow, Frames, Position, at_or_before
+from app.store.rollouts import REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
-
-REWARD = name_of(RewardAssigned(0.0))
 
 
 class Stored(msgspec.Struct, frozen=True):
     """A session's rows: events up to the place asked for, content as it is now. All content is compressed frames.
 
-    `damage`: why there is nothing of it but its head.
+    `root` is None for a root. `damage`: why there is nothing of it but its head.
     """
 
     session_id: str
@@ -30,22 +32,33 @@ class Stored(msgspec.Struct, frozen=True):
     frames: Frames
     blobs: dict[int, bytes]
     chunks: dict[ChunkKey, bytes | None]
+    root: Root | None = None
     damage: str | None = None
 
 
 class Head(msgspec.Struct, frozen=True):
-    """A session's group, and how many turns it has committed: about how much there is to read of it."""
+    """How many turns a session has committed: about how much there is to read of it; and to which rollout it belongs.
+
+    `group_id` is the group that counts it, `root_id` the rollout's root, None for the root itself.
+    """
 
     session_id: str
     group_id: str | None
     turns: int
+    root_id: str | None = None
+
+    @property
+    def rollout(self) -> str:
+        return self.root_id or self.session_id
 
 
-_HEAD = (sessions.c.session_id, sessions.c.group_id, sessions.c.turns)
+def _heads() -> Select[Any]:
+    root_id = case((rollouts.is_root(), None), else_=sessions.c.root_id)
+    return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id)
 
 
 def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Head]:
-    query = select(*_HEAD).where(sessions.c.session_id.in_(session_ids))
+    query = _heads().where(sessions.c.session_id.in_(session_ids))
     return {row[0]: Head(*row) for row in connection.execute(query)}
 
 
@@ -103,7 +116,10 @@ def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[st
     heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
         sessions.c.session_id.in_(session_ids)
     )
-    return {row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}) for row in connection.execute(heads)}
+    roots = rollouts.roots_of(connection, session_ids)
+    return {
+        row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}, roots.get(row[0])) for row in connection.execute(heads)
+    }
 
 
 def _fill(connection: Connection, found: Mapping[str, Stored], upto: Position, *, replay: bool) -> None:
@@ -136,8 +152,8 @@ def _fill(connection: Connection, found: Mapping[str, Stored], upto: Position, *
 
 
 def group_members(connection: Connection, group_id: str) -> list[Head]:
-    """All sessions of a group, erased ones too: what the log says of them stays."""
-    return [Head(*row) for row in connection.execute(select(*_HEAD).where(sessions.c.group_id == group_id))]
+    """All sessions of a group's rollouts, erased ones too: what the log says of them stays."""
+    return [Head(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
 
 
 def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:

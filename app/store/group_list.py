@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, case, select
 
 from app.store.dialect import now
 from app.store.reads import SPAN
+from app.store.rollouts import is_finished, is_root
 from app.store.schema import groups, sessions
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A session of a group."""
+    """A rollout of a group: its root, and whether it is `finished` with all of its sessions."""
 
     attempt: int | None
     reward: float | None
     status: str
+    finished: bool
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -40,10 +42,16 @@ def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
 
 
 def members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Member]]:
-    """The sessions of each group."""
+    """The rollouts of each group."""
     found: dict[str, list[Member]] = {group_id: [] for group_id in group_ids}
     for at in range(0, len(group_ids), SPAN):
-        query = select(sessions.c.group_id, sessions.c.attempt, sessions.c.reward, sessions.c.status)
+        query = select(
+            sessions.c.group_id,
+            sessions.c.attempt,
+            sessions.c.reward,
+            sessions.c.status,
+            case((is_finished, True), else_=False),
+        ).where(is_root())
         for row in connection.execute(query.where(sessions.c.group_id.in_(group_ids[at : at + SPAN]))):
             found[row[0]].append(Member(*row[1:]))
     return found

@@ -8,8 +8,9 @@ import msgspec
 from sqlalchemy import Connection, case, func, or_, select, tuple_
 
 from app.domain.events import RolledBack, TurnCommitted
-from app.store import reads
+from app.store import reads, rollouts
 from app.store.dialect import now
+from app.store.rollouts import group, in_groups, is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
@@ -74,19 +75,27 @@ def candidates(
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A session of a group. `reward` is null for one that was erased unrewarded."""
+    """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
+
+    `finished`: it is closed and rewarded, with all sessions of its agents and children.
+    """
 
     session_id: str
     attempt: int | None
     reward: float | None
     status: str
+    finished: bool
 
 
 def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
-    """A group's sessions in the order of their attempts, those without a number last."""
-    query = select(sessions.c.session_id, sessions.c.attempt, sessions.c.reward, sessions.c.status).where(
-        sessions.c.group_id == group_id
-    )
+    """A group's rollouts in the order of their attempts, those without a number last."""
+    query = select(
+        sessions.c.session_id,
+        sessions.c.attempt,
+        sessions.c.reward,
+        sessions.c.status,
+        case((is_finished, True), else_=False),
+    ).where(sessions.c.group_id == group_id, is_root())
     return in_order(Attempt(*row) for row in connection.execute(query))
 
 
@@ -94,15 +103,30 @@ def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
     return sorted(attempts, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
 
 
+def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
+    """The sessions of each root's agents and children; erased ones are told of like any row that there is not."""
+    found: dict[str, list[str]] = {}
+    for at in range(0, len(root_ids), reads.SPAN):
+        for session_id, root_id in rollouts.members(
+            connection, root_ids[at : at + reads.SPAN], status=("closed", "erased")
+        ):
+            found.setdefault(root_id, []).append(session_id)
+    return found
+
+
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
 """By group and session."""
 
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """Of the logs of some groups' closed sessions, what says which turns are live and what they were sampled with."""
+    """Of the logs of some groups' closed sessions, what says which turns are live and what they were sampled with.
+
+    Those of agents and children are among them.
+    """
+    counted_in = group()
     query = (
         select(
-            sessions.c.group_id,
+            counted_in,
             events.c.session_id,
             events.c.seq,
             events.c.at,
@@ -112,7 +136,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
         )
         .join_from(sessions, events, events.c.session_id == sessions.c.session_id)
         .where(
-            sessions.c.group_id.in_(group_ids),
+            in_groups(group_ids),
             sessions.c.status == "closed",
             events.c.type.in_((TurnCommitted.__name__, RolledBack.__name__)),
         )
@@ -186,7 +210,7 @@ def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -
 def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
     """A group's sessions, closed until `cutoff`, that still hold a replay payload or a refused reply."""
     query = select(sessions.c.session_id).where(
-        sessions.c.group_id == group_id,
+        in_groups([group_id]),
         sessions.c.status == "closed",
         sessions.c.closed_at <= cutoff,
         reads.holds_payload(),

@@ -22,14 +22,15 @@ from app.store.dialect import Tx
 from app.store.dialect import now as database_now
 from app.store.group_reads import Candidate, is_free
 from app.store.log import BaseOperation
+from app.store.rollouts import is_finished, is_root
 from app.store.schema import group_changes, groups, sessions
 
 # What a session's operations need of it.
 
-close_head = sql.close_head.returning(sessions.c.group_id)
-close_idle_head = sql.close_idle_head.returning(sessions.c.group_id)
-erase_head = sql.erase_head.returning(sessions.c.group_id)
-touch = sql.touch.returning(sessions.c.group_id)
+close_head = sql.close_head.returning(sessions.c.group_id, sessions.c.root_id)
+close_idle_head = sql.close_idle_head.returning(sessions.c.group_id, sessions.c.root_id)
+erase_head = sql.erase_head.returning(sessions.c.group_id, sessions.c.root_id)
+touch = sql.touch.returning(sessions.c.group_id, sessions.c.root_id)
 
 commit_head = sql.advance_head.values(
     weight_version=case(
@@ -42,14 +43,6 @@ commit_head = sql.advance_head.values(
     engine=bindparam("by"),
 )
 """`advance_head` of a commit: `weight` is the turn's largest version that is a number, or None; `by` its engine."""
-
-_note = insert(group_changes)
-
-
-def note(tx: Tx, group_id: str | None) -> None:
-    """Say that a session of this group has changed; nothing where it has no group."""
-    if group_id is not None:
-        tx.insert(_note, [{"group_id": group_id}])
 
 
 # Settling.
@@ -70,14 +63,13 @@ _locked = (
     .with_for_update()
 )
 _insert_group = insert(groups)
-_finished = and_(sessions.c.status == "closed", sessions.c.reward.is_not(None))
 _erased = sessions.c.status == "erased"
 _members = select(
     func.count(),
     func.sum(case((_erased, 1), else_=0)),
-    func.sum(case((or_(_erased, _finished), 0), else_=1)),
+    func.sum(case((or_(_erased, is_finished), 0), else_=1)),
     func.max(case((_erased, None), else_=sessions.c.updated_at)),
-).where(sessions.c.group_id == bindparam("gid"))
+).where(sessions.c.group_id == bindparam("gid"), is_root())
 _settle = (
     update(groups)
     .where(groups.c.group_id == bindparam("gid"))
@@ -95,7 +87,7 @@ _settle = (
 class Settle(BaseOperation, frozen=True):
     """Bring the rows of groups up to date with their sessions, for up to `most` notes. True while there may be more.
 
-    A group that is complete no longer, because a session was created in it, loses its lease; its consumer may
+    A group that is complete no longer, because a rollout was begun in it, loses its lease; its consumer may
     still acknowledge what it got. Not durable by itself: what a power cut undoes is there as notes again.
     """
 

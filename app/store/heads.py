@@ -7,6 +7,7 @@ reading connection and mends inside a write transaction.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx
 from app.store.engine import Database, revision_head
 from app.store.reads import EventRow, decode_events
+from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 
 DERIVED = (sessions, events, open_turns)
@@ -29,10 +31,14 @@ DERIVED = (sessions, events, open_turns)
 
 
 class Log(NamedTuple):
-    """All events of a session, at least one, and the state that they fold to."""
+    """All events of a session, at least one, and the state that they fold to.
+
+    `root_id` is what the logs of its line of parents say, too.
+    """
 
     session: Session
     events: Sequence[Recorded]
+    root_id: str | None
 
 
 def _updated_at(log: Log) -> float:
@@ -67,6 +73,7 @@ HEAD: Mapping[str, Callable[[Log], Any]] = {
     "attempt": lambda log: log.session.config.attempt,
     "weight_version": _weight_version,
     "engine": _engine,
+    "root_id": lambda log: log.root_id,
 }
 """Every column of `sessions` but the key, and how it follows from the log."""
 
@@ -177,13 +184,16 @@ async def require_revision(database: Database) -> None:
 
 def read_log(tx: Tx, session_id: str) -> Log | None:
     """The whole log, decoded and folded; None where there is none. Raises UnknownEvent, also for a gap."""
-    return folded(session_id, decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id})))
+    recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
+    return folded(session_id, recorded, partial(root_in_logs, tx))
 
 
-def folded(session_id: str, recorded: Sequence[Recorded]) -> Log | None:
-    """Raises UnknownEvent."""
+def folded(session_id: str, recorded: Sequence[Recorded], root: Callable[[str, str | None], str | None]) -> Log | None:
+    """`root` says which is the root of a session with that parent. Raises UnknownEvent."""
     session = fold(session_id, recorded)
-    return None if session is None else Log(session, recorded)
+    if session is None:
+        return None
+    return Log(session, recorded, root(session_id, session.config.parent))
 
 
 def examine(connection: Connection, session_id: str) -> Examined:
@@ -215,6 +225,8 @@ def mend(tx: Tx, session_id: str) -> Examined:
     head = head_row(log)
     before = {one.stored for one in found.differences if one.place == "sessions.group_id"}
     tx.insert(_note_group, [{"group_id": group} for group in before | {head["group_id"]} if group is not None])
+    for root_id in {one.stored for one in found.differences if one.place == "sessions.root_id"} | {head["root_id"]}:
+        note(tx, None, root_id)
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
         tx.insert(_insert_head, [{"session_id": session_id, **head}])
     tx.run(_drop_open, {"sid": session_id})

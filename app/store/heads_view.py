@@ -44,6 +44,7 @@ class Row(msgspec.Struct, frozen=True):
     created_at: float
     updated_at: float
     closed_at: float | None
+    root_id: str | None
     claimed_since: float | None = None
 
 

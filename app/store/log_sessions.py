@@ -8,7 +8,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
-from app.store import groups
+from app.store import groups, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.erasure import erase_later
@@ -26,7 +26,7 @@ from app.store.log import (
 
 
 class Create(BaseOperation, frozen=True):
-    """A new session, or Existing where the id is taken."""
+    """A new session. Existing where the id is taken, Refused where the root of its rollout is closed, or Circular."""
 
     session_id: str
     at: float
@@ -39,18 +39,31 @@ class Create(BaseOperation, frozen=True):
     def size(self) -> int:
         return 512 + (len(self.blob.data) if self.blob else 0)
 
-    def apply(self, tx: Tx) -> Appended | Existing:
+    def apply(self, tx: Tx) -> Appended | Existing | Refused | Circular:
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is not None:
             return Existing(head[1], head[3])
-        tx.insert(sql.insert_session, [self.head_row()])
-        groups.note(tx, self.group_id)
+        root_id = None if self.parent is None else rollouts.root_for(tx, self.parent)
+        if root_id == self.session_id:
+            return Circular()
+        root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
+        if root is not None and root[1] != "open":
+            return Refused(root[1])
+        tx.insert(sql.insert_session, [{**self.head_row(), "root_id": root_id}])
+        rollouts.adopt(tx, self.session_id, root_id)
+        rollouts.note(tx, self.group_id)
+        rollouts.note(tx, None, root_id)
         tx.insert(sql.insert_blob, self.blob_rows())
         appended = append(tx, self.session_id, 1, self.at, [self.event])
         reach("in_create")
         return appended
 
+    @property
+    def parent(self) -> str | None:
+        return self.event.config.parent
+
     def head_row(self) -> dict[str, Any]:
+        """Of a session without a parent."""
         return {
             "session_id": self.session_id,
             "version": 1,
@@ -62,6 +75,7 @@ class Create(BaseOperation, frozen=True):
             "updated_at": self.at,
             "body_hash": self.body_hash,
             "attempt": self.event.config.attempt,
+            "root_id": None,
         }
 
     def blob_rows(self) -> list[dict[str, Any]]:
@@ -73,8 +87,12 @@ class Existing(msgspec.Struct, frozen=True):
     body_hash: str
 
 
+class Circular(msgspec.Struct, frozen=True):
+    """The parent that was named descends from the session itself."""
+
+
 class AssignReward(BaseOperation, frozen=True):
-    """In an open or a closed session."""
+    """In an open or a closed session. Where its root's reward stands, a session's own does not come to its head."""
 
     session_id: str
     at: float
@@ -84,34 +102,70 @@ class AssignReward(BaseOperation, frozen=True):
         row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        if self.event.turn is None:
+        _, group_id, root_id = row
+        if self.event.turn is None and not self._is_overruled(tx, root_id):
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
-            groups.note(tx, row[1])
+            rollouts.note(tx, group_id, root_id)
         appended = append(tx, self.session_id, row[0], self.at, [self.event])
         reach("in_reward")
         return appended
 
+    def _is_overruled(self, tx: Tx, root_id: str | None) -> bool:
+        return root_id is not None and rollouts.last_reward(tx, self.session_id, of_root=True) is not None
 
-class Close(BaseOperation, frozen=True):
-    """Close an open session; its open turn ends abandoned and can no longer commit."""
+
+class ShareReward(BaseOperation, frozen=True):
+    """Write the reward that a session's root has by now into the session's own log, unless it stands there.
+
+    Whoever rewards a root does this afterwards, in a transaction of its own for each session. As the reward is read
+    here, the last one stands in the end, whoever comes last.
+    """
 
     session_id: str
     at: float
 
     def apply(self, tx: Tx) -> Appended | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        root_id = rollouts.root_of(tx, self.session_id)
+        given = None if root_id is None else rollouts.last_reward(tx, root_id, of_root=False)
+        stands = rollouts.last_reward(tx, self.session_id, of_root=True)
+        if given is None or (stands is not None and _said(given) == _said(stands)):
+            return Appended(())
+        row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
+        if row is None:
+            return refused(tx, self.session_id)
+        version, group_id, _ = row
+        tx.run(sql.set_reward, {"sid": self.session_id, "value": given.reward})
+        rollouts.note(tx, group_id, root_id)
+        event = RewardAssigned(given.reward, given.components, of_root=True)
+        return append(tx, self.session_id, version, self.at, [event])
+
+
+def _said(event: RewardAssigned) -> tuple[float, dict[str, float]]:
+    return event.reward, event.components
+
+
+class Close(BaseOperation, frozen=True):
+    """Close an open session; its open turn ends abandoned and can no longer commit. `with_root`: as its root was."""
+
+    session_id: str
+    at: float
+    with_root: bool = False
+
+    def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        groups.note(tx, row[0])
+        rollouts.note(tx, *row)
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         gone = abandon(tx, self.session_id, self.at, holders, "session_closed")
-        closed = advance_head(tx, self.session_id, self.at, [SessionClosed()])
+        closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
         return Appended(gone.events + closed.events)
 
 
 class CloseIdle(BaseOperation, frozen=True):
-    """Close an open session that has no turn in flight and has not changed since `idle_since`."""
+    """Close an open session that has no turn in flight and has not changed since `idle_since`, nor has its rollout."""
 
     session_id: str
     at: float
@@ -121,7 +175,7 @@ class CloseIdle(BaseOperation, frozen=True):
         row = tx.one(groups.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
         if row is None:
             return refused(tx, self.session_id)
-        groups.note(tx, row[0])
+        rollouts.note(tx, *row)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
@@ -189,7 +243,7 @@ class Erase(BaseOperation, frozen=True):
         row = tx.one(groups.erase_head, {"sid": self.session_id})
         if row is None:
             return refused(tx, self.session_id)
-        groups.note(tx, row[0])
+        rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
         erase_later(tx, self.session_id, self.components_upto)

@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, exists, func, null, or_, select, tuple_
+from sqlalchemy import ColumnElement, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
 from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
 from app.domain.session import Session, fold
+from app.store import rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import (
@@ -26,10 +27,11 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.statements import is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Said, Wire
 
-SNAPSHOT_FORMAT = "session-5"
+SNAPSHOT_FORMAT = "session-6"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
 
 
@@ -266,14 +268,13 @@ def database_bytes(connection: Connection) -> int:
 
 
 def idle_sessions(connection: Connection, since: float, after: str, limit: int) -> list[str]:
-    """Open sessions after id `after` that have no turn in flight and have not changed since."""
+    """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout."""
     query = (
         select(sessions.c.session_id)
         .where(
             sessions.c.session_id > after,
             sessions.c.status == "open",
-            sessions.c.open_turns == 0,
-            sessions.c.updated_at <= since,
+            is_idle(literal(since)),
         )
         .order_by(sessions.c.session_id)
         .limit(limit)
@@ -305,8 +306,9 @@ def closed_sessions(
     if holding:
         query = query.where(holds_payload())
     if acknowledged:
-        consumed = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
-        query = query.where(or_(sessions.c.group_id.is_(None), consumed))
+        counted_in = rollouts.group()
+        consumed = exists().where(groups.c.group_id == counted_in, groups.c.acked_at.is_not(None))
+        query = query.where(or_(counted_in.is_(None), consumed))
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
@@ -379,7 +381,9 @@ def changed_sessions(
     if session_id is not None:
         query = query.where(events.c.session_id == session_id)
     if group_id is not None:
-        members = select(sessions.c.session_id).where(sessions.c.group_id == group_id)
+        members = select(sessions.c.session_id).where(
+            or_(sessions.c.group_id == group_id, rollouts.in_groups([group_id]))
+        )
         query = query.where(events.c.session_id.in_(members))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 

@@ -8,6 +8,7 @@ a cache and stay behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from sqlalchemy import Connection, Table, func, insert, select, tuple_
 from app.domain.events import TurnCommitted, UnknownEvent
 from app.store import heads
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids
+from app.store.dialect import AlchemyTx
 from app.store.heads import Log
 from app.store.reads import EventRow, decode_events
+from app.store.rollouts import root_in_logs
 from app.store.schema import (
     blobs,
     chunks,
@@ -149,7 +152,7 @@ class _Copy:
         missing = sorted(set(range(1, version + 1)) - {row["seq"] for row in log})
         if not log and not missing and head is None:
             missing = [1]
-        folded = None if missing else _folded(session_id, log)
+        folded = None if missing else _folded(self._source, session_id, log)
         if missing:
             lost.append(events.name)
         if head is None:
@@ -293,12 +296,20 @@ def _is_event(row: Mapping[str, Any]) -> bool:
     return all(isinstance(row[name], kind) for name, kind in kinds.items())
 
 
-def _folded(session_id: str, log: Sequence[Fields]) -> Log | None:
+def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> Log | None:
     rows = [EventRow(row["seq"], row["at"], row["type"], row["version"], row["data"]) for row in log]
     try:
-        return heads.folded(session_id, decode_events(rows))
+        return heads.folded(session_id, decode_events(rows), partial(_root, source))
     except UnknownEvent:
         return None
+
+
+def _root(source: Connection, session_id: str, parent: str | None) -> str | None:
+    """The parent, where the log of one above it cannot be read."""
+    try:
+        return attempt(source, lambda again: root_in_logs(AlchemyTx(again), session_id, parent))
+    except PageDamaged:
+        return parent
 
 
 def _lost_event(session_id: str, seq: int, at: float) -> Fields:

@@ -28,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    text,
 )
 
 from app.store.broken import Content
@@ -66,6 +67,9 @@ incarnations = Table(
 )
 """The processes that have served this store; times are the database's own clock."""
 
+_OF_ROOT = text("root_id IS NOT NULL")
+_OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
+
 sessions = Table(
     "sessions",
     metadata,
@@ -83,10 +87,13 @@ sessions = Table(
     Column("attempt", Integer),
     Column("weight_version", BigInteger),
     Column("engine", Text),
+    Column("root_id", SESSION_ID),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
+    Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
+    Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -95,6 +102,9 @@ sessions = Table(
 Each turn updates it twice; with room beside it in its page none of its indexes is touched (99 % of the updates,
 against a quarter in full pages). `weight_version` is the largest of its committed turns, discarded ones too, that is
 a number; null where none is. `engine` is that of its newest committed turn, and has no index: each turn may change it.
+
+`root_id` is the root of its rollout: the last session that its line of parents names, which need not be there (yet);
+null where it names no parent. It follows from several logs: see `store.rollouts`.
 """
 
 groups = Table(

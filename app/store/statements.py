@@ -17,6 +17,9 @@ from app.store.schema import (
     turns,
 )
 
+members = sessions.alias("members")
+"""Of a rollout, but for its root."""
+
 insert_event = insert(events)
 insert_session = insert(sessions)
 insert_open_turn = insert(open_turns)
@@ -78,7 +81,16 @@ close_head = (
     .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "open")
     .values(status="closed", closed_at=bindparam("at"))
 )
-close_idle_head = close_head.where(sessions.c.open_turns == 0, sessions.c.updated_at <= bindparam("idle_since"))
+
+
+def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
+    """Of heads: without a turn in flight and unchanged since then, it and the open sessions of which it is the root."""
+    of_root = and_(members.c.root_id == sessions.c.session_id, members.c.status == "open")
+    busy = or_(members.c.open_turns > 0, members.c.updated_at > since)
+    return and_(sessions.c.open_turns == 0, sessions.c.updated_at <= since, ~exists().where(of_root, busy))
+
+
+close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
 erase_head = (
     update(sessions)
     .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "closed")

@@ -35,6 +35,27 @@ class Heads(NamedTuple):
     rows: dict[str, Row]
     lost: dict[str, str]
 
+    def root_of(self, row: Row) -> str | None:
+        """None for a session that stands for itself."""
+        return row.root_id if row.root_id in self.rows else None
+
+    def counted_in(self, row: Row) -> str | None:
+        """The group that the session's rollout counts in."""
+        return self.rows[self.root_of(row) or row.session_id].group_id
+
+    def of_root(self, root_id: str) -> list[Row]:
+        """The sessions of a root's agents and children."""
+        return [row for row in self.rows.values() if self.root_of(row) == root_id]
+
+    def is_finished(self, root: Row) -> bool:
+        """As `rollouts.is_finished`."""
+        others = (row for row in self.of_root(root.session_id) if row.status != "erased")
+        return (
+            root.status == "closed"
+            and root.reward is not None
+            and all(row.status == "closed" and row.reward == root.reward for row in others)
+        )
+
 
 def all_heads(connection: Connection, ids: Sequence[str] | None = None) -> Heads:
     """None: of every session. A head that is not there, and of which there is no log, is left out."""
@@ -177,20 +198,41 @@ def newest_version(connection: Connection) -> int | None:
     return max((version for version in versions if version is not None), default=None)
 
 
-def members(connection: Connection, group_ids: Collection[str]) -> list[Row]:
-    """The sessions of some groups, whose heads can be read or derived."""
-    return [row for row in all_heads(connection).rows.values() if row.group_id in group_ids]
+def members(connection: Connection, group_ids: Collection[str]) -> dict[str, list[Row]]:
+    """The sessions of some groups' rollouts, by group, whose heads can be read or derived."""
+    every = all_heads(connection)
+    found: dict[str, list[Row]] = {group_id: [] for group_id in group_ids}
+    for row in every.rows.values():
+        group_id = every.counted_in(row)
+        if group_id in found:
+            found[group_id].append(row)
+    return found
 
 
 def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
     """As `group_reads.attempts_of`."""
-    found = members(connection, [group_id])
-    return group_reads.in_order(Attempt(row.session_id, row.attempt, row.reward, row.status) for row in found)
+    every = all_heads(connection)
+    roots = [row for row in every.rows.values() if row.group_id == group_id and every.root_of(row) is None]
+    return group_reads.in_order(
+        Attempt(row.session_id, row.attempt, row.reward, row.status, every.is_finished(row)) for row in roots
+    )
+
+
+def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
+    """As `group_reads.of_agents`."""
+    every = all_heads(connection)
+    named = ((root_id, every.of_root(root_id)) for root_id in root_ids)
+    return {root_id: [row.session_id for row in rows if row.status != "open"] for root_id, rows in named if rows}
 
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> group_reads.TurnEvents:
     """As `group_reads.turn_events`, less the sessions of which an event is lost."""
-    group_of = {row.session_id: row.group_id or "" for row in members(connection, group_ids) if row.status == "closed"}
+    group_of = {
+        row.session_id: group_id
+        for group_id, rows in members(connection, group_ids).items()
+        for row in rows
+        if row.status == "closed"
+    }
 
     def read(again: Connection, ids: Sequence[str]) -> Mapping[str, list[EventRow]]:
         return {session_id: group_reads.turn_events_of(again, session_id) for session_id in ids}

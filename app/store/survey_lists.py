@@ -91,12 +91,13 @@ def groups_page(
     connection: Connection, after: str | None, limit: int
 ) -> tuple[list[str], dict[str, list[Member]], dict[str, Lease]]:
     """The next groups, their sessions and, as far as it can be read, what the feed knows of them."""
-    found = [row for row in all_heads(connection).rows.values() if row.group_id is not None]
+    every = all_heads(connection)
+    found = [row for row in every.rows.values() if row.group_id is not None and every.root_of(row) is None]
     ids = sorted({row.group_id or "" for row in found if after is None or (row.group_id or "") > after})[:limit]
     members: dict[str, list[Member]] = {group_id: [] for group_id in ids}
     for row in found:
         if row.group_id in members:
-            members[row.group_id].append(Member(row.attempt, row.reward, row.status))
+            members[row.group_id].append(Member(row.attempt, row.reward, row.status, every.is_finished(row)))
     return ids, members, split(connection, ids, group_list.leases)[0]
 
 

@@ -92,7 +92,7 @@ class SessionCheck:
         log = self._folded()
         if log is None:
             return
-        session, self._log = log
+        session, self._log, _ = log
         self._report.events += len(self._log)
         self._derived(log)
         self._order()

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import msgspec
-from sqlalchemy import Connection, case, func, or_, select, tuple_, union
+from sqlalchemy import Connection, case, exists, func, or_, select, tuple_, union
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import oldest_version
@@ -99,7 +99,7 @@ def _places(connection: Connection, since: Place) -> list[Place]:
 
 
 class _Members(msgspec.Struct, frozen=True):
-    """Of a group's sessions: how many there are, are erased, and lack their close or reward."""
+    """Of a group's rollouts: how many there are, are erased, and lack their close or reward."""
 
     present: int = 0
     erased: int = 0
@@ -162,8 +162,13 @@ def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None
 
 
 def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
+    """Rollouts, by their roots. One is unfinished while any of its sessions is open, or has not got its reward."""
     erased = sessions.c.status == "erased"
-    lacking = or_(sessions.c.status == "open", sessions.c.reward.is_(None))
+    roots, others = sessions.alias("roots"), sessions.alias("others")
+    its_own_root = ~exists().where(roots.c.session_id == sessions.c.root_id)
+    behind = or_(others.c.status == "open", others.c.reward.is_(None), others.c.reward != sessions.c.reward)
+    lagging = exists().where(others.c.root_id == sessions.c.session_id, others.c.status != "erased", behind)
+    lacking = or_(sessions.c.status == "open", sessions.c.reward.is_(None), lagging)
     query = (
         select(
             sessions.c.group_id,
@@ -171,7 +176,7 @@ def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
             func.sum(case((erased, 1), else_=0)),
             func.sum(case((erased, 0), (lacking, 1), else_=0)),
         )
-        .where(sessions.c.group_id.in_(ids))
+        .where(sessions.c.group_id.in_(ids), its_own_root)
         .group_by(sessions.c.group_id)
     )
     return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.databases import Postgres, SqliteTemplate
-from integration.stand import Stand, Talk, user
+from integration.stand import Stand, Talk, until, user
 
 from app.crash_points import POINTS, VARIABLE, CrashPoint
 from fault.forking import ForkedServer
@@ -63,6 +63,14 @@ class Site:
     def after(self) -> Iterator[Stand]:
         """Who serves the store now."""
         stand = Stand(self.other or self.server.start(), self.engine.base_url)
+        yield stand
+        stand.close()
+        self.server.stop()
+
+    @contextlib.contextmanager
+    def restarted(self) -> Iterator[Stand]:
+        """The server that was killed, on PostgreSQL too."""
+        stand = Stand(self.server.start(), self.engine.base_url)
         yield stand
         stand.close()
         self.server.stop()
@@ -249,6 +257,59 @@ def test_an_erasure(site: Site, tally: Tally, point: CrashPoint) -> None:
     assert [frame for frame in frames if in_files(site.url, frame)] == []
 
 
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["after_close", "after_child_closed"])
+def test_a_rollouts_close(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """Killed between the root's close and its children's: the next start closes them, and the group is complete."""
+    with site.armed(point, 1) as stand:
+        root, children = a_rollout(stand, site, f"close-{point}")
+        assert stand.http.put(f"{root.path}/reward", json={"reward": 0.5}).status_code == 200
+        with pytest.raises(httpx.TransportError):
+            stand.http.delete(root.path)
+        tally.tried += 1
+    with site.restarted() as stand:
+        assert [stand.known(root.id).types()[-1]] == ["SessionClosed"]
+        until(lambda: all(stand.known(child).types()[-1] == "SessionClosed" for child in children))
+        assert [stand.known(child).types().count("SessionClosed") for child in children] == [1, 1]
+        group = stand.http.get(f"/groups/close-{point}").json()
+        assert (group["complete"], [one["session_id"] for one in group["attempts"]]) == (True, [root.id])
+        given = {row["session_id"]: (row["final"], row["reward"]) for row in stand.rows(group_id=f"close-{point}")}
+        assert given == dict.fromkeys([root.id, *children], (True, 0.5))
+        verified(site.url, site.acknowledged[-3:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["after_reward", "after_reward_shared"])
+def test_a_rollouts_reward(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """Killed between the root's reward and its children's: the next start gives it to them."""
+    group = f"reward-{point}"
+    with site.armed(point, 1) as stand:
+        root, children = a_rollout(stand, site, group)
+        assert stand.http.delete(root.path).status_code == 204
+        with pytest.raises(httpx.TransportError):
+            stand.http.put(f"{root.path}/reward", json={"reward": 0.5, "components": {"tests": 0.5}})
+        tally.tried += 1
+    with site.restarted() as stand:
+        until(lambda: stand.http.get(f"/groups/{group}").json()["complete"])
+        rows = stand.rows(group_id=group)
+        assert {row["session_id"] for row in rows} == {root.id, *children}
+        assert [(row["reward"], row["reward_components"]) for row in rows] == [(0.5, {"tests": 0.5})] * 3
+        again = stand.http.put(f"{root.path}/reward", json={"reward": 0.5, "components": {"tests": 0.5}})
+        assert again.status_code == 200
+        assert [stand.known(child).types().count("RewardAssigned") for child in children] == [1, 1]
+        verified(site.url, site.acknowledged[-3:], tally)
+
+
+def a_rollout(stand: Stand, site: Site, group: str) -> tuple[Talk, list[str]]:
+    """A root and the sessions of two of its agents, a turn in each."""
+    root = stand.talk(session_id=f"root-{group}", group_id=group)
+    site.acknowledge(root, root.say("First"))
+    children = [stand.talk(session_id=f"{root.id}:{name}", parent_session_id=root.id) for name in ("one", "two")]
+    for child in children:
+        site.acknowledge(child, child.say("First"))
+    return root, [child.id for child in children]
+
+
 def stored_frames(url: str, talk: Talk) -> list[bytes]:
     """The beginning of everything that SQLite's files hold of a session's content.
 
@@ -273,8 +334,14 @@ def in_files(url: str, content: bytes) -> bool:
 
 
 def test_every_point_is_tried() -> None:
-    marked = [
-        mark for test in (test_a_creation, test_a_reward, test_a_close, test_an_erasure) for mark in test.pytestmark
-    ]
+    tests = (
+        test_a_creation,
+        test_a_reward,
+        test_a_close,
+        test_an_erasure,
+        test_a_rollouts_close,
+        test_a_rollouts_reward,
+    )
+    marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
     assert named | {case.point for case in TURNS} | set(OF_PAUSES) == set(POINTS)

@@ -15,6 +15,7 @@ ON_BOTH = frozenset(
     {
         "test_export",
         "test_retries",
+        "test_rollouts",
         "test_sessions",
         "test_turns",
     }

@@ -191,6 +191,7 @@ def test_a_limited_export_gives_no_cursor_that_skips_what_the_limit_cut_off(stan
         ({"limit": "x"}, ("limit=x", "integer")),
         ({"limit": "1.5"}, ("limit=1.5", "integer")),
         ({"max_seq_len": -1}, ("max_seq_len=-1", "greater than or equal to 1")),
+        ({"truncate": "middle"}, ("truncate=middle", "'turn' or 'token'")),
         ({"cursor": "zzz"}, ("cursor", "one that an export gave")),
         ({"cursor": ""}, ("cursor", "one that an export gave")),
         ({"status": "odd"}, ("status=odd", "'completed', 'truncated' or 'aborted'")),

@@ -209,6 +209,23 @@ def test_max_seq_len_cuts_at_a_turn_in_every_shape(corpus: Corpus, shape: str) -
     assert np.array_equal(experts(whole), experts(first)[: end - 1])
 
 
+@pytest.mark.parametrize("shape", SINGLE)
+def test_a_cut_inside_a_turn_in_every_shape(corpus: Corpus, shape: str) -> None:
+    split = corpus.talks["split"].id
+    first = corpus.turnlog(split, 0)
+    limit = first["turns"][1]["end"] - 1
+    asked = {"max_seq_len": limit, "truncate": "token"}
+    rows = [one for one in corpus.given(shape=shape, **asked) if identity(shape, one)["session_id"] == split]
+    cut = {identity(shape, row)["segment"]: row for row in rows}[0]
+    tokens, mask, logprobs = parts(shape, cut)
+    assert (tokens, mask) == (first["tokens"][:limit], first["loss_mask"][:limit])
+    assert np.allclose(logprobs, first["logprobs"][:limit])
+    assert identity(shape, cut)["status"] == "truncated"
+    assert np.array_equal(experts(corpus.turnlog(split, 0, **asked)), experts(first)[: limit - 1])
+    assert corpus.turnlog(split, 0, **asked)["weight_versions"] == first["weight_versions"][:limit]
+    assert corpus.get(shape=shape, truncate="token") == corpus.get(shape=shape)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_too_long_is_left_out_with_the_reason(corpus: Corpus, shape: str) -> None:
     rows = corpus.read(shape=shape, max_seq_len=1)

@@ -287,6 +287,10 @@ def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
     [line] = ask(swept, "trainer", max_seq_len=1)
     assert line["rows"] == []
     assert [one["reason"] for one in line["excluded"]] == ["no turn within max_seq_len"] * 2
+    [line] = ask(swept, "trainer")
+    length = max(row["prompt_length"] for row in line["rows"]) + 1
+    [line] = ask(swept, "trainer", max_seq_len=length, truncate="token")
+    assert [(len(row["tokens"]), row["status"]) for row in line["rows"]] == [(length, "truncated")] * 2
 
 
 def test_concurrent_consumers_share_the_groups_out(swept: Stand) -> None:
@@ -322,6 +326,7 @@ def test_concurrent_consumers_share_the_groups_out(swept: Stand) -> None:
         ({"weight_version": "latest"}, "weight_version"),
         ({"attempts": 0}, "attempts"),
         ({"max_seq_len": 0}, "max_seq_len"),
+        ({"truncate": "middle"}, "truncate"),
         ({"new_only": "perhaps"}, "new_only"),
         ({"shape": "none"}, "shape"),
         ({"group_id": "g"}, "group_id"),

@@ -156,15 +156,72 @@ def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
     talk = with_tools(routed)
     whole, _ = post(routed, talk)
     [row] = talk.rows()
-    for turns, span in enumerate(row["turns"], 1):
-        for length in (span["end"], span["end"] + 1):
-            tensors, meta = post(routed, talk, max_seq_len=length)
-            check(tensors, meta, talk.rows(max_seq_len=length))
-            [sample] = meta["samples"]
-            assert sample["status"] == ("truncated" if turns < 3 else "completed")
-            assert len(tensors["tokens.0"]) == span["end"]
-            for kind in ("rollout_routed_experts.0", "rollout_indexer_topk.0"):
-                assert np.array_equal(tensors[kind], whole[kind][: span["end"] - 1])
+    last = row["turns"][-1]["end"]
+    ends = {span["end"]: span["end"] for span in row["turns"]} | {last + 1: last}
+    for span in row["turns"][1:]:
+        # A prompt of which no output fits is left out with its turn; inside the output the cut is to the token.
+        ends |= {span["start"] + 1: span["start"], span["output_start"]: span["start"]}
+    for span in row["turns"]:
+        ends |= dict.fromkeys([span["output_start"] + 1], span["output_start"] + 1) | {span["end"] - 1: span["end"] - 1}
+    for length, end in ends.items():
+        tensors, meta = post(routed, talk, max_seq_len=length)
+        rows = talk.rows(max_seq_len=length, truncate="token", replay="true")
+        check(tensors, meta, rows)
+        assert [span["turn"] for span in rows[0]["turns"]] == [
+            s["turn"] for s in row["turns"] if s["output_start"] < end
+        ]
+        assert rows[0]["turns"][-1]["end"] == end
+        [sample] = meta["samples"]
+        assert sample["status"] == ("truncated" if end < last else "completed")
+        for name in ("tokens.0", "loss_mask.0", "rollout_log_probs.0"):
+            assert np.array_equal(tensors[name], whole[name][: len(whole[name]) - last + end])
+        for kind in ("rollout_routed_experts.0", "rollout_indexer_topk.0"):
+            assert np.array_equal(tensors[kind], whole[kind][: end - 1])
+
+
+def test_an_overlong_turn_is_cut_and_not_lost(stand: Stand) -> None:
+    """As miles' drivers expect: without overlong answers training would be biased against them."""
+    talk = stand.talk()
+    talk.say("A long answer, please", sim={"finish_reason": "length"})
+    [row] = talk.rows()
+    length = row["turns"][0]["output_start"] + 2
+    assert talk.rows(max_seq_len=length) == []
+    [reason] = talk.rows(max_seq_len=length, explain="true")
+    assert reason["excluded"] == "no turn within max_seq_len"
+    tensors, meta = post(stand, talk, max_seq_len=length)
+    [sample] = meta["samples"]
+    assert (sample["response_length"], sample["status"], meta["empty_reason"]) == (2, "truncated", None)
+    assert tensors["tokens.0"].tolist() == row["tokens"][:length]
+    _, meta = post(stand, talk, max_seq_len=length - 2)
+    assert (meta["samples"], meta["empty_reason"]) == ([], "all_truncated")
+    [reason] = talk.rows(max_seq_len=length - 2, truncate="token", explain="true")
+    assert reason["excluded"] == "no sampled token within max_seq_len"
+
+
+def test_a_middle_turns_status_is_the_rows_but_not_the_samples(stand: Stand) -> None:
+    """miles' drivers expect the last turn's; every other shape tells what the row holds."""
+    talk = stand.talk()
+    for reason in ("stop", "length", "stop"):
+        talk.say(reason, sim={"finish_reason": reason})
+    [row] = talk.rows()
+    assert [span["finish_reason"] for span in row["turns"]] == ["stop", "length", "stop"]
+    assert row["status"] == "truncated"
+    told = {shape: talk.rows(shape=shape)[0] for shape in ("slime", "trl", "miles")}
+    assert (told["slime"]["status"], told["trl"]["status"], told["miles"]["status"]) == (
+        "truncated",
+        "truncated",
+        "completed",
+    )
+    assert told["miles"]["metadata"]["turnlog"]["status"] == "completed"
+    for shape, status in (("turnlog", "truncated"), ("miles", "completed")):
+        assert len(talk.rows(shape=shape, status=status)) == 1
+        other = {"truncated": "completed", "completed": "truncated"}[status]
+        assert [row["excluded"] for row in talk.rows(shape=shape, status=other, explain="true")] == [
+            f"status is {status}"
+        ]
+    _, meta = post(stand, talk)
+    [sample] = meta["samples"]
+    assert (sample["status"], sample["metadata"]["turnlog"]["status"]) == ("completed", "completed")
 
 
 def test_each_live_segment_is_a_sample(routed: Stand) -> None:
@@ -181,7 +238,7 @@ def test_each_live_segment_is_a_sample(routed: Stand) -> None:
         assert np.array_equal(tensors[f"rollout_routed_experts.{number}"], payload(row, "routed_experts"))
     longer = max(len(row["tokens"]) for row in rows)
     tensors, meta = post(routed, talk, max_seq_len=longer - 1)
-    check(tensors, meta, talk.rows(max_seq_len=longer - 1))
+    check(tensors, meta, talk.rows(max_seq_len=longer - 1, truncate="token"))
 
 
 def test_rolled_back_turns_are_in_no_sample(stand: Stand) -> None:
@@ -229,6 +286,9 @@ def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokeniz
     expected = tokenizer.decode(row["tokens"][row["prompt_length"] :])
     assert meta["samples"][0]["response"] == expected
     assert "22 °C" in expected
+    _, cut = post(tito, talk, max_seq_len=row["turns"][0]["output_start"] + 3)
+    start = row["prompt_length"]
+    assert cut["samples"][0]["response"] == tokenizer.decode(row["tokens"][start : start + 3])
     assert meta["session_metadata"]["tito_session_mismatch"] == []
 
 

@@ -133,7 +133,15 @@ def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
     assert stand.http.get("/ui/api/groups", params={"cursor": "é"}).status_code == 400
 
 
-SHAPES = [{}, {"shape": "verl"}, {"shape": "atropos"}, {"min_reward": 0.75}, {"max_seq_len": 60}, {"status": "aborted"}]
+SHAPES = [
+    {},
+    {"shape": "verl"},
+    {"shape": "atropos"},
+    {"min_reward": 0.75},
+    {"max_seq_len": 60},
+    {"max_seq_len": 60, "truncate": "token"},
+    {"status": "aborted"},
+]
 
 
 @pytest.mark.parametrize("asked", SHAPES, ids=lambda asked: "-".join(map(str, asked.values())) or "all")

@@ -65,7 +65,7 @@ def test_events_are_frozen() -> None:
     ("name", "version", "data"),
     [
         ("TurnForked", 1, b"{}"),
-        ("SessionClosed", 3, b"{}"),
+        ("SessionClosed", 4, b"{}"),
         ("SessionClosed", 0, b"{}"),
         ("SessionClosed", -1, b"{}"),
         ("", 1, b"{}"),

@@ -44,9 +44,16 @@ def _naive(book: Book, segment: int, run: list[int]) -> dict[str, Any]:
         "logprobs": logprobs,
         "versions": version,
         "prompt_length": mask.index(1) if 1 in mask else len(tokens),
-        "status": {"abort": "aborted", "length": "truncated"}.get(last.finish_reason or "", "completed"),
+        "status": named([book.made[number].finish_reason for number in run]),
+        "last_status": named([last.finish_reason]),
         "turns": run,
     }
+
+
+def named(reasons: list[str | None]) -> str:
+    if "abort" in reasons:
+        return "aborted"
+    return "truncated" if "length" in reasons else "completed"
 
 
 def without_last(made: Made, count: int) -> Made:
@@ -72,6 +79,7 @@ def plain(sample: Sample) -> dict[str, Any]:
         "versions": [name(value) for value in sample.weight_versions],
         "prompt_length": sample.prompt_length,
         "status": sample.status,
+        "last_status": sample.last_status,
         "turns": [span.turn for span in sample.turns],
     }
 
@@ -133,6 +141,27 @@ def test_status(reason: str | None, status: str) -> None:
     assert status_of(reason) == status
 
 
+@pytest.mark.parametrize(
+    ("reasons", "status", "last_status"),
+    [
+        (["stop", "length", "stop"], "truncated", "completed"),
+        (["length", "abort", "tool_calls"], "aborted", "completed"),
+        (["abort", "stop", "length"], "aborted", "truncated"),
+        (["stop", "tool_calls", "stop"], "completed", "completed"),
+    ],
+)
+def test_the_status_of_a_row_is_that_of_all_its_turns(reasons: list[str], status: str, last_status: str) -> None:
+    book = Book()
+    for number, reason in enumerate(reasons):
+        before = book.made.get(number)
+        history = [user("a")] if before is None else [*before.history, user("b")]
+        prompt = [1] if before is None else [*before.prompt, *before.output, 8]
+        book.turn(history, assistant("x"), prompt=prompt, output=[9], finish_reason=reason)
+    (sample,) = samples(book.session, book.content)
+    assert (sample.status, sample.last_status) == (status, last_status)
+    assert [span.finish_reason for span in sample.turns] == reasons
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
@@ -169,3 +198,49 @@ def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
             trimmed=trimmed,
         )
     assert [plain(sample) for sample in samples(book.session, book.content)] == naive(book)
+    limit = data.draw(st.integers(1, 24))
+    assert_cut(book, limit)
+
+
+def assert_cut(book: Book, limit: int) -> None:
+    """A cut inside a turn gives each segment's beginning: whole turns, then what fits of the next one's output."""
+    cut = {sample.segment: sample for sample in samples(book.session, book.content, limit, "token")}
+    by_turn = {sample.segment: sample for sample in samples(book.session, book.content, limit)}
+    for whole in samples(book.session, book.content):
+        turns = [book.content[span.turn].event for span in whole.turns]
+        fits = [turn for turn in turns if turn.base_tokens + turn.suffix_tokens + turn.output_tokens <= limit]
+        over = turns[len(fits)] if len(fits) < len(turns) else None
+        if over is None or over.base_tokens + over.suffix_tokens >= limit:
+            assert (whole.segment in cut) == bool(fits)
+            if fits:
+                assert plain(cut[whole.segment]) == plain(by_turn[whole.segment])
+            continue
+        found = cut[whole.segment]
+        assert len(found.tokens) == limit
+        assert [span.turn for span in found.turns] == [turn.turn for turn in [*fits, over]]
+        assert (found.turns[-1].end, found.turns[-1].finish_reason) == (limit, over.finish_reason)
+        assert found.last_status == "truncated"
+        assert found.status == ("aborted" if any(turn.finish_reason == "abort" for turn in fits) else "truncated")
+        # All but the cut turn's own output stand as in the whole sample; a later turn may have trimmed its last token.
+        same = min(limit, whole.turns[len(fits)].end)
+        for name in ("tokens", "loss_mask", "sampled_mask", "logprobs"):
+            assert list(getattr(found, name)[:same]) == list(getattr(whole, name)[:same])
+        versions = [span.version for span in found.version_spans for _ in range(span.end - span.start)]
+        assert (
+            versions
+            == [span.version for span in whole.version_spans for _ in range(span.end - span.start)][: len(versions)]
+        )
+        assert len(versions) == int(found.sampled_mask.sum())
+
+
+def test_an_overlong_turn_is_cut_inside_its_output_with_all_that_goes_with_it() -> None:
+    book = Book()
+    book.turn([user("a")], assistant("x"), prompt=[1, 2], output=[3, 4, 5], versions=[("1", 0, 1), ("2", 1, 3)])
+    assert samples(book.session, book.content, 4) == []
+    (sample,) = samples(book.session, book.content, 4, "token")
+    assert list(sample.tokens) == [1, 2, 3, 4]
+    assert list(sample.loss_mask) == [0, 0, 1, 1]
+    assert list(sample.weight_versions) == [-1, -1, 1, 2]
+    assert (sample.prompt_length, sample.response_length, sample.status) == (2, 2, "truncated")
+    assert [(span.output_start, span.end, span.finish_reason) for span in sample.turns] == [(2, 4, "stop")]
+    assert samples(book.session, book.content, 2, "token") == []

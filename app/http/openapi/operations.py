@@ -99,7 +99,7 @@ SESSIONS: Mapping[str, Operation] = {
         "Sessions",
         "admin",
         object_("CreatedSession", "The session, new or of an earlier request with the same body."),
-        (*BODY, Unsupported, SessionExists, SessionEnded, SessionUnreadable, *WRITE),
+        (*BODY, Unsupported, SessionClosed, SessionExists, SessionEnded, SessionUnreadable, *WRITE),
         CreateSession,
         optional_body=True,
         example={"group_id": "task-17", "attempt": 0},

@@ -18,6 +18,7 @@ const DECIDING = [
   "weight_version",
   "shape",
   "max_seq_len",
+  "truncate",
   "advantage",
 ];
 const ALL = [...DECIDING, "limit", "replay", "explain"];
@@ -68,6 +69,7 @@ function fields() {
     h("select", { name }, h("option", { value: "" }, "any"), values.map((value) => h("option", { value }, value)));
   const check = (/** @type {string} */ name, /** @type {string} */ title) =>
     h("label", { class: "check" }, h("input", { name, type: "checkbox", value: "true" }), title);
+  const truncate = h("select", { name: "truncate" }, h("option", { value: "" }, "turn"), h("option", null, "token"));
   const advantage = h("select", { name: "advantage" }, h("option", { value: "" }, "none"), h("option", null, "grpo"));
   return h(
     "form",
@@ -85,6 +87,7 @@ function fields() {
     field("Shape", choice("shape", SHAPES)),
     field("Advantage", advantage),
     field("Tokens, at most", number("max_seq_len")),
+    field("cut", truncate),
     field("Rows, at most", number("limit")),
     check("replay", "replay payloads"),
     check("explain", "rows that say what is left out"),

@@ -111,7 +111,8 @@ class AsyncTurnlog:
         """Training rows as they come; `parameters` are those of `GET /export` but for `format`.
 
         `shape`, `session_id`, `group_id`, `status`, `session_status`, `since`, `until`, `min_reward`, `max_reward`,
-        `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `advantage`.
+        `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `truncate`,
+        `advantage`.
         """
         return AsyncExport(self._transport, ExportPlace(_present(parameters)))
 
@@ -128,6 +129,7 @@ class AsyncTurnlog:
         explain: bool = False,
         shape: str | None = None,
         max_seq_len: int | None = None,
+        truncate: Literal["turn", "token"] | None = None,
     ) -> list[Object]:
         """Up to `size` complete groups with their rows, leased to `consumer` until it acknowledges them.
 
@@ -146,6 +148,7 @@ class AsyncTurnlog:
                 "explain": explain,
                 "shape": shape,
                 "max_seq_len": max_seq_len,
+                "truncate": truncate,
             }
         )
         reply = await self._transport.call("GET", "/export/groups", parameters=parameters, slow=True, once=new_only)

@@ -76,7 +76,7 @@ class Session:
         return self._transport.read("GET", self._path, token=self.token)
 
     def samples(self, max_seq_len: int | None = None) -> Samples:
-        """The training samples of an open session; `max_seq_len` cuts between turns. Raises NotFound, SessionClosed."""
+        """The training samples of an open session, cut to `max_seq_len` tokens. Raises NotFound, SessionClosed."""
         body = {"max_seq_len": max_seq_len}
         path = f"{self._path}/samples"
         response = self._transport.call("POST", path, body=body, token=self.token, slow=True)

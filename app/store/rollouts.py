@@ -1,0 +1,265 @@
+"""Rollouts: a root session with those of its agents and its children, which stand and fall with it.
+
+`sessions.root_id` is the last session that a session's line of parents names. It is settled when a session is created,
+so that everything else finds a rollout by one index. Where the root is not there, because it was never created or is
+still to come, each of its sessions stands for itself; once it is, they are its rollout. A session that is created in
+the middle of a line takes those along that named it as theirs.
+
+A group counts roots. One is finished when it is closed and has a reward, its other sessions are closed as well, and
+have that reward in their logs; erased ones do not count.
+
+`root_id IS NOT NULL` stands beside conditions that imply it: a list that might be empty does not, to the planner of an
+index of such rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    and_,
+    bindparam,
+    case,
+    exists,
+    insert,
+    literal_column,
+    or_,
+    select,
+    tuple_,
+    union_all,
+    update,
+)
+
+from app.domain.events import RewardAssigned, SessionCreated, UnknownEvent, name_of
+from app.domain.groups import Root
+from app.domain.upcast import decode
+from app.store.dialect import Tx
+from app.store.schema import events, group_changes, sessions
+
+REWARD = name_of(RewardAssigned(0.0))
+
+_roots = sessions.alias("roots")
+_members = sessions.alias("members")
+
+
+def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
+    """Of heads: does the session stand for itself?"""
+    there = exists().where(_roots.c.session_id == table.c.root_id).correlate(table)
+    return or_(table.c.root_id.is_(None), ~there)
+
+
+def group() -> ColumnElement[str | None]:
+    """Of heads: the group that the session's rollout counts in."""
+    of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).correlate(sessions)
+    return case((is_root(), sessions.c.group_id), else_=of_root.scalar_subquery())
+
+
+def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
+    """Of heads: does the session's rollout count in one of these groups?"""
+    named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), is_root(_members))
+    theirs = (
+        select(_members.c.session_id)
+        .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
+        .where(_roots.c.group_id.in_(group_ids))
+    )
+    return sessions.c.session_id.in_(union_all(named, theirs))
+
+
+is_finished: ColumnElement[bool] = and_(
+    sessions.c.status == "closed",
+    sessions.c.reward.is_not(None),
+    ~exists().where(
+        _members.c.root_id == sessions.c.session_id,
+        or_(
+            _members.c.status == "open",
+            and_(_members.c.status == "closed", _members.c.reward.is_distinct_from(sessions.c.reward)),
+        ),
+    ),
+)
+"""Of roots."""
+
+
+# Notes for groups, and the root of a new session.
+
+_note = insert(group_changes)
+_root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
+_group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
+_adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
+
+
+def note_adopted(session_ids: ColumnElement[Any]) -> Any:
+    """Note the groups in which sessions counted until a root of theirs, one of `session_ids`, was created."""
+    named = select(sessions.c.group_id).where(
+        sessions.c.root_id == session_ids, sessions.c.root_id.is_not(None), sessions.c.group_id.is_not(None)
+    )
+    return insert(group_changes).from_select(["group_id"], named.distinct())
+
+
+_note_adopted = note_adopted(bindparam("sid", type_=sessions.c.session_id.type))
+
+
+def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
+    """Say that a session of this group has changed; where its root `root_id` is there, the root's group counts it."""
+    root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
+    counted_in = group_id if root is None else root[0]
+    if counted_in is not None:
+        tx.insert(_note, [{"group_id": counted_in}])
+
+
+def root_of(tx: Tx, session_id: str) -> str | None:
+    """None for a root."""
+    row = tx.one(_root_of, {"sid": session_id})
+    return None if row is None else row[0]
+
+
+def root_for(tx: Tx, parent: str) -> str:
+    """The root of a session that is to be a child of `parent`."""
+    return root_of(tx, parent) or parent
+
+
+def adopt(tx: Tx, session_id: str, root_id: str | None) -> None:
+    """Make a new session, whose root is `root_id`, part of the lines that named it before it was there."""
+    tx.run(_note_adopted, {"sid": session_id})
+    if root_id is not None:
+        tx.run(_adopt, {"sid": session_id, "top": root_id})
+
+
+# What the logs say.
+
+_created = select(events.c.version, events.c.data).where(events.c.session_id == bindparam("sid"), events.c.seq == 1)
+_rewards = (
+    select(events.c.version, events.c.data)
+    .where(events.c.session_id == bindparam("sid"), events.c.type == REWARD)
+    .order_by(events.c.seq.desc())
+)
+
+
+def root_in_logs(tx: Tx, session_id: str, parent: str | None) -> str | None:
+    """As `root_id` must be, by the logs of the session's line of parents; None for a root.
+
+    A line that comes back to where it has been, which no creation allows, ends there.
+    """
+    at, seen = session_id, set[str]()
+    while parent is not None and at not in seen:
+        seen.add(at)
+        at, parent = parent, _parent(tx, parent)
+    return None if at == session_id else at
+
+
+def _parent(tx: Tx, session_id: str) -> str | None:
+    row = tx.one(_created, {"sid": session_id})
+    try:
+        event = None if row is None else decode(SessionCreated.__name__, row[0], bytes(row[1]))
+    except UnknownEvent:
+        return None
+    return event.config.parent if isinstance(event, SessionCreated) else None
+
+
+def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | None:
+    """The newest of a session's own rewards, or of those of its root in its log; turns' own do not count.
+
+    None also where the log cannot be read: that is for whoever reads the session to say.
+    """
+    for version, data in tx.all(_rewards, {"sid": session_id}):
+        try:
+            event = decode(REWARD, version, bytes(data))
+        except UnknownEvent:
+            return None
+        if isinstance(event, RewardAssigned) and event.turn is None and event.of_root == of_root:
+            return event
+    return None
+
+
+# What can be read.
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """A session's root, as far as it is there."""
+
+    root_id: str
+    status: str
+    reward: float | None
+
+
+def standing(connection: Connection, session_id: str) -> Standing | None:
+    """None for a session that stands for itself."""
+    query = (
+        select(_roots.c.session_id, _roots.c.status, _roots.c.reward)
+        .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
+        .where(sessions.c.session_id == session_id)
+    )
+    row = connection.execute(query).first()
+    return None if row is None else Standing(*row)
+
+
+def members(
+    connection: Connection, root_ids: Sequence[str], *, status: Sequence[str], after: str = "", limit: int | None = None
+) -> list[tuple[str, str]]:
+    """The sessions of these roots' rollouts but the roots themselves, each with its root, in the order of their ids."""
+    query = (
+        select(sessions.c.session_id, sessions.c.root_id)
+        .where(
+            sessions.c.root_id.in_(root_ids),
+            sessions.c.root_id.is_not(None),
+            sessions.c.status.in_(status),
+            sessions.c.session_id > after,
+        )
+        .order_by(sessions.c.session_id)
+        .limit(limit)
+    )
+    return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+Place = tuple[str, str]
+"""A root and a session of its rollout: in this order an index has those that have one, and no others."""
+
+
+def outliving(connection: Connection, after: Place, limit: int) -> list[Place]:
+    """Open sessions behind `after` whose root is there and not open."""
+    return _behind(
+        connection,
+        after,
+        limit,
+        sessions.c.status == literal_column("'open'"),
+        _roots.c.status != "open",
+    )
+
+
+def without_roots_reward(connection: Connection, after: Place, limit: int) -> list[Place]:
+    """Sessions behind `after` whose reward is not the one that their root has; looks at all that have a root."""
+    return _behind(
+        connection,
+        after,
+        limit,
+        sessions.c.status != "erased",
+        _roots.c.status != "erased",
+        _roots.c.reward.is_not(None),
+        sessions.c.reward.is_distinct_from(_roots.c.reward),
+    )
+
+
+def _behind(connection: Connection, after: Place, limit: int, *conditions: ColumnElement[bool]) -> list[Place]:
+    place = tuple_(sessions.c.root_id, sessions.c.session_id)
+    query = (
+        select(sessions.c.root_id, sessions.c.session_id)
+        .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
+        .where(sessions.c.root_id.is_not(None), place > after, *conditions)
+        .order_by(sessions.c.root_id, sessions.c.session_id)
+        .limit(limit)
+    )
+    return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def roots_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, Root]:
+    """Of those of the sessions that are no roots themselves."""
+    query = (
+        select(sessions.c.session_id, sessions.c.root_id, _roots.c.session_id, _roots.c.group_id)
+        .select_from(sessions.outerjoin(_roots, _roots.c.session_id == sessions.c.root_id))
+        .where(sessions.c.session_id.in_(session_ids), sessions.c.root_id.is_not(None))
+    )
+    return {row[0]: Root(row[1], row[2] is not None, row[3]) for row in connection.execute(query)}

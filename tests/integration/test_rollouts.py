@@ -1,0 +1,299 @@
+"""Rollouts: a session and those of its agents and children close, are rewarded, counted and handed out as one."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.looking import value
+
+from integration.places import Places
+from integration.routing import problems
+from integration.stand import Stand, Talk, error_of, serving, until, user
+from ops.simulator.process import SimulatorProcess
+
+CLAUDE_CODE = {"session": "x-claude-code-session-id", "agent": "x-claude-code-agent-id"}
+CODEX = {"session": "session-id", "agent": "thread-id"}
+HARNESSES = pytest.mark.parametrize("harness", [CLAUDE_CODE, CODEX], ids=["claude-code", "codex"])
+
+
+@pytest.fixture(scope="module")
+def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    """A server of the module's own, from whose feed nobody else takes groups."""
+    with serving(places.new("rollouts"), sglang.base_url) as made:
+        yield made
+        assert problems(made) == []
+
+
+def by_header(stand: Stand, headers: dict[str, str], text: str = "Hello", **sim: Any) -> None:
+    body = {"model": "simulator", "messages": [user(text)], "sim": sim}
+    response = stand.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 200, response.text
+
+
+def rollout(
+    stand: Stand, harness: dict[str, str] = CLAUDE_CODE, agents: tuple[str, ...] = ("one", "two"), **body: Any
+) -> list[Talk]:
+    """A root that a driver made, and its harness's turns: the main agent's, then one of each sub-agent."""
+    root = stand.talk(**body)
+    for agent in (None, *agents):
+        own = {} if agent is None else {harness["agent"]: agent}
+        by_header(stand, {harness["session"]: root.id, **own}, f"I am {agent}")
+    return [root, *(stand.known(f"{root.id}:{agent}") for agent in agents)]
+
+
+def reward(stand: Stand, talk: Talk, given: float, **more: Any) -> None:
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": given, **more}).status_code == 200
+
+
+def close(stand: Stand, talk: Talk) -> None:
+    assert stand.http.delete(talk.path).status_code == 204
+
+
+def handed_out(stand: Stand, consumer: str, **asked: Any) -> list[dict[str, Any]]:
+    response = stand.http.get("/export/groups", params={"consumer": consumer, "size": 100, **asked})
+    assert response.status_code == 200, response.text
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    groups = [line["group_id"] for line in lines if "rows" in line]
+    acknowledged = stand.http.post("/export/groups/ack", json={"consumer": consumer, "groups": groups})
+    assert acknowledged.status_code == 200
+    return lines
+
+
+def group_of(stand: Stand, group_id: str) -> dict[str, Any]:
+    response = stand.http.get(f"/groups/{group_id}")
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@HARNESSES
+def test_a_group_whose_rollouts_have_agents_is_complete_and_handed_out_whole(
+    used: Stand, harness: dict[str, str]
+) -> None:
+    """Nobody closes or rewards an agent's session but through its root."""
+    group = uuid.uuid4().hex
+    rewards = [0.0, 1.0, 0.5]
+    rollouts = [rollout(used, harness, group_id=group, attempt=number) for number in range(3)]
+    handed_out(used, "before")
+    for (root, *_), given in zip(rollouts, rewards, strict=True):
+        assert group_of(used, group)["complete"] is False
+        reward(used, root, given, components={"tests": given})
+        close(used, root)
+    found = group_of(used, group)
+    assert (found["complete"], len(found["attempts"]), found["statistics"]["count"]) == (True, 3, 3)
+    [line] = handed_out(used, "trainer")
+    assert line["group_id"] == group
+    assert [one["session_id"] for one in line["attempts"]] == [root.id for root, *_ in rollouts]
+    assert (line["statistics"]["count"], line["excluded"]) == (3, [])
+    assert [row["session_id"] for row in line["rows"]] == [talk.id for each in rollouts for talk in each]
+    spread = statistics.stdev(rewards) + 1e-6
+    for row in line["rows"]:
+        number = [root.id for root, *_ in rollouts].index(row["rollout_id"])
+        assert (row["group_id"], row["reward"], row["final"]) == (group, rewards[number], True)
+        assert row["reward_components"] == {"tests": rewards[number]}
+        assert row["advantage"] == pytest.approx((rewards[number] - 0.5) / spread)
+        assert list(row)[-1] == "rollout_id"
+    assert handed_out(used, "trainer") == []
+
+
+def test_closing_a_root_closes_its_rollout_and_cuts_its_turns(used: Stand) -> None:
+    root, one, two = rollout(used)
+    deep = used.talk(parent_session_id=one.id)
+    close(used, two)
+    slow = used.meanwhile(deep.chat, [user("Slow")], sim={"latency_s": 20})
+    used.until_generating(deep)
+    close(used, root)
+    assert error_of(slow.result()) == (404, "session_closed")
+    for talk in (root, one, deep):
+        assert "SessionClosed" in talk.types()
+    reasons = [talk.events()[-1].get("reason", "deleted") for talk in (root, one, two, deep)]
+    assert reasons == ["deleted", "root", "deleted", "root"]
+    assert [event["reason"] for event in deep.events() if event["type"] == "TurnAbandoned"] == ["session_closed"]
+
+
+def test_a_childs_close_is_its_own(used: Stand) -> None:
+    root, one, two = rollout(used)
+    close(used, one)
+    assert "SessionClosed" not in [*root.types(), *two.types()]
+    root.messages = []
+    root.say("I am None")
+
+
+def test_nothing_begins_in_a_rollout_that_is_closed(used: Stand) -> None:
+    root, one, _ = rollout(used)
+    close(used, root)
+    for parent in (root, one):
+        refused = used.http.post("/sessions", json={"parent_session_id": parent.id})
+        assert error_of(refused) == (404, "session_closed")
+    late = {CLAUDE_CODE["session"]: root.id, CLAUDE_CODE["agent"]: "late"}
+    body = {"model": "simulator", "messages": [user("Late")]}
+    assert error_of(used.http.post("/v1/chat/completions", json=body, headers=late)) == (404, "session_closed")
+    assert error_of(used.http.get(f"/sessions/{root.id}:late/events")) == (404, "session_not_found")
+
+
+def test_a_parent_cannot_be_a_descendant(used: Stand) -> None:
+    name = uuid.uuid4().hex
+    child = used.talk(parent_session_id=name)
+    refused = used.http.post("/sessions", json={"session_id": name, "parent_session_id": child.id})
+    assert error_of(refused) == (400, "invalid_request")
+    assert child.id in refused.json()["error"]["message"]
+
+
+def test_the_roots_reward_stands_in_all_rows_before_a_childs_own(used: Stand) -> None:
+    root, one, two = rollout(used)
+    reward(used, one, 0.25, components={"own": 0.25})
+    assert [row["reward"] for row in one.rows()] == [0.25]
+    reward(used, one, 0.125, turn=1)
+    reward(used, root, 1.0, components={"tests": 1.0})
+    late = used.talk(parent_session_id=root.id)
+    late.say("After the reward")
+    reward(used, two, 0.75)
+    for talk in (root, one, two, late):
+        [row] = talk.rows()
+        assert (row["reward"], row["reward_components"], row["rollout_id"]) == (1.0, {"tests": 1.0}, root.id)
+    assert one.rows()[0]["turn_rewards"]["1"]["reward"] == 0.125
+    assert one.state()["metadata"]["reward"] == 1.0
+    assert len(one.rows(min_reward=1.0)) == 1
+
+
+def test_a_later_reward_makes_every_row_of_the_rollout_appear_anew(used: Stand) -> None:
+    root, one, two = rollout(used)
+    close(used, root)
+    before = {talk.id: talk.rows()[0] for talk in (root, one, two)}
+    first = used.http.get("/export")
+    reward(used, root, 1.0)
+    then = used.rows(cursor=first.headers["x-turnlog-next-cursor"])
+    assert {row["session_id"]: row["reward"] for row in then} == dict.fromkeys(before, 1.0)
+    assert all(row["as_of_seq"] > before[row["session_id"]]["as_of_seq"] for row in then)
+    again = used.rows(cursor=first.headers["x-turnlog-cursor"])
+    assert [row["reward"] for row in again if row["session_id"] in before] == [None] * 3
+
+
+def test_erasing_a_root_erases_its_rollout(used: Stand) -> None:
+    root, one, two = rollout(used, group_id=uuid.uuid4().hex)
+    other = rollout(used)
+    assert used.http.delete(root.path, params={"erase": "true"}).status_code == 204
+    for talk in (root, one, two):
+        assert talk.types()[-1] == "SessionErased"
+        assert talk.rows() == []
+        assert value(used.url, "SELECT count(*) FROM turns WHERE session_id = :id", id=talk.id) == 0
+    assert [len(talk.rows()) for talk in other] == [1, 1, 1]
+    assert used.http.delete(other[1].path, params={"erase": "true"}).status_code == 204
+    assert [len(talk.rows()) for talk in other] == [1, 0, 1]
+
+
+def test_a_final_turn_of_the_root_ends_the_rollout(used: Stand) -> None:
+    root, one, _ = rollout(used, CODEX)
+    body = {"model": "simulator", "messages": [user("Bye")]}
+    headers = {CODEX["session"]: root.id, "x-dynamo-session-final": "true"}
+    history = root.state()["records"][0]
+    said = [*history["request"]["messages"], history["response"]["choices"][0]["message"]]
+    body["messages"] = [*said, user("Bye")]
+    assert used.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
+    until(lambda: one.types()[-1] == "SessionClosed")
+    assert root.types()[-1] == "SessionClosed"
+
+
+def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None:
+    group = uuid.uuid4().hex
+    rollouts = [rollout(used, group_id=group) for _ in range(2)]
+    empty = used.talk(parent_session_id=rollouts[0][0].id)
+    assert empty.types() == ["SessionCreated"]
+    for given, (root, *_) in enumerate(rollouts):
+        reward(used, root, float(given))
+        close(used, root)
+    members = {talk.id for each in rollouts for talk in each}
+    assert {row["session_id"] for row in used.rows(group_id=group)} == members
+    assert {row["uid"] for row in used.rows(group_id=group, shape="verl")} == {group}
+    slime = used.rows(group_id=group, shape="slime")
+    assert len({row["rollout_id"] for row in slime}) == 2
+    [row] = used.rows(group_id=group, shape="atropos", advantage="grpo")
+    assert set(row["session_ids"]) == members
+    root_of = {talk.id: number for number, each in enumerate(rollouts) for talk in each}
+    assert row["scores"] == [float(root_of[session_id]) for session_id in row["session_ids"]]
+    by_rollout = {
+        (root_of[session_id], max(advantages, key=abs))
+        for session_id, advantages in zip(row["session_ids"], row["advantages"], strict=True)
+    }
+    assert len(by_rollout) == 2
+    assert sum(advantage for _, advantage in by_rollout) == pytest.approx(0.0)
+
+
+def test_a_child_in_its_roots_group_is_no_rollout_of_its_own(used: Stand) -> None:
+    """Nobody would close or reward it, and the group would never be complete."""
+    group = uuid.uuid4().hex
+    root = used.talk(group_id=group, attempt=0)
+    child = used.talk(group_id=group, attempt=0, parent_session_id=root.id)
+    root.say("Hello")
+    child.say("Hello")
+    handed_out(used, "before")
+    reward(used, root, 1.0)
+    close(used, root)
+    [line] = handed_out(used, "trainer")
+    assert [one["session_id"] for one in line["attempts"]] == [root.id]
+    assert [(row["session_id"], row["reward"]) for row in line["rows"]] == [(root.id, 1.0), (child.id, 1.0)]
+
+
+def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
+    """As where a harness has a thread of its own for the main agent, and its driver made the session."""
+    group = uuid.uuid4().hex
+    root = used.talk(group_id=group)
+    by_header(used, {CODEX["session"]: root.id, CODEX["agent"]: "main"})
+    reward(used, root, 1.0)
+    close(used, root)
+    main = f"{root.id}:main"
+    [row] = used.rows(group_id=group, shape="atropos")
+    assert (row["session_ids"], row["scores"], row["group_id"]) == ([main], [1.0], group)
+    lines = handed_out(used, "trainer", shape="atropos")
+    assert [row["session_ids"] for line in lines if line["group_id"] == group for row in line["rows"]] == [[main]]
+
+
+def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> None:
+    group, own = uuid.uuid4().hex, uuid.uuid4().hex
+    [root, _] = rollout(used, agents=("one",), group_id=group)
+    child = used.talk(parent_session_id=root.id, group_id=own)
+    child.say("Hello")
+    reward(used, root, 1.0)
+    close(used, root)
+    assert [(row["group_id"], row["rollout_id"]) for row in child.rows()] == [(own, root.id)]
+    assert (group_of(used, group)["complete"], len(group_of(used, group)["attempts"])) == (True, 1)
+    lines = handed_out(used, uuid.uuid4().hex)
+    given = {line["group_id"]: {row["session_id"] for row in line["rows"]} for line in lines}
+    assert child.id in given[group]
+    assert own not in given
+    reasons = {line["group_id"]: line["excluded"] for line in handed_out(used, "why", explain="true")}
+    assert reasons[own] == "it has no rollout: its sessions are children"
+    listed = used.http.get("/ui/api/groups", params={"limit": 500}).json()["groups"]
+    assert {one["group_id"]: (one["sessions"], one["state"]) for one in listed if one["group_id"] in (group, own)} == {
+        group: (1, "acknowledged"),
+        own: (0, "open"),
+    }
+
+
+def test_without_its_parent_a_session_stands_for_itself(used: Stand) -> None:
+    group, parent = uuid.uuid4().hex, uuid.uuid4().hex
+    child = used.talk(parent_session_id=parent, group_id=group)
+    child.say("Hello")
+    reward(used, child, 0.5)
+    close(used, child)
+    assert group_of(used, group)["complete"] is True
+    assert [(row["reward"], row["group_id"], row["rollout_id"]) for row in child.rows()] == [(0.5, group, parent)]
+
+
+def test_a_rollout_is_closed_for_being_idle_only_as_a_whole(sglang: SimulatorProcess, places: Places) -> None:
+    with serving(places.new("idle"), sglang.base_url, environment={"TURNLOG_IDLE_CLOSE_S": "1.5"}) as stand:
+        root, one, _ = rollout(stand)
+        witness = stand.talk()
+        for number in range(4):
+            text = f"Question {number}"
+            one.messages = [] if number == 0 else one.messages
+            one.add(user("I am one" if number == 0 else text), sim={"latency_s": 0.6})
+        until(lambda: "SessionClosed" in witness.types())
+        assert "SessionClosed" not in root.types()
+        until(lambda: all(talk.types()[-1] == "SessionClosed" for talk in (root, one)))
+        assert problems(stand) == []
