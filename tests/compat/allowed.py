@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from compat.compare import Allowed, added
+from compat.compare import MISSING, Allowed, added
 
 EXPORT = r"GET /export(\?.*)?"
 
 
 def is_stripped(before: Any, after: Any) -> bool:
     """Components are there no more, and the event says so."""
-    return after == "(missing)" or (before == "(missing)" and after is True)
+    return after == MISSING or (before == MISSING and after is True)
 
+
+def is_given(before: Any, after: Any) -> bool:
+    """Rows that were refused for want of a shape are there, and nothing says any more why they are not."""
+    return before in (None, MISSING) or (after == MISSING and before in REFUSED)
+
+
+def is_truncated(before: Any, after: Any) -> bool:
+    return bool(before == "completed" and after == "truncated")
+
+
+REFUSED = ("rows have 1 dimensions, layers and k are needed", "rollout_routed_experts", "rollout_indexer_topk")
+
+ANSWERS_WITH_ROWS = r"(GET /export|POST /sessions/(flat|shaped)-).*"
+REPLAYED = r"rollout_(routed_experts|indexer_topk)"
 
 ALLOWED = (
     Allowed("a lease begins when the group is asked for", r"GET /export/groups\?.*", r".*/lease_until"),
@@ -28,4 +42,27 @@ ALLOWED = (
         r"\d+/(components|components_erased)",
         is_stripped,
     ),
+    Allowed(
+        "a row is truncated where any of its turns is",
+        EXPORT,
+        r"([^/]*/)(metadata/turnlog/|extra_fields/|extra/)?status",
+        is_truncated,
+    ),
+    Allowed("so it passes the filter", r"GET /export\?status=truncated", r"length-first,0|\(order\)"),
+    Allowed("a row names its rollout", r"GET /export.*", r"(.*/)?rollout_id", added),
+    Allowed("so it has a field more", r"GET /export\?.*format=safetensors.*", r".*\(order\)"),
+    Allowed(
+        "the rows of a session's agents count as its rollout's",
+        r"GET /export\?.*shape=(miles|slime).*",
+        r"\d+/rollout_id",
+        lambda before, after: isinstance(before, int) and isinstance(after, int),
+    ),
+    Allowed("a group's rollout says whether it is finished", r"GET /groups/.*", r"0/attempts/\d+/finished", added),
+    Allowed(
+        "payloads of which no inner shape is known have flat rows",
+        ANSWERS_WITH_ROWS,
+        rf"(.*/)?({REPLAYED}(\.\d+)?|nulls/\d+|(routed_experts|indexer_topk)_missing)",
+        is_given,
+    ),
+    Allowed("so a sample has tensors more", r"POST /sessions/(flat|shaped)-.*", r"\(order\)"),
 )
