@@ -42,10 +42,10 @@ def unrelated(base_url: str, talk: Talk) -> None:
 
 
 def opencode(base_url: str, talk: Talk) -> None:
-    """A title for the conversation is asked for beside its first turn, in the session that a header names."""
+    """As opencode-ai 1.18.33 sends it: the title is asked for first, in the session that its header names."""
     openai = installed("openai")
-    title = [{"role": "system", "content": "You are a title generator."}, user("Generate a title:"), user("Mend it")]
-    coder = {"role": "system", "content": "You are OpenCode."}
+    task = user('"Mend the bug"')
+    title = [{"role": "system", "content": "You are a title generator."}, user("Generate a title for this:\n"), task]
     named = {"x-session-id": talk.id}
     with openai.OpenAI(base_url=base_url.replace(talk.path, ""), api_key=KEY, default_headers=named) as client:
 
@@ -53,9 +53,8 @@ def opencode(base_url: str, talk: Talk) -> None:
             reply = client.chat.completions.create(model="simulator", messages=messages)
             return [*messages, reply.choices[0].message]
 
-        messages = say([coder, user("Mend it")])
-        with contextlib.suppress(openai.BadRequestError):
-            say(title)
+        say(title)
+        messages = say([{"role": "system", "content": "You are opencode."}, task])
         for text in ("Go on", "And test it"):
             messages = say([*messages, user(text)])
 
