@@ -21,7 +21,6 @@ from fault.hosted import Hosted, hosted
 from fault.table import Tally
 from fault.verified import verified
 from fault.volumes import Volume, give, volume
-from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 
 MIB = 1 << 20
@@ -152,34 +151,6 @@ def test_a_log_file_that_cannot_be_moved_into_the_database_is_moved_later(
         verified(stand, agents.acknowledged, tally)
         stand.server.stop()
         assert not (small.folder / "turnlog.db-wal").exists(), "an orderly end moves all of it"
-        verified(stand)
-
-
-@pytest.mark.fault(4, "a start on a full disk")
-def test_a_server_that_cannot_open_its_store_says_so_in_one_line(
-    engine: SimulatorProcess, small: Volume, tmp_path: Path, tally: Tally
-) -> None:
-    """After an orderly end there is no log file, and no room for one; after a crash there is, and it is used."""
-    settings = {"TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{small.folder / 'turnlog.db'}"}
-    with serving(tmp_path, engine.base_url, environment=settings) as stand:
-        talk = stand.talk()
-        talk.say("Hello")
-        tally.tried += 2
-        stand.server.stop()
-        small.fill()
-        with pytest.raises(ServerDidNotStart) as refused:
-            stand.server.start()
-        assert "Traceback" not in str(refused.value)
-        assert "turnlog: the database cannot be opened" in str(refused.value)
-        small.clear()
-        stand.server.start()
-        talk.say("Again")
-        stand.server.kill()
-        small.fill()
-        stand.server.start()
-        assert len(talk.rows()) == 1
-        small.clear()
-        talk.say("And again")
         verified(stand)
 
 
