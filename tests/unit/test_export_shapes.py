@@ -291,6 +291,7 @@ def test_the_row_of_turnlog() -> None:
             "turnlog_version": "0.1.0",
         },
         "cursor": "after-s-0",
+        "rollout_id": "s",
     }
     assert read("turnlog", rows(TWO_TURNS, advantage=0.5)[0])["advantage"] == 0.5
     assert set(turnlog.fields(row)) < set(turnlog.COLUMNS)

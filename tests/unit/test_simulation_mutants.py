@@ -22,7 +22,7 @@ from app.service.gates import Gates
 from app.service.pauses import Pauses
 from app.service.placement import Placement
 from app.service.turns import Turns
-from app.store import groups, log_turns
+from app.store import groups, log_turns, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
@@ -113,7 +113,7 @@ def a_close_leaves_the_turn_open(patch: Patch) -> None:
         row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        groups.note(tx, row[0])
+        rollouts.note(tx, *row)
         return advance_head(tx, self.session_id, self.at, [SessionClosed()])
 
     patch.setattr(Close, "apply", apply)
