@@ -27,7 +27,7 @@ def log_of(new: Sequence[Event]) -> Log:
     recorded = [Recorded(seq, 9.0 + seq, event) for seq, event in enumerate(new, 1)]
     session = fold("s", recorded)
     assert session is not None
-    return Log(session, recorded)
+    return Log(session, recorded, None)
 
 
 def head(*new: Event) -> dict[str, object]:
