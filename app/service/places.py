@@ -128,7 +128,7 @@ class Places:
             at = bisect_right(self._order, after, key=lambda one: one[1])
             return self._places(connection, known.heads, self._order[at : at + PAGE], asked_for)
 
-        if self._order is not None or after.position >= survey.BEHIND:
+        if self._order is not None or after > self._high:
             places, last = await self._database.read(around_damage)
         else:
             places, last = await self._database.read(read, or_else=around_damage)
