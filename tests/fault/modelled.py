@@ -84,9 +84,9 @@ class Mortal:
         self.lanes = database.lanes
         self.dead = False
 
-    async def read(self, function: Callable[..., Any], *, one_moment: bool = False) -> Any:
+    async def read(self, function: Callable[..., Any], **options: Any) -> Any:
         self._require_life()
-        return await self._database.read(function, one_moment=one_moment)
+        return await self._database.read(function, **options)
 
     async def glance(self, statement: Any, parameters: Any) -> Any:
         self._require_life()

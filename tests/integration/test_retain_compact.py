@@ -48,7 +48,7 @@ def test_what_is_due_is_closed_freed_and_erased(own: Stand) -> None:
     if own.server.environment["TURNLOG_DATABASE_URL"].startswith("sqlite"):
         done = run_module("ops.retain", environment=own.server.environment)
         assert done.returncode == 2
-        assert "another process serves" in done.stderr
+        assert f"another process (pid {own.server.pid}) serves" in done.stderr
     own.server.kill()
     assert call.exception() is not None
     said = retained(own, IDLE_CLOSE_S="0.001", CLOSED_REPLAY_TTL_S="0")
