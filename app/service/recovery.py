@@ -29,10 +29,10 @@ SWEEP = 200
 
 async def register(database: Database) -> int:
     """This process as a new incarnation; whoever is certainly dead is ended on the way."""
-    return await _written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
+    return await written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
 
 
-async def _written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
+async def written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
     """Write beside the writer's queue, again where another process came first. Raises StoreUnavailable, StoreFull."""
     for _ in range(CONFLICT_TRIES):
         try:
@@ -80,7 +80,7 @@ class Recovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             number = self._incarnation()
-            await _written(self._database, lambda tx: incarnations.end(tx, number))
+            await written(self._database, lambda tx: incarnations.end(tx, number))
         except AppError as error:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
@@ -103,7 +103,7 @@ class Recovery:
             return found.left
         async with self._ending:
             if not found.ended and incarnation not in self._ended:
-                await _written(self._database, lambda tx: incarnations.end(tx, incarnation))
+                await written(self._database, lambda tx: incarnations.end(tx, incarnation))
                 self._ended.add(incarnation)
         return None
 
@@ -113,7 +113,7 @@ class Recovery:
         while math.isfinite(self._lease_s):
             await asyncio.sleep(self._lease_s)
             try:
-                await _written(self._database, incarnations.end_gone)
+                await written(self._database, incarnations.end_gone)
             except AppError as error:
                 log.warning("processes that are gone could not be looked for: %s", error)
             await self._sweep()
@@ -154,7 +154,7 @@ class Recovery:
             await asyncio.sleep(self._beat_s)
             try:
                 number = self._incarnation()
-                await _written(self._database, partial(incarnations.heartbeat, incarnation=number))
+                await written(self._database, partial(incarnations.heartbeat, incarnation=number))
                 now = asyncio.get_running_loop().time()
                 if self._was_silent(now):
                     self._judges_from = now + self._lease_s

@@ -12,6 +12,7 @@ from app.errors import AppError
 from app.service.cache import SessionCache
 from app.service.engine_pool import EnginePool
 from app.service.pauses import Pauses
+from app.service.recovery import written
 from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings
@@ -117,7 +118,7 @@ class Process:
             return None
         if not self._is_gone(incarnation):
             return found.left
-        await self.database.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
+        await written(self.database, lambda tx: incarnations.end(tx, incarnation))
         return None
 
     def clock(self) -> float:
