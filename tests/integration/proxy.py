@@ -57,7 +57,14 @@ class RecordingProxy:
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_PUT = do_DELETE = do_POST
+            def do_GET(self) -> None:
+                """What a client that uses a proxy sends; before an engine, only generations count."""
+                if self.path.startswith("http://"):
+                    self.do_POST()
+                else:
+                    self.send_error(501)
+
+            do_PUT = do_GET
 
             def log_message(self, format: str, *args: object) -> None:
                 """Tests read the recording instead."""
