@@ -16,9 +16,10 @@ import msgspec
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 
 OnAbort = Literal["return", "continue", "fail"]
+"""What becomes of a generation that an engine ended before its time."""
 
 OnDivergence = Literal["reject", "segment"]
-"""What becomes of a generation that an engine ended before its time."""
+"""What becomes of a request that does not continue the stored history, and may not roll back to where it joins."""
 
 Protocol = Literal["chat", "completions"]
 """Which of the OpenAI API's routes a turn was taken over."""
