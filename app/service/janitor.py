@@ -125,13 +125,14 @@ class Janitor:
         if self._settings.max_db_bytes is not None:
             size = await self._database.read(reads.database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
-        await self._finish_rollouts()
         await self._close_idle()
         # Whether or not anybody asks for groups, the notes of what changed in them must not pile up.
         await settle(self._database, self._writer)
         await self._free_replay()
         await self._erase_old()
         await self._database.give_back()
+        # Last, for it has no way around a damaged page, which is no reason to leave the rest undone.
+        await self._finish_rollouts()
         self.ended_round_at = self._clock()
 
     async def _finish_rollouts(self) -> None:
