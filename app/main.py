@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -269,13 +270,19 @@ def _client(settings: Settings) -> EngineClient:
 async def _prompts(settings: Settings) -> Prompts | None:
     """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
     family(settings.tito_family)
-    if settings.tokenizer is None:
+    return await asyncio.to_thread(_loaded, settings.tokenizer, settings.tito_family)
+
+
+@functools.cache
+def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
+    """Raises StartupError."""
+    if tokenizer is None:
         return None
     try:
         from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
     except ImportError as error:
         raise StartupError("TURNLOG_TOKENIZER needs further packages: pip install 'turnlog[tito]'") from error
-    return await asyncio.to_thread(Loader.load, settings.tokenizer, settings.tito_family)
+    return Loader.load(tokenizer, tito_family)
 
 
 class Turnlog(FastAPI):
@@ -300,6 +307,11 @@ class Turnlog(FastAPI):
             await self._requests(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
+
+    def warm(self) -> None:
+        """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
+        with contextlib.suppress(StartupError):  # the start will say it
+            _loaded(self._settings.tokenizer, self._settings.tito_family)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
