@@ -369,7 +369,7 @@ def _calm_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> Turnlog:
     """The application; its services live from ASGI lifespan start to end."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
@@ -395,7 +395,7 @@ def _release() -> str:
         return "0+unknown"
 
 
-def _from_environment() -> FastAPI:
+def _from_environment() -> Turnlog:
     logs.configure("auto", "info")  # of what is wrong with the settings
     try:
         settings = load_settings()

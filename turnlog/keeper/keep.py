@@ -19,7 +19,7 @@ STEADY_S = 10.0
 """A process that lived so long did not die of its start."""
 
 GIVE_UP_S = 60.0
-"""For so long successors are tried that cannot start, a database being away, say. Then whoever runs the keeper is to know."""
+"""For so long successors are tried that cannot start, as while a database is away. Then the keeper gives up, too."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

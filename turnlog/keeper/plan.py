@@ -15,8 +15,8 @@ BACKLOG = 4096
 
 
 class Plan(NamedTuple):
-    """`sockets` are descriptors that listen; `host` and `port` are what the log says of them. `servers` serve at a time;
-    a stop waits `stop_s` seconds for open requests."""
+    """`sockets` are descriptors that listen; `host` and `port` are what the log says of them. So many `servers` serve
+    at a time. A stop waits `stop_s` seconds for open requests."""
 
     sockets: tuple[int, ...]
     host: str

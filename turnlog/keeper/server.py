@@ -1,6 +1,6 @@
 """`python -m turnlog.keeper.server PLAN DESCRIPTOR`: a server that imports everything, and then waits to be needed.
 
-Until it is told to serve it opens no database and accepts no connection. It ends when its keeper does, whatever it is doing.
+Until it is told to serve it opens no database and accepts no connection. It ends when its keeper does, in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KEEPER_GONE = 70
 
 
 class Orders:
-    """The keeper's end of the line is read on a thread: the event loop may be busy, and the keeper's death must not wait."""
+    """What the keeper says is read on a thread: its death must not wait for an event loop that is busy."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 
 from turnlog.keeper.plan import Plan
@@ -21,6 +19,9 @@ def folder(plan: Plan) -> Iterator[None]:
     if plan.servers == 1 or os.environ.get(VARIABLE):
         yield
         return
+    import shutil
+    import tempfile
+
     made = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
     os.environ[VARIABLE] = made
     try:
