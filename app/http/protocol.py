@@ -35,8 +35,8 @@ LINGER_S = 1.0
 """What a refused client still sends is read for so long, or its end would throw the refusal away."""
 
 KEEP_ALIVE_S = 75
-"""How long a connection is kept that nobody uses. A client whose pool keeps it for longer sends into the void: SDKs let go
-of theirs after 5 s, others after 15 to 60, proxies after 60."""
+"""How long a connection is kept that nobody uses. A client that keeps it for longer sends into the void: the SDKs let
+go of theirs after 5 s, others after 15 to 60, proxies after 60."""
 
 UVICORNS_KEEP_ALIVE_S = 5
 """uvicorn's own default, with which a pool that keeps connections for as long meets closed ones."""

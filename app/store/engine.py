@@ -14,18 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from filelock import FileLock, Timeout
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.errors import StartupError
+from app.store.aio import AsyncEngine, create_async_engine
 from app.store.dialect import (
     FILE_PRAGMAS,
     PRAGMAS,
@@ -48,6 +45,7 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
+from app.store.revision import revision_head, revision_of
 from app.store.sqlite import BUSY_TIMEOUT_S, SqliteWriter
 
 T = TypeVar("T")
@@ -70,13 +68,6 @@ RECYCLE_S = 1800
 _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, *DRIVER_ERRORS)
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def revision_head() -> str:
-    """The revision that this code was written for."""
-    config = Config()
-    config.set_main_option("script_location", str(ROOT / "migrations"))
-    return ScriptDirectory.from_config(config).get_current_head() or ""
 
 
 def create_engine(url: str) -> AsyncEngine:
@@ -299,7 +290,7 @@ class Database:
         head = revision_head()
         try:
             async with self.engine.connect() as connection:
-                found = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+                found = await connection.run_sync(revision_of)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
         if found != head:

@@ -19,7 +19,8 @@ from sqlalchemy.engine import make_url
 from app.domain.session import Session, fold
 from app.errors import StartupError
 from app.store import reads
-from app.store.engine import Database, create_engine, revision_head
+from app.store.engine import Database, create_engine
+from app.store.revision import revision_head
 from app.store.schema import metadata, sessions
 
 TABLES = set(metadata.tables)

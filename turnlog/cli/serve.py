@@ -69,7 +69,7 @@ def migrate(
         _upgrade(settings_for(database_url).database_url, revision)
     except StartupError as error:
         raise Failure(str(error)) from None
-    from app.store.engine import revision_head
+    from app.store.revision import revision_head
 
     reached = revision_head() if revision == "head" else revision
     if wants_json(ctx, as_json):
