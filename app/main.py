@@ -24,7 +24,7 @@ from app import logs
 from app.errors import AppError, StartupError
 from app.http import engines as engine_routes
 from app.http import fleet as fleet_routes
-from app.http import groups, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
+from app.http import groups, service, sessions, signin, skyrl, ui, ui_files, ui_live
 from app.http import metrics as metrics_route
 from app.http.auth import Guard
 from app.http.faults import handle_faults
@@ -41,14 +41,14 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.counted import Counted
 from app.service.engine_pool import EnginePool
-from app.service.export import Exporter
+from app.service.exports import Exports
 from app.service.feed import Feed
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
-from app.service.page import page_of
+from app.service.later import Later
 from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
 from app.service.samples import Samples
@@ -69,6 +69,7 @@ from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
+    from app.service.page import Page
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -111,7 +112,7 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = _sessions(store, made_turns, controls)
-        exporter = Exporter(database, release)
+        exporter = Exports(database, release)
         janitor = Janitor(database, writer, made_sessions, settings, time.time)
         stack.push_async_callback(janitor.stop)
         counted = Counted(database, time.monotonic)
@@ -140,16 +141,22 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
             cache=cache,
             janitor=janitor,
             tokens=tokens,
-            page=page_of(
-                database=database,
-                turns=made_turns,
-                engines=front.engines,
-                pauses=front.pauses,
-                token_in=token_in,
-                recent=metrics.recent.summary,
-                release=release,
-            ),
+            page=Later("app.service.page", lambda: _page(database, made_turns, front, token_in, metrics, release)),
         )
+
+
+def _page(database: Database, turns: Turns, front: _Front, token_in: TokenIn, metrics: Metrics, release: str) -> Page:
+    from app.service.page import page_of  # nobody may ever look
+
+    return page_of(
+        database=database,
+        turns=turns,
+        engines=front.engines,
+        pauses=front.pauses,
+        token_in=token_in,
+        recent=metrics.recent.summary,
+        release=release,
+    )
 
 
 class _Store(NamedTuple):
@@ -383,7 +390,6 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(ui.router)
     app.include_router(ui_live.router)
     app.include_router(ui_files.page_routes())
-    app.include_router(openapi.router)
     handle_faults(app)
     return app
 

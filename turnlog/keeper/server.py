@@ -47,6 +47,7 @@ class Orders:
 
 
 def main() -> None:
+    gc.disable()  # what is imported stays
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     plan = Plan.read(sys.argv[1])
     control = socket.socket(fileno=int(sys.argv[2]))
@@ -80,6 +81,7 @@ def serve(plan: Plan, orders: Orders) -> None:
     )
     config.load()
     _warm()
+    gc.enable()
     reason = orders.wait()
     if reason:
         logging.getLogger("turnlog").warning("%s; process %d takes over", reason, os.getpid())
