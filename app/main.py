@@ -58,7 +58,7 @@ from app.service.stages import Recent
 from app.service.token_in import TokenIn
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
-from app.store.engine import Database
+from app.store.engine import Database, load_driver
 from app.store.writer import Writer
 from app.tito.families import family
 from app.upstream.client import EngineClient
@@ -317,6 +317,7 @@ class Turnlog(FastAPI):
 
     def warm(self) -> None:
         """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
+        load_driver(self._settings.database_url)
         with contextlib.suppress(StartupError):  # the start will say it
             _loaded(self._settings.tokenizer, self._settings.tito_family)
 

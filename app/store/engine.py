@@ -134,6 +134,11 @@ async def _dispose(engine: AsyncEngine) -> None:
         await engine.dispose(close=False)
 
 
+def load_driver(url: str) -> None:
+    """Import what the first connection would; opens nothing."""
+    make_url(url).get_dialect().import_dbapi()
+
+
 def sqlite_lock(url: str) -> FileLock | None:
     """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
 

@@ -80,6 +80,7 @@ def serve(plan: Plan, orders: Orders) -> None:
         timeout_graceful_shutdown=plan.stop_s,
     )
     config.load()
+    config.get_loop_factory()
     _warm()
     gc.enable()
     reason = orders.wait()
