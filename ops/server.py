@@ -143,7 +143,7 @@ class ServerProcess:
     def wait(self) -> int | None:
         """For the end of a process that ends by itself. Its exit code, as `stop`."""
         process, self._process = self._process, None
-        return None if process is None else process.wait(STOP_S)
+        return None if process is None else process.wait(self._start_timeout_s)
 
     def _end(self, sign: signal.Signals) -> int | None:
         process, self._process = self._process, None
@@ -176,5 +176,14 @@ class KeptServer(ServerProcess):
     @property
     def started(self) -> list[int]:
         """The processes that have served or begun to, in order."""
+        return self._said(r"Started server process \[(\d+)\]")
+
+    @property
+    def spare(self) -> int | None:
+        """The process that has waited last, if it waits still."""
+        waited = self._said(r"process (\d+) waits to take over")
+        return waited[-1] if waited and waited[-1] not in self.started else None
+
+    def _said(self, pattern: str) -> list[int]:
         said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", said)]
+        return [int(pid) for pid in re.findall(pattern, said)]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.bench.harnesses import HARNESSES
-from ops.bench.measure import cpu_s, family, keep, percentile, table
+from ops.bench.measure import cpu_s, keep, percentile, table
 from ops.bench.stand import folder_for_bench
 from ops.server import ROOT, KeptServer, ServerProcess
 from ops.simulator.process import SimulatorProcess
@@ -143,7 +143,7 @@ def _killed(
         for _ in range(arguments.kills):
             _answered(agents, 2)
             if isinstance(server, KeptServer):
-                _until(partial(_has_spare, server))
+                _until(partial(getattr, server, "spare"))
             unanswered.append(_kill(server))
             _answered(agents, 1)
         deaths = {agent.name: agent.deaths for agent in agents}
@@ -154,11 +154,6 @@ def _killed(
         "worst s": max(unanswered),
         **{f"{name} died": count for name, count in deaths.items()},
     }
-
-
-def _has_spare(server: KeptServer) -> bool:
-    """Is there another process below the keeper than the one that serves, and those below it?"""
-    return len(family(server.pid)) > 1 + len(family(server.started[-1]))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ import threading
 from turnlog.keeper.children import IMPORTED, SERVES
 from turnlog.keeper.plan import BACKLOG, Plan
 
+log = logging.getLogger("turnlog.keeper")
+
 KEEPER_GONE = 70
 """The exit code that nobody sees."""
 
@@ -39,6 +41,8 @@ class Orders:
     def wait(self) -> str:
         """Say that all is imported, wait until told to serve, and return why."""
         self._control.send(IMPORTED)
+        if not self._told.is_set():
+            log.info("process %d waits to take over", os.getpid())
         self._told.wait()
         return self._reason
 
@@ -85,7 +89,7 @@ def serve(plan: Plan, orders: Orders) -> None:
     gc.enable()
     reason = orders.wait()
     if reason:
-        logging.getLogger("turnlog").warning("%s; process %d takes over", reason, os.getpid())
+        log.warning("%s; process %d takes over", reason, os.getpid())
     Server(config).run([socket.socket(fileno=descriptor) for descriptor in plan.sockets])
 
 
