@@ -1,4 +1,4 @@
-"""`--workers 2`, of uvicorn and `turnlog serve`: a scrape meets any process, and each tells of all, of dead ones too."""
+"""`--workers 2`, of uvicorn and `turnlog serve`: a scrape meets any process, and each tells of all, dead ones too."""
 
 from __future__ import annotations
 
