@@ -1,22 +1,21 @@
 """Log lines: JSON for machines, or colours on a terminal; each says which request and session it is about.
 
-Modules log with the standard library, and structlog makes the lines, uvicorn's too. They hold ids, lengths, limits and
-times: what an agent or an engine said, tokens and secrets are in none. So a foreign exception, which may quote what it
-stumbled over, is shown by its type and where it came from, without its message.
+Modules log with the standard library. The lines are made here, uvicorn's too; structlog colours them for people, and is
+not even imported for machines, as it brings rich along. They hold ids, lengths, limits and times: what an agent or an
+engine said, tokens and secrets are in none. So a foreign exception, which may quote what it stumbled over, is shown by
+its type and where it came from, without its message.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
-
-import structlog
-from structlog.typing import EventDict, Processor
 
 Format = Literal["auto", "json", "console"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -85,24 +84,36 @@ def formatter(form: Format, stream: TextIO) -> logging.Formatter:
     """How records become lines; `auto` is for people where `stream` is a terminal."""
     is_terminal = stream.isatty()
     for_people = form == "console" or (form == "auto" and is_terminal)
-    last: Processor = (
-        structlog.dev.ConsoleRenderer(colors=is_terminal) if for_people else structlog.processors.JSONRenderer()
-    )
-    remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
-    return structlog.stdlib.ProcessorFormatter(
-        processors=[remove, last],
-        foreign_pre_chain=[_in_order, structlog.stdlib.ExtraAdder(allow=FIELDS), _told],
-    )
+    return _Formatter(_coloured(is_terminal) if for_people else _as_json)
 
 
-def _in_order(logger: Any, method: str, event: EventDict) -> EventDict:
-    """What each line begins with. A library may quote things in a message's further lines; its first one stands."""
-    record: logging.LogRecord = event["_record"]
-    text = str(event["event"])
+class _Formatter(logging.Formatter):
+    def __init__(self, render: Callable[[dict[str, Any]], str]) -> None:
+        super().__init__()
+        self._render = render
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._render(_line(record))
+
+
+def _as_json(line: dict[str, Any]) -> str:
+    return json.dumps(line, default=repr)
+
+
+def _coloured(colours: bool) -> Callable[[dict[str, Any]], str]:
+    import structlog
+
+    render = structlog.dev.ConsoleRenderer(colors=colours)
+    return lambda line: str(render(None, line["level"], line))
+
+
+def _line(record: logging.LogRecord) -> dict[str, Any]:
+    """A library may quote things in a message's further lines; its first one stands."""
+    text = record.getMessage()
     if not record.name.startswith(("turnlog", "uvicorn")):
         text = text.partition("\n")[0]
     about = CURRENT.get()
-    line: EventDict = {
+    line: dict[str, Any] = {
         "timestamp": _moment(record.created),
         "level": record.levelname.lower(),
         "logger": record.name,
@@ -112,21 +123,17 @@ def _in_order(logger: Any, method: str, event: EventDict) -> EventDict:
         line["request_id"] = about.request_id
         if about.session_id is not None:
             line["session_id"] = about.session_id
-    line.update((name, value) for name, value in event.items() if name not in line)
+    for name in FIELDS:
+        if name in record.__dict__:
+            line.setdefault(name, record.__dict__[name])
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None:
+        line["exception"] = "".join(_trace(error, set())).rstrip()
     return line
 
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _told(logger: Any, method: str, event: EventDict) -> EventDict:
-    """The exception, if there is one, as text."""
-    found = event.pop("exc_info", None)
-    error = found[1] if isinstance(found, tuple) else found
-    if isinstance(error, BaseException):
-        event["exception"] = "".join(_trace(error, set())).rstrip()
-    return event
 
 
 def _trace(error: BaseException, seen: set[int]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -20,7 +21,7 @@ from app import logs
 from app.errors import AppError, StartupError
 from app.http import engines as engine_routes
 from app.http import fleet as fleet_routes
-from app.http import groups, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
+from app.http import groups, service, sessions, signin, skyrl, ui, ui_files, ui_live
 from app.http import metrics as metrics_route
 from app.http.auth import Guard
 from app.http.faults import handle_faults
@@ -37,14 +38,14 @@ from app.service.cache import SessionCache
 from app.service.claims import Claims
 from app.service.counted import Counted
 from app.service.engine_pool import EnginePool
-from app.service.export import Exporter
+from app.service.exports import Exports
 from app.service.feed import Feed
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
-from app.service.page import page_of
+from app.service.later import Later
 from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery
 from app.service.registration import Registration
@@ -56,7 +57,7 @@ from app.service.token_in import TokenIn
 from app.service.turns import Turns
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.engine import Database
+from app.store.engine import Database, load_driver
 from app.store.writer import Writer
 from app.tito.families import family
 from app.upstream.client import EngineClient
@@ -67,6 +68,7 @@ from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
+    from app.service.page import Page
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -109,7 +111,7 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
         )
         stack.push_async_callback(made_turns.drain, DRAIN_S)
         made_sessions = _sessions(store, made_turns, controls)
-        exporter = Exporter(database, release)
+        exporter = Exports(database, release)
         janitor = Janitor(database, writer, made_sessions, settings, time.time)
         stack.push_async_callback(janitor.stop)
         counted = Counted(database, time.monotonic)
@@ -139,17 +141,23 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
             cache=cache,
             janitor=janitor,
             tokens=tokens,
-            page=page_of(
-                database=database,
-                turns=made_turns,
-                engines=front.engines,
-                pauses=front.pauses,
-                token_in=token_in,
-                recent=metrics.recent.summary,
-                read_only=lambda: store.registration.read_only,
-                release=release,
-            ),
+            page=Later("app.service.page", lambda: _page(store, made_turns, front, token_in, metrics, release)),
         )
+
+
+def _page(store: _Store, turns: Turns, front: _Front, token_in: TokenIn, metrics: Metrics, release: str) -> Page:
+    from app.service.page import page_of  # nobody may ever look
+
+    return page_of(
+        database=store.database,
+        turns=turns,
+        engines=front.engines,
+        pauses=front.pauses,
+        token_in=token_in,
+        recent=metrics.recent.summary,
+        read_only=lambda: store.registration.read_only,
+        release=release,
+    )
 
 
 class _Store(NamedTuple):
@@ -273,13 +281,19 @@ def _client(settings: Settings) -> EngineClient:
 async def _prompts(settings: Settings) -> Prompts | None:
     """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
     family(settings.tito_family)
-    if settings.tokenizer is None:
+    return await asyncio.to_thread(_loaded, settings.tokenizer, settings.tito_family)
+
+
+@functools.cache
+def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
+    """Raises StartupError."""
+    if tokenizer is None:
         return None
     try:
         from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
     except ImportError as error:
         raise StartupError("TURNLOG_TOKENIZER needs further packages: pip install 'turnlog[tito]'") from error
-    return await asyncio.to_thread(Loader.load, settings.tokenizer, settings.tito_family)
+    return Loader.load(tokenizer, tito_family)
 
 
 class Turnlog(FastAPI):
@@ -304,6 +318,12 @@ class Turnlog(FastAPI):
             await self._requests(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
+
+    def warm(self) -> None:
+        """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
+        load_driver(self._settings.database_url)
+        with contextlib.suppress(StartupError):  # the start will say it
+            _loaded(self._settings.tokenizer, self._settings.tito_family)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
@@ -344,7 +364,7 @@ def _calm_collector() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings) -> Turnlog:
     """The application; its services live from ASGI lifespan start to end."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
@@ -358,7 +378,6 @@ def create_app(settings: Settings) -> FastAPI:
     app.include_router(ui.router)
     app.include_router(ui_live.router)
     app.include_router(ui_files.page_routes())
-    app.include_router(openapi.router)
     handle_faults(app)
     return app
 
@@ -370,7 +389,7 @@ def _release() -> str:
         return "0+unknown"
 
 
-def _from_environment() -> FastAPI:
+def _from_environment() -> Turnlog:
     logs.configure("auto", "info")  # of what is wrong with the settings
     try:
         settings = load_settings()

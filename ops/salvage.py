@@ -16,7 +16,7 @@ from app.errors import StartupError
 from app.store.broken import BrokenRow, damage
 from app.store.damaged import PageDamaged
 from app.store.dialect import FILE_PRAGMAS
-from app.store.engine import revision_head
+from app.store.revision import revision_head
 from app.store.salvage import Damage, copy_readable, find
 from ops.keeping import DONE, NOT_ALL_WELL, Outcome, sync
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -138,6 +140,11 @@ class ServerProcess:
         """SIGTERM, and SIGKILL if that takes too long. The exit code, as `subprocess` has it; None: it did not run."""
         return self._end(signal.SIGTERM)
 
+    def wait(self) -> int | None:
+        """For the end of a process that ends by itself. Its exit code, as `stop`."""
+        process, self._process = self._process, None
+        return None if process is None else process.wait(self._start_timeout_s)
+
     def _end(self, sign: signal.Signals) -> int | None:
         process, self._process = self._process, None
         if process is None:
@@ -156,3 +163,27 @@ class ServerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class KeptServer(ServerProcess):
+    """`turnlog serve` on a store that is migrated already; `pid` and the signals are the keeper's."""
+
+    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
+        super().__init__(folder, **more)
+        command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", str(self.port)]
+        self._arguments = [*command, *arguments]
+
+    @property
+    def started(self) -> list[int]:
+        """The processes that have served or begun to, in order."""
+        return self._said(r"Started server process \[(\d+)\]")
+
+    @property
+    def spare(self) -> int | None:
+        """The process that has waited last, if it waits still."""
+        waited = self._said(r"process (\d+) waits to take over")
+        return waited[-1] if waited and waited[-1] not in self.started else None
+
+    def _said(self, pattern: str) -> list[int]:
+        said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return [int(pid) for pid in re.findall(pattern, said)]

@@ -34,6 +34,12 @@ STALLED_S = 3600.0
 LINGER_S = 1.0
 """What a refused client still sends is read for so long, or its end would throw the refusal away."""
 
+KEEP_ALIVE_S = 75
+"""How long a connection is kept that nobody uses. A client that keeps it for longer sends into the void: the SDKs let
+go of theirs after 5 s, others after 15 to 60, proxies after 60."""
+
+UVICORNS_KEEP_ALIVE_S = 5
+"""uvicorn's own default, with which a pool that keeps connections for as long meets closed ones."""
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -169,10 +175,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def bound_connections(receive: Receive) -> None:
-    """Have uvicorn use it, where an operator has not chosen another protocol. `receive` is that of the lifespan.
+    """Have uvicorn use it, and keep connections for long, where an operator has not chosen otherwise.
 
     uvicorn chooses its class before it loads an application, and looks at the choice again for each connection.
+    `receive` is that of the lifespan.
     """
     lifespan = getattr(receive, "__self__", None)
     if isinstance(lifespan, LifespanOn) and lifespan.config.http_protocol_class is HttpToolsProtocol:
         lifespan.config.http_protocol_class = BoundedProtocol
+        if lifespan.config.timeout_keep_alive == UVICORNS_KEEP_ALIVE_S:
+            lifespan.config.timeout_keep_alive = KEEP_ALIVE_S

@@ -9,15 +9,16 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.domain.samples import Truncate
 from app.errors import AppError, InvalidRequest
 from app.http.sessions import MAX_INTEGER, NO_NUL
 from app.http.state import services
-from app.service.export import Filters, Wish
+from app.service.filters import Filters, Wish
+from app.service.later import loaded
 from app.store import reads
 
 router = APIRouter()
@@ -130,6 +131,18 @@ class _ClosedStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._pieces):
             await super().__call__(scope, receive, send)
+
+
+@router.get("/openapi.json")
+async def openapi_json(request: Request) -> Response:
+    """Made when it is first asked for."""
+    app: FastAPI = request.app
+    if app.openapi_schema is None:
+        await loaded("app.http.openapi")
+        from app.http.openapi import document
+
+        app.openapi_schema = document(app)
+    return Response(msgspec.json.encode(app.openapi_schema), media_type="application/json")
 
 
 def require_known(request: Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 import msgspec
 from fastapi import Request
@@ -15,13 +16,13 @@ from app.metrics import Metrics
 from app.service.cache import SessionCache
 from app.service.counted import Counted
 from app.service.engine_pool import EnginePool
-from app.service.export import Exporter
+from app.service.exports import Exports
 from app.service.feed import Feed
 from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
-from app.service.page import Page
+from app.service.later import Later
 from app.service.pauses import Pauses
 from app.service.registration import Registration
 from app.service.samples import Samples
@@ -33,6 +34,9 @@ from app.store.writer import Writer
 from app.upstream.engines import Engines
 from app.upstream.health import HealthWatch
 from workers.pool import Pool
+
+if TYPE_CHECKING:
+    from app.service.page import Page
 
 
 class Services(msgspec.Struct, frozen=True):
@@ -48,7 +52,7 @@ class Services(msgspec.Struct, frozen=True):
     pauses: Pauses
     sessions: Sessions
     turns: Turns
-    exporter: Exporter
+    exporter: Exports
     samples: Samples
     feed: Feed
     pool: Pool
@@ -59,13 +63,14 @@ class Services(msgspec.Struct, frozen=True):
     cache: SessionCache
     janitor: Janitor
     tokens: Tokens
-    page: Page
+    page: Later[Page]
 
     def let_go(self) -> None:
         """End what would otherwise keep requests open for long: the server stops."""
         self.followers.stop()
         self.gates.stop()
-        self.page.watch.stop()
+        if self.page.made is not None:
+            self.page.made.watch.stop()
 
 
 def services(request: Request) -> Services:

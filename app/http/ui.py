@@ -45,7 +45,7 @@ async def overview(request: Request) -> Response:
 
 async def overview_of(app: Services) -> dict[str, Any]:
     """Raises StoreUnavailable."""
-    found = msgspec.structs.asdict(await app.page.overviews.now())
+    found = msgspec.structs.asdict(await (await app.page()).overviews.now())
     return {**found, "engines": [shown(app, listed) for listed in app.engine_pool.listed()]}
 
 
@@ -80,7 +80,7 @@ async def list_sessions(
         sort=sort,
         newest_first=order == "desc",
     )
-    return reply(await services(request).page.sessions.page(asked, cursor, limit))
+    return reply(await (await services(request).page()).sessions.page(asked, cursor, limit))
 
 
 Seq = Annotated[int | None, Query(ge=1, le=MAX_INTEGER)]
@@ -89,7 +89,7 @@ Seq = Annotated[int | None, Query(ge=1, le=MAX_INTEGER)]
 @router.get("/sessions/{session_id}")
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
     """A session in whatever state, as of event `seq`."""
-    return reply(await services(request).page.views.at(session_id, seq))
+    return reply(await (await services(request).page()).views.at(session_id, seq))
 
 
 @router.get("/sessions/{session_id}/conversation")
@@ -100,7 +100,7 @@ async def conversation(
     turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
 ) -> Response:
     """What was said up to a turn, a discarded one perhaps."""
-    return reply(await services(request).page.conversations.at(session_id, seq, turn))
+    return reply(await (await services(request).page()).conversations.at(session_id, seq, turn))
 
 
 @router.get("/sessions/{session_id}/tokens")
@@ -113,7 +113,7 @@ async def tokens(
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 2000,
 ) -> Response:
     """A live segment's tokens, as an export gives them."""
-    return reply(await services(request).page.tokens.at(session_id, seq, segment, start, limit))
+    return reply(await (await services(request).page()).tokens.at(session_id, seq, segment, start, limit))
 
 
 @router.get("/groups")
@@ -121,11 +121,11 @@ async def list_groups(
     request: Request, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100, cursor: str | None = None
 ) -> Response:
     """Groups in the order of their ids."""
-    return reply(await services(request).page.groups.page(cursor, limit))
+    return reply(await (await services(request).page()).groups.page(cursor, limit))
 
 
 @router.get("/exports")
 async def preview_export(request: Request, wish: ExportWish, cursor: str | None = None) -> Response:
     """What `/export` with the same parameters would hold, and why not the rest; a part of it at a time."""
     require_known(request)
-    return reply(await services(request).page.previews.of(wish, cursor))
+    return reply(await (await services(request).page()).previews.of(wish, cursor))

@@ -33,7 +33,7 @@ ROWS = 1000
 async def live(request: Request, cursor: str | None = None) -> StreamingResponse:
     """`hello`, then `sessions` and `overview` as they come; a browser that comes again says what it saw last."""
     app = services(request)
-    listener = await app.page.watch.listen(request.headers.get("last-event-id") or cursor)
+    listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
     return _Live(app, listener)
 
 

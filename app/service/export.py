@@ -13,7 +13,7 @@ import contextlib
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from app.export.row import Fields, Row, Unfit
 from app.service import cursors
 from app.service.exported import Exported
 from app.service.filters import Filters as Filters
+from app.service.filters import Wish as Wish
 from app.service.filters import session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
@@ -81,20 +82,6 @@ def decode_cursor(text: str) -> Cursor:
     return found
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """What an export shall hold: which rows, how many, cut to how many tokens and where, with what beside; and how."""
-
-    filters: Filters = Filters()
-    limit: int | None = None
-    explain: bool = False
-    replay: bool = False
-    max_seq_len: int | None = None
-    advantage: Literal["grpo"] | None = None
-    format: str = "ndjson"
-    shape: str = "turnlog"
-    truncate: Truncate = "turn"
-
-
 class Export(msgspec.Struct, frozen=True):
     """A started export: `cursor` repeats it, `next_cursor` goes on behind its window; `pieces` are the bytes.
 
@@ -112,8 +99,10 @@ class Export(msgspec.Struct, frozen=True):
 class Exporter:
     """`release` is this version's, for provenance. `counts_only`: what a row is made of is given instead of the row."""
 
-    def __init__(self, database: Database, release: str, *, counts_only: bool = False) -> None:
-        self.exported = Exported()
+    def __init__(
+        self, database: Database, release: str, *, counts_only: bool = False, exported: Exported | None = None
+    ) -> None:
+        self.exported = Exported() if exported is None else exported
         self._counts_only = counts_only
         self._database = database
         self.release = release

@@ -32,9 +32,9 @@ from app.domain.events import UnknownEvent
 from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
 from app.domain.samples import Truncate
 from app.errors import NotFound, StoreDamaged
-from app.export import shapes
 from app.export.row import Fields
-from app.service.export import Wish
+from app.service.filters import Wish
+from app.service.later import loaded
 from app.store import group_reads, survey
 from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure, Settle, SettleGroup
@@ -131,6 +131,9 @@ class Feed:
 
     async def hand_out(self, ask: Ask) -> AsyncIterator[bytes]:
         """Lease, and then give a line of JSON for each group. Raises InvalidRequest for a shape that there is not."""
+        await loaded("app.export.shapes")
+        from app.export import shapes
+
         shapes.require("ndjson", ask.shape)
         # Askers of one process would only take the same groups away from each other.
         async with self._leasing:
@@ -320,6 +323,8 @@ def _attempt(one: Attempt) -> dict[str, Any]:
 
 def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
     """The sessions in parts that can be in memory at once; a shape of whole groups finds the others by the first."""
+    from app.export import shapes
+
     if shapes.takes_groups(shape):
         return [session_ids[:1]]
     return [session_ids[at : at + SESSIONS_AT_ONCE] for at in range(0, len(session_ids), SESSIONS_AT_ONCE)]
@@ -329,6 +334,8 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
     """Each row's JSON, and what is left out. Runs on a thread."""
     made: list[bytes] = []
     left_out: list[dict[str, Any]] = []
+    from app.export import shapes
+
     with contextlib.closing(shapes.open_writer("ndjson", shape, explain=False)) as writer:
         for row in rows:
             if shapes.EXCLUDED in row:

@@ -1,14 +1,17 @@
-"""Which sessions an export gives rows of, and why it leaves out the others."""
+"""What an export is asked for: which sessions it gives rows of, and why it leaves out the others."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
+from app.domain.samples import Truncate
 from app.domain.session import Session
-from app.service.rows import Known
+
+if TYPE_CHECKING:
+    from app.service.rows import Known
 
 
 class Filters(msgspec.Struct, frozen=True):
@@ -28,6 +31,20 @@ class Filters(msgspec.Struct, frozen=True):
     max_reward: float | None = None
     max_staleness: int | None = None
     weight_version: int | None = None
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What an export shall hold: which rows, how many, cut to how many tokens and where, with what beside; and how."""
+
+    filters: Filters = Filters()
+    limit: int | None = None
+    explain: bool = False
+    replay: bool = False
+    max_seq_len: int | None = None
+    advantage: Literal["grpo"] | None = None
+    format: str = "ndjson"
+    shape: str = "turnlog"
+    truncate: Truncate = "turn"
 
 
 def session_excluded(known: Known, filters: Filters) -> str | None:

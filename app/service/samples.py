@@ -11,7 +11,6 @@ from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
-from app.export import miles
 from app.service import transcript
 from app.service.cache import Live, SessionCache
 from app.service.rows import Known, SessionRows, known
@@ -55,6 +54,8 @@ class Samples:
             if prompts is None
             else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
         )
+        from app.export import miles
+
         return miles.samples_body(rows, metadata, reason, responses)
 
     async def metadata(self, live: Live, session: Session) -> dict[str, Any]:

@@ -14,18 +14,15 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.errors import StartupError, StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
+from app.store.aio import AsyncEngine, create_async_engine
 from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
     ConnectionLost,
@@ -47,6 +44,7 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
+from app.store.revision import revision_head, revision_of
 from app.store.sqlite import SqliteWriter
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
@@ -73,13 +71,6 @@ RECYCLE_S = 1800
 _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_ERRORS)
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def revision_head() -> str:
-    """The revision that this code was written for."""
-    config = Config()
-    config.set_main_option("script_location", str(ROOT / "migrations"))
-    return ScriptDirectory.from_config(config).get_current_head() or ""
 
 
 def create_engine(url: str) -> AsyncEngine:
@@ -134,11 +125,16 @@ async def revision_without_room(url: str) -> str | None:
     engine = sqlite_engine.create_reader(make_url(url), 1)
     try:
         async with engine.connect() as connection:
-            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+            return await connection.run_sync(revision_of)
     except (DBAPIError, OSError):
         return None
     finally:
         await engine.dispose()
+
+
+def load_driver(url: str) -> None:
+    """Import what the first connection would; opens nothing."""
+    make_url(url).get_dialect().import_dbapi()
 
 
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
@@ -407,7 +403,7 @@ class Database:
         head = revision_head()
         try:
             async with self.engine.connect() as connection:
-                found = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+                found = await connection.run_sync(revision_of)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
             raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, Table, bindparam, delete, insert, not_, select, union, update
 from sqlalchemy.exc import DBAPIError
 
@@ -21,8 +20,9 @@ from app.domain.session import OpenTurn, Session, fold
 from app.errors import StartupError
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx
-from app.store.engine import Database, revision_head
+from app.store.engine import Database
 from app.store.reads import EventRow, decode_events
+from app.store.revision import revision_head, revision_of
 from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 
@@ -175,7 +175,7 @@ def session_ids(connection: Connection, tables: Sequence[Table], after: str, lim
 async def require_revision(database: Database) -> None:
     """Raises StartupError where the database cannot be opened, or its tables are not those that this code reads."""
     try:
-        found = await database.read(lambda connection: MigrationContext.configure(connection).get_current_revision())
+        found = await database.read(revision_of)
     except DBAPIError as error:
         raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
     if found != revision_head():

@@ -8,8 +8,8 @@ from urllib.parse import quote
 
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from app.store.aio import AsyncEngine, create_async_engine
 from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE
 from app.store.sqlite import BUSY_TIMEOUT_S
 

@@ -1,4 +1,4 @@
-"""`uvicorn --workers 2`: a scrape meets any of the processes, and each tells of all of them, of one that died too."""
+"""`--workers 2`, of uvicorn and `turnlog serve`: a scrape meets any process, and each tells of all, dead ones too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from integration.stand import until, user
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.server import ServerProcess
+from ops.server import KeptServer, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 WORKERS = 2
@@ -22,10 +22,10 @@ START_S = 90.0
 SCRAPES = 6
 
 
-@pytest.fixture
-def server(postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(params=[ServerProcess, KeptServer])
+def server(request: pytest.FixtureRequest, postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
     with SimulatorProcess() as engine:
-        made = ServerProcess(
+        made: ServerProcess = request.param(
             tmp_path,
             upstreams=[engine.base_url],
             database_url=postgres_url,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
 from app.errors import AppError
@@ -21,6 +22,7 @@ from app.http.limits import Inflight, read_body
 from app.http.protocol import BoundedProtocol
 from app.http.replies import error_parts, send_reply
 from app.http.tokens import Tokens
+from ops.server import KeptServer, ServerProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -316,3 +318,27 @@ async def test_what_it_says_of_its_body_must_be_true(port: int) -> None:
     async with connected(port) as (reader, writer):
         writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"Transfer-Encoding: gzip\r\n\r\nGET")
         assert (await to_the_end(reader)).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(("given", "kept"), [(5, 75), (7, 7)], ids=["uvicorn's default", "an operator's own"])
+async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, kept: int) -> None:
+    """uvicorn's five seconds are those of the SDKs' pools: one sends while the other hangs up."""
+    config = uvicorn.Config(Application(), log_config=None, ws="none", timeout_keep_alive=given)
+    config.load()
+    protocol.bound_connections(LifespanOn(config).receive)
+    assert config.timeout_keep_alive == kept
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [ServerProcess, KeptServer])
+async def test_a_connection_that_rested_is_used_again(
+    kind: type[ServerProcess], sqlite_url: str, tmp_path: Path
+) -> None:
+    with kind(tmp_path, database_url=sqlite_url) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for rest_s in (0, 6, 20):
+            await asyncio.sleep(rest_s)
+            writer.write(WHOLE)
+            assert await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b"}}")
+        writer.close()

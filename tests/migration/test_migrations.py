@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from alembic import command
+from alembic.script import ScriptDirectory
 from helpers.databases import alembic_config, migrate, run_module
 from helpers.store import Store
 from sqlalchemy import inspect, select
@@ -18,7 +19,8 @@ from sqlalchemy.engine import make_url
 from app.domain.session import Session, fold
 from app.errors import StartupError
 from app.store import reads
-from app.store.engine import Database, create_engine, revision_head, sqlite_lock
+from app.store.engine import Database, create_engine, sqlite_lock
+from app.store.revision import revision_head, revision_of
 from app.store.schema import metadata, sessions
 
 TABLES = set(metadata.tables)
@@ -144,8 +146,21 @@ def test_alembic_check_can_fail(empty_url: str) -> None:
         command.check(alembic_config(empty_url))
 
 
-def test_there_is_one_head() -> None:
-    assert revision_head()
+def test_the_revisions_are_those_that_alembic_knows(empty_url: str) -> None:
+    """A start reads them without it."""
+    assert [revision_head()] == ScriptDirectory.from_config(alembic_config(empty_url)).get_heads()
+
+    async def look() -> str | None:
+        engine = create_engine(empty_url)
+        try:
+            async with engine.connect() as connection:
+                return await connection.run_sync(revision_of)
+        finally:
+            await engine.dispose()
+
+    assert asyncio.run(look()) is None
+    migrate(empty_url)
+    assert asyncio.run(look()) == revision_head()
 
 
 def test_postgres_columns_of_compressed_content_are_not_compressed_again(postgres_url: str) -> None:

@@ -25,6 +25,7 @@ from app.main import DRAIN_S
 from app.settings import PREFIX, Settings
 from turnlog.cli.commands import app
 from turnlog.cli.serve import STOP_S
+from turnlog.keeper.plan import BACKLOG
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "ops" / "deploy"
@@ -191,9 +192,9 @@ def test_the_composition_waits_for_what_it_needs_and_wants_its_secrets() -> None
     assert (context / services["api"]["build"]["dockerfile"]).is_file()
 
 
-def unit() -> dict[str, list[str]]:
+def unit(file: str = "turnlog.service") -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for line in (DEPLOY / "turnlog.service").read_text().splitlines():
+    for line in (DEPLOY / file).read_text().splitlines():
         if "=" in line and not line.startswith("#"):
             name, _, value = line.partition("=")
             found.setdefault(name, []).append(value)
@@ -214,14 +215,23 @@ def test_the_unit_starts_what_there_is_with_settings_that_there_are() -> None:
     assert named <= SETTINGS
 
 
+def test_the_socket_is_where_the_service_would_listen() -> None:
+    _, *words = shlex.split(unit()["ExecStart"][0])
+    options = dict(zip(words[1::2], words[2::2], strict=True))
+    assert unit("turnlog.socket")["ListenStream"] == [f"{options['--host']}:{options['--port']}"]
+    assert unit("turnlog.socket")["Backlog"] == [str(BACKLOG)]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """With a program that is there; what it says otherwise would be a warning or an unknown setting."""
     text = (DEPLOY / "turnlog.service").read_text().replace("/opt/turnlog/bin/turnlog", shutil.which("true") or "")
     file = tmp_path / "turnlog.service"
     file.write_text(text)
+    shutil.copy(DEPLOY / "turnlog.socket", tmp_path)
+    files = [str(file), str(tmp_path / "turnlog.socket")]
     checked = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", "--man=no", *files], capture_output=True, text=True, timeout=60, check=False
     )
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
     scored = subprocess.run(

@@ -22,10 +22,7 @@ from app.settings import Settings
 from app.upstream.engines import PATHS
 
 ROUTERS: tuple[APIRouter, ...] = (
-    *(
-        module.router
-        for module in (engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl, ui, ui_live)
-    ),
+    *(module.router for module in (engines, fleet, groups, metrics, service, sessions, signin, skyrl, ui, ui_live)),
     ui_files.page_routes(),
 )
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from turnlog.cli.run import DatabaseUrl, Failure, Json, Usage, say, wants_json
+from turnlog.keeper.plan import Plan, command
+from turnlog.keeper.sockets import CannotListen, Listening, listening, shown
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -30,29 +33,26 @@ def serve(
     ] = True,
     stop_s: Annotated[int, typer.Option(min=0, help="Seconds that a stop waits for open requests.")] = STOP_S,
 ) -> None:
-    """Run a server. Its settings are TURNLOG_ variables (docs/api.md)."""
-    import uvicorn
+    """Run a server. Its settings are TURNLOG_ variables (docs/api.md).
 
+    Beside it waits another that takes its place should it die; clients are not refused meanwhile.
+    """
     settings = _settings()
     if workers > 1 and settings.database_url.startswith("sqlite"):
         raise Usage(
             f"--workers {workers}: SQLite is for one API process; run without --workers, "
             "or set TURNLOG_DATABASE_URL to PostgreSQL"
         )
+    found = _listening(host, port)
     if migrate:
         _upgrade(settings.database_url)
-    _greet(settings, host, port)
-    uvicorn.run(
-        "app.main:app",
-        host=host,
-        port=port,
-        workers=workers,
-        # The peer's address decides who is served without a token: no header may change it.
-        proxy_headers=False,
-        # A line a request costs more than the routing; what a session went through is in its log.
-        access_log=False,
-        timeout_graceful_shutdown=stop_s,
-    )
+    _greet(settings, found.host, found.port)
+    plan = Plan(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
+    for one in found.sockets:
+        one.set_inheritable(True)
+    # This process has imported what the keeper need not: it becomes the keeper, with its number and its sockets.
+    arguments = command("turnlog.keeper", plan.text())
+    os.execv(arguments[0], arguments)
 
 
 def migrate(
@@ -69,7 +69,7 @@ def migrate(
         _upgrade(settings_for(database_url).database_url, revision)
     except StartupError as error:
         raise Failure(str(error)) from None
-    from app.store.engine import revision_head
+    from app.store.revision import revision_head
 
     reached = revision_head() if revision == "head" else revision
     if wants_json(ctx, as_json):
@@ -100,6 +100,14 @@ def _settings() -> Settings:
         raise Failure(str(error)) from None
 
 
+def _listening(host: str, port: int) -> Listening:
+    """Raises Failure."""
+    try:
+        return listening(host, port)
+    except CannotListen as error:
+        raise Failure(str(error)) from None
+
+
 def _upgrade(url: str, revision: str = "head") -> None:
     """By the migrations beside the code, wherever that is installed. Raises Failure."""
     from alembic import command
@@ -121,8 +129,8 @@ def _upgrade(url: str, revision: str = "head") -> None:
 
 def _greet(settings: Settings, host: str, port: int) -> None:
     """Where it is, and who is let in; on standard error, as the server's own lines."""
-    shown = f"[{host}]" if ":" in host else host
-    say(f"http://{shown}:{port}, the page at http://{shown}:{port}/ui")
+    url = f"http://{shown(host)}:{port}"
+    say(f"{url}, the page at {url}/ui")
     if settings.admin_token:
         say("sign in with the first token of TURNLOG_ADMIN_TOKEN")
     elif _is_loopback(host):

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import Response
 
 from app.errors import AppError, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
 from app.export.shapes import FORMATS, SHAPES
@@ -22,8 +20,6 @@ from app.http.openapi.meanings import PARAMETERS, TAGS
 from app.http.openapi.operations import OPERATIONS, PAGES_OWN, Operation, Reply, Who
 from app.http.openapi.schemas import JSON, Schema, components, error_replies, header, of_model
 from app.http.sessions import SESSION_ID
-
-router = APIRouter()
 
 ANYONE: tuple[type[AppError], ...] = (TargetTooLong, HeadersTooLarge, AppError)
 GUARDED: tuple[type[AppError], ...] = (Unauthorized, Forbidden, *ANYONE)
@@ -66,15 +62,6 @@ _HIDDEN: Mapping[str, Schema] = {
     },
 }
 """Routes that FastAPI is told not to speak of."""
-
-
-@router.get("/openapi.json")
-async def openapi_json(request: Request) -> Response:
-    """Made when it is first asked for."""
-    app: FastAPI = request.app
-    if app.openapi_schema is None:
-        app.openapi_schema = document(app)
-    return Response(msgspec.json.encode(app.openapi_schema), media_type=JSON)
 
 
 def document(app: FastAPI) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.engine import revision_head
+    from app.store.revision import revision_head
 
     head = revision_head()
     if found == head:
