@@ -132,7 +132,7 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
             feed=Feed(database, writer, exporter),
             samples=Samples(cache, token_in, release),
             pool=pool,
-            inflight=Inflight(settings.inflight_bytes),
+            inflight=Inflight(settings.inflight_bytes, settings.max_request_bytes),
             followers=store.followers,
             metrics=metrics,
             counted=counted,

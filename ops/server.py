@@ -76,12 +76,13 @@ class ServerProcess:
         port: int = 0,
         start_timeout_s: float = 60.0,
         root: Path = ROOT,
+        application: str = "app.main:app",
     ) -> None:
         self.port = port or reserve_port(self)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.database_path = folder / "turnlog.db"
         self.log_path = folder / f"server-{self.port}.log"
-        self._arguments = [sys.executable, "-m", "uvicorn", "app.main:app", "--port", str(self.port), *arguments]
+        self._arguments = [sys.executable, "-m", "uvicorn", application, "--port", str(self.port), *arguments]
         self._start_timeout_s = start_timeout_s
         self._root = root
         self._process: subprocess.Popen[bytes] | None = None

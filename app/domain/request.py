@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from app.domain import control
+from app.domain import bounds, control
 from app.domain.control import SessionControl
 from app.errors import InvalidRequest, Unsupported
+from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 
 MAX_ADAPTER = 512
 """Characters of a `lora_path`, which is stored with each turn."""
+
+IDS_AT_ONCE = 256 << 10
+"""Bytes of a list of ids that are decoded in one go, which others wait for: a millisecond."""
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
@@ -105,6 +109,7 @@ def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
+        bounds.require_field(name, bytes(raw), bounds.MAX_TOOLS if name == "tools" else bounds.MAX_VALUES)
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
     adapter = value_of(params.get("lora_path"), "lora_path")
@@ -118,10 +123,7 @@ def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
     if raw is None:
         raise InvalidRequest("prompt is missing")
     if _is_list(raw) and bytes(raw).lstrip()[1:].lstrip()[:1] in (b'"', b"["):
-        items = _items(raw)
-        if len(items) != 1:
-            raise Unsupported("prompt must be one prompt: a session has one continuation")
-        raw = items[0]
+        raw = _only_item(bytes(raw))
     if _is_list(raw):
         return None, _ids(raw, "prompt")
     value = value_of(raw, "prompt")
@@ -134,11 +136,16 @@ def _is_list(raw: msgspec.Raw) -> bool:
     return bytes(raw).lstrip().startswith(b"[")
 
 
-def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    try:
-        return _MESSAGES.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest("prompt is not a value that can be read") from error
+def _only_item(raw: bytes) -> msgspec.Raw:
+    """Raises Unsupported for several prompts, or none."""
+    if scan.at_most(raw) <= bounds.FEW or scan.extent(raw, 1).members == 1:
+        try:
+            items = _MESSAGES.decode(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest("prompt is not a value that can be read") from error
+        if len(items) == 1:
+            return items[0]
+    raise Unsupported("prompt must be one prompt: a session has one continuation")
 
 
 def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
@@ -146,20 +153,39 @@ def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     if raw is None or bytes(raw) == b"null":
         return None
     text = bytes(raw).translate(None, b" \t\r\n")
-    try:
-        count = len(_TOKEN_IDS.decode(text))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}") from error
-    if not count or b"-" in text:
-        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
+    if text[:1] != b"[" or text[-1:] != b"]" or b"-" in text:
+        raise _no_ids(name)
+    count = 0
+    for part in _parts(text[1:-1]):
+        try:
+            found = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _no_ids(name) from error
+        if not found:
+            raise _no_ids(name)
+        count += found
     return TokenIds(count, text[1:-1])
 
 
+def _parts(text: bytes) -> Iterator[bytes]:
+    """The text cut at commas: millions of ids are not decoded at once."""
+    start = 0
+    while (end := text.find(b",", start + IDS_AT_ONCE)) >= 0:
+        yield text[start:end]
+        start = end + 1
+    yield text[start:]
+
+
+def _no_ids(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
+
+
 def _split(body: bytes) -> dict[str, msgspec.Raw]:
+    bounds.require_fields(body)
     try:
         if not body.isascii():
             body.decode()
-        return _FIELDS.decode(body)
+        fields = _FIELDS.decode(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -168,11 +194,15 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest(f"the body nests deeper than {MAX_DEPTH} levels") from error
+    if len(fields) > bounds.MAX_FIELDS:
+        raise bounds.too_many_fields()
+    return fields
 
 
 def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
     if raw is None:
         raise InvalidRequest("messages is missing")
+    bounds.require_messages(bytes(raw))
     try:
         messages = _MESSAGES.decode(raw)
     except msgspec.ValidationError as error:

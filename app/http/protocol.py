@@ -2,7 +2,7 @@
 
 uvicorn's own protocol waits for a head as long as it takes, and takes all that comes. It takes trailers for headers,
 and the body of a request that asks for an upgrade for the next request. It also forgets who is at the other end where
-a proxy's header says something else, which the guard must know (`auth.PEER`).
+a proxy's header says something else, which the guard must know (`limits.PEER`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.errors import AppError, HeadersTooLarge, RequestTimeout
-from app.http.auth import PEER
-from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES
+from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.http.replies import error_parts
 
 HEAD_S = 30.0

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
-from app.http.limits import Inflight, read_body
+from app.http.limits import Inflight, peer_of, read_body
 from app.http.tokens import Tokens
 from app.metrics import Metrics
 from app.service.cache import SessionCache
@@ -74,11 +74,16 @@ def of_scope(scope: Scope) -> Services:
     return found
 
 
-async def whole_body(request: Request) -> bytes:
+CONTROL_BYTES = 1 << 20
+"""Of a body that asks for no turn: those are read on the event loop, in one go."""
+
+
+async def whole_body(request: Request, limit: int = CONTROL_BYTES) -> bytes:
     """The request's body within the limits. Raises RequestTooLarge, Overloaded, InvalidRequest."""
     app = services(request)
-    with app.inflight.room() as room:
-        body = await read_body(request.receive, request.headers.items(), app.settings.max_request_bytes, room)
+    limit = min(limit, app.settings.max_request_bytes)
+    with app.inflight.room(peer=peer_of(request.scope)) as room:
+        body = await read_body(request.receive, request.headers.items(), limit, room)
     return body or b""
 
 

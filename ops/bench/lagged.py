@@ -1,0 +1,40 @@
+"""The service with a look at its event loop: `GET /lag` is by how much it came too late at worst, and begins anew.
+
+An application of its own, so that it can be put around another commit's service as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from app.main import app as service
+
+EVERY_S = 0.002
+
+
+class Lagged:
+    def __init__(self) -> None:
+        self._worst_s = 0.0
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        if scope["type"] != "http" or scope["path"] != "/lag":
+            await service(scope, receive, send)
+            return
+        body, self._worst_s = str(self._worst_s * 1000).encode(), 0.0
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            await asyncio.sleep(EVERY_S)
+            self._worst_s = max(self._worst_s, clock() - began - EVERY_S)
+
+
+app = Lagged()
