@@ -26,6 +26,7 @@ from app.http import fleet as fleet_routes
 from app.http import groups, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
 from app.http import metrics as metrics_route
 from app.http.auth import Guard
+from app.http.doorway import Doorway
 from app.http.faults import handle_faults
 from app.http.hardened import hardened
 from app.http.limits import Inflight
@@ -47,6 +48,7 @@ from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
+from app.service.lag import LoopLag
 from app.service.page import page_of
 from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery, register
@@ -79,7 +81,7 @@ DRAIN_S = 10.0
 
 
 @contextlib.asynccontextmanager
-async def run_services(settings: Settings, release: str, tokens: Tokens) -> AsyncIterator[Services]:
+async def run_services(settings: Settings, release: str, tokens: Tokens, doorway: Doorway) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics(Recent(time.monotonic))
@@ -115,6 +117,9 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
         stack.push_async_callback(janitor.stop)
         counted = Counted(database, time.monotonic)
         stack.push_async_callback(counted.stop)
+        lag = LoopLag(time.monotonic)
+        stack.push_async_callback(lag.stop)
+        lag.start()
         janitor.start()
         store.recovery.start()
         controls.start()
@@ -139,6 +144,8 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
             cache=cache,
             janitor=janitor,
             tokens=tokens,
+            doorway=doorway,
+            lag=lag,
             page=page_of(
                 database=database,
                 turns=made_turns,
@@ -290,11 +297,13 @@ class Turnlog(FastAPI):
         self._turns = TurnRoutes()
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
+        self._doorway = Doorway(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            bound_connections(receive)
+            self._doorway.open()
+            bound_connections(receive, self._doorway)
             await self._live(receive, send)
         elif scope["type"] == "http":
             await self._requests(scope, receive, send)
@@ -316,7 +325,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version, self._tokens)
+                started = run_services(self._settings, self.version, self._tokens, self._doorway)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})

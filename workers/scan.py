@@ -50,9 +50,15 @@ class Extent(NamedTuple):
     depth: int
 
 
-def at_most(text: bytes) -> int:
-    """A cheap upper bound of the values in a text, less the outermost; the characters of its strings count as well."""
-    return text.count(b",") + text.count(b"[") + text.count(b"{")
+def may_exceed(text: bytes, most: int) -> bool:
+    """May a text hold more values than that? Quickly said: the characters of its strings count as well."""
+    found = 0
+    for start in range(0, len(text), SLICE):
+        end = start + SLICE
+        found += text.count(b",", start, end) + text.count(b"[", start, end) + text.count(b"{", start, end)
+        if found > most:
+            return True
+    return False
 
 
 def extent(text: bytes, most: int) -> Extent:
@@ -75,8 +81,30 @@ def extent(text: bytes, most: int) -> Extent:
     return Extent(members + 1, weight, max(largest, weight - begun), deepest)
 
 
+def members(text: bytes, at_least: int = 0) -> Iterator[bytes]:
+    """What stands between the outermost object's or list's brackets, cut at its own commas.
+
+    With `at_least`, pieces of several members that have at least so many bytes. Of what is not JSON, pieces of which
+    one is not either.
+    """
+    begin = depth = 0
+    for start, kinds, places in _placed(text):
+        levels = depth + np.cumsum(_STEP[kinds], dtype=np.int32)
+        own = places[(kinds == _COMMA) & (levels == 1)]
+        for place in (own[-1:] if at_least else own).tolist():
+            if start + place - begin > at_least:
+                yield text[begin + 1 : start + place]
+                begin = start + place
+        depth = int(levels[-1]) if len(levels) else depth
+    yield text[begin + 1 : -1]
+
+
 def _structure(text: bytes) -> Iterator[Characters]:
-    """A slice at a time its commas, colons and brackets outside of strings, in order."""
+    return (kinds for _, kinds, _ in _placed(text))
+
+
+def _placed(text: bytes) -> Iterator[tuple[int, Characters, Places]]:
+    """A slice at a time where it begins, its commas, colons and brackets outside of strings, and their places in it."""
     in_string, is_escaped = False, False
     for start in range(0, len(text), SLICE):
         part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
@@ -88,7 +116,8 @@ def _structure(text: bytes) -> Iterator[Characters]:
         in_string = not outside[-1]
         folded = part | _CASE
         outside &= (folded == _OPENS[1]) | (folded == _CLOSES[1]) | (part == _COMMA) | (part == _COLON)
-        yield part[outside]
+        places = np.flatnonzero(outside)
+        yield start, part[places], places
 
 
 def _drop_escaped(part: Characters, quotes: Flags, is_escaped: bool) -> bool:

@@ -31,7 +31,7 @@ _COUNTED = f"an object, a list and a member of an object count as {scan.HEAVY}"
 
 def require_fields(body: bytes) -> None:
     """Raises InvalidRequest for a body with too many top-level fields, before it is decoded."""
-    if scan.at_most(body) > FEW and scan.extent(body, MAX_FIELDS).members > MAX_FIELDS:
+    if scan.may_exceed(body, FEW) and scan.extent(body, MAX_FIELDS).members > MAX_FIELDS:
         raise too_many_fields()
 
 
@@ -41,7 +41,7 @@ def too_many_fields() -> InvalidRequest:
 
 def require_field(name: str, raw: bytes, most: int = MAX_VALUES) -> None:
     """Raises InvalidRequest for a field of at most `most` members that holds too much."""
-    if scan.at_most(raw) <= min(FEW, most):
+    if not scan.may_exceed(raw, min(FEW, most)):
         return
     found = scan.extent(raw, most)
     if found.members > most:
@@ -52,7 +52,7 @@ def require_field(name: str, raw: bytes, most: int = MAX_VALUES) -> None:
 
 def require_messages(raw: bytes) -> None:
     """Raises InvalidRequest for too many messages, one that holds too much, or all of them together."""
-    if scan.at_most(raw) <= FEW:
+    if not scan.may_exceed(raw, FEW):
         return
     found = scan.extent(raw, MAX_MESSAGES)
     if found.members > MAX_MESSAGES:
@@ -65,7 +65,7 @@ def require_messages(raw: bytes) -> None:
 
 def is_too_much(text: bytes) -> bool:
     """Would this JSON, which stands in a string, take long to decode?"""
-    return scan.at_most(text) > FEW and scan.extent(text, MAX_VALUES).weight > MAX_VALUES
+    return scan.may_exceed(text, FEW) and scan.extent(text, MAX_VALUES).weight > MAX_VALUES
 
 
 def _too_many(what: str, values: int, most: int) -> InvalidRequest:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from app.domain import bounds, control
+from app.domain import bounds, control, split
 from app.domain.control import SessionControl
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
@@ -17,9 +17,6 @@ from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 
 MAX_ADAPTER = 512
 """Characters of a `lora_path`, which is stored with each turn."""
-
-IDS_AT_ONCE = 256 << 10
-"""Bytes of a list of ids that are decoded in one go, which others wait for: a millisecond."""
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
@@ -59,8 +56,6 @@ class CompletionRequest(msgspec.Struct, frozen=True):
     control: SessionControl | None = None
 
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
@@ -138,9 +133,9 @@ def _is_list(raw: msgspec.Raw) -> bool:
 
 def _only_item(raw: bytes) -> msgspec.Raw:
     """Raises Unsupported for several prompts, or none."""
-    if scan.at_most(raw) <= bounds.FEW or scan.extent(raw, 1).members == 1:
+    if not scan.may_exceed(raw, bounds.FEW) or scan.extent(raw, 1).members == 1:
         try:
-            items = _MESSAGES.decode(raw)
+            items = split.items(raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidRequest("prompt is not a value that can be read") from error
         if len(items) == 1:
@@ -152,11 +147,12 @@ def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     """Token ids. Raises InvalidRequest for what is no list of them, and for an empty one."""
     if raw is None or bytes(raw) == b"null":
         return None
-    text = bytes(raw).translate(None, b" \t\r\n")
+    text = bytes(raw)
     if text[:1] != b"[" or text[-1:] != b"]" or b"-" in text:
         raise _no_ids(name)
     count = 0
-    for part in _parts(text[1:-1]):
+    parts: list[bytes] = []
+    for part in split.parts(text[1:-1]):
         try:
             found = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
         except (msgspec.DecodeError, RecursionError) as error:
@@ -164,16 +160,8 @@ def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
         if not found:
             raise _no_ids(name)
         count += found
-    return TokenIds(count, text[1:-1])
-
-
-def _parts(text: bytes) -> Iterator[bytes]:
-    """The text cut at commas: millions of ids are not decoded at once."""
-    start = 0
-    while (end := text.find(b",", start + IDS_AT_ONCE)) >= 0:
-        yield text[start:end]
-        start = end + 1
-    yield text[start:]
+        parts.append(part.translate(None, split.WHITE))
+    return TokenIds(count, b",".join(parts))
 
 
 def _no_ids(name: str) -> InvalidRequest:
@@ -185,7 +173,7 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         if not body.isascii():
             body.decode()
-        fields = _FIELDS.decode(body)
+        fields = split.fields(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -204,7 +192,7 @@ def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
         raise InvalidRequest("messages is missing")
     bounds.require_messages(bytes(raw))
     try:
-        messages = _MESSAGES.decode(raw)
+        messages = split.items(bytes(raw))
     except msgspec.ValidationError as error:
         raise InvalidRequest("messages must be a list") from error
     if not messages:

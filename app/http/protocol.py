@@ -16,7 +16,8 @@ from starlette.types import Receive
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from app.errors import AppError, HeadersTooLarge, RequestTimeout
+from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
+from app.http.doorway import KEPT_FOR, Doorway, Room
 from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.http.replies import error_parts
 
@@ -30,6 +31,9 @@ come of what nobody gets: trailers, and what stands between the chunks of a body
 STALLED_S = 3600.0
 """How long a client may leave a reply unread; a trainer may do something else between two rows of an export."""
 
+SCARCE_S = 2.0
+"""How long a head may take where few descriptors are left."""
+
 LINGER_S = 1.0
 """What a refused client still sends is read for so long, or its end would throw the refusal away."""
 
@@ -38,7 +42,10 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection; `doorway` says whether there is room for it."""
+
+    doorway: Doorway | None = None
+    _room: Room = "free"
 
     _in_head = False
     _is_refused = False
@@ -50,9 +57,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
-        self._alarm = self.loop.call_later(HEAD_S, self._give_up)
+        if self.doorway is not None:
+            self.doorway.connections += 1
+            self._room = self.doorway.room(transport.get_extra_info("socket").fileno())
+        if self.doorway is not None and self._room != "free":
+            self._alarm = self.loop.call_later(SCARCE_S, self.turn_away)
+            self.doorway.wait(self)
+        else:
+            self._alarm = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.doorway is not None:
+            self.doorway.connections -= 1
+            self.doorway.wait_no_more(self)
         self._calm()
         self._unstall()
         super().connection_lost(exc)
@@ -107,17 +124,27 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_reading_on:
             self._is_reading_on = False
             return
+        if self._is_refused:
+            return
+        if self.doorway is not None and self._room != "free":
+            self.doorway.wait_no_more(self)
+            if not self.url.partition(b"?")[0].endswith(KEPT_FOR):
+                self.turn_away()
+                return
         self._in_head = False
         self._calm()
         super().on_headers_complete()
+        if self._room != "free":
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unused_bytes = 0
-        if not self.parser.should_upgrade():
+        if not self.parser.should_upgrade() and not self._is_refused:
             super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -141,6 +168,18 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._in_head:
             self._refuse(RequestTimeout(f"the head of the request did not come in {HEAD_S:g} s"))
         else:
+            self.transport.close()
+
+    def turn_away(self) -> None:
+        """There is no descriptor for this connection; whoever comes again may find one."""
+        assert self.doorway is not None
+        self.doorway.wait_no_more(self)
+        if self._is_refused or self.transport.is_closing():
+            return
+        has_sent = self._in_head
+        self._in_head = True
+        self._refuse(Overloaded(self.doorway.refuse()))
+        if self._room == "none" or not has_sent:
             self.transport.close()
 
     def _refuse(self, error: AppError) -> None:
@@ -167,11 +206,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stalled = None
 
 
-def bound_connections(receive: Receive) -> None:
+def bound_connections(receive: Receive, doorway: Doorway) -> None:
     """Have uvicorn use it, where an operator has not chosen another protocol. `receive` is that of the lifespan.
 
     uvicorn chooses its class before it loads an application, and looks at the choice again for each connection.
     """
     lifespan = getattr(receive, "__self__", None)
     if isinstance(lifespan, LifespanOn) and lifespan.config.http_protocol_class is HttpToolsProtocol:
-        lifespan.config.http_protocol_class = BoundedProtocol
+        lifespan.config.http_protocol_class = type("TurnlogProtocol", (BoundedProtocol,), {"doorway": doorway})

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
+from app.http.doorway import Doorway
 from app.http.limits import Inflight, peer_of, read_body
 from app.http.tokens import Tokens
 from app.metrics import Metrics
@@ -20,6 +21,7 @@ from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
+from app.service.lag import LoopLag
 from app.service.page import Page
 from app.service.pauses import Pauses
 from app.service.samples import Samples
@@ -56,6 +58,8 @@ class Services(msgspec.Struct, frozen=True):
     cache: SessionCache
     janitor: Janitor
     tokens: Tokens
+    doorway: Doorway
+    lag: LoopLag
     page: Page
 
     def let_go(self) -> None:

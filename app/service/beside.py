@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 def is_brief(body: bytes) -> bool:
     """May the loop read this request itself?"""
-    return len(body) <= INLINE_BYTES and scan.at_most(body) <= INLINE_VALUES
+    return len(body) <= INLINE_BYTES and not scan.may_exceed(body, INLINE_VALUES)
 
 
 async def beside(is_brief: bool, work: Callable[[], T]) -> T:

@@ -166,7 +166,7 @@ class Turns:
                 request = await self._reading.run(brief, lambda: _parsed(protocol, body))
                 self._require_takes_ids(request)
                 if reader.holder is not None:
-                    require_own(request, session_id, reader.holder)
+                    require_own(request, session_id, reader.holder, self._settings.session_params)
             incoming = _arrival(request, session)
             await self._reading.run(brief, lambda: incoming.check(session.leaf))  # noqa: B023
             template = await self._reading.run(brief, lambda: self._token_in.check(request))  # noqa: B023

@@ -1,0 +1,86 @@
+"""A body's fields, and a field's items, as raw JSON: of what is long, and holds many values, a part at a time.
+
+A decoder goes through 16 MiB of small values in 40 ms, for which it holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from app.domain.bounds import FEW
+from workers import scan
+
+LONG = 1 << 20
+"""Bytes that are decoded in one go, whatever they hold."""
+
+AT_ONCE = 256 << 10
+"""Bytes of many small values that are decoded in one go: some milliseconds."""
+
+LONGEST_NAME = 4096
+"""Bytes within which a field's name is looked for."""
+
+WHITE = b" \t\r\n"
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_ANY = msgspec.json.Decoder(msgspec.Raw)
+_NAMED = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:')
+
+
+def fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """Of a JSON object. Raises msgspec.DecodeError, RecursionError."""
+    text = _if_many(body)
+    if not text.startswith(b"{") or not text.endswith(b"}"):
+        return _FIELDS.decode(body)
+    found: dict[str, msgspec.Raw] = {}
+    for member in scan.members(text):
+        one = _long_field(member) if len(member) > LONG else _FIELDS.decode(b"{" + member + b"}")
+        if not one:
+            return _FIELDS.decode(body)
+        found |= one
+    return found
+
+
+def items(raw: bytes) -> list[msgspec.Raw]:
+    """Of a JSON list. Raises msgspec.DecodeError, RecursionError."""
+    text = _if_many(raw)
+    if not text.startswith(b"[") or not text.endswith(b"]"):
+        return _ITEMS.decode(raw)
+    found: list[msgspec.Raw] = []
+    for part in scan.members(text, AT_ONCE):
+        some = _ITEMS.decode(b"[" + part + b"]")
+        if not some:
+            return _ITEMS.decode(raw)
+        found += some
+    return found
+
+
+def parts(text: bytes) -> Iterator[bytes]:
+    """A text cut at commas, whatever they stand for, into parts of about AT_ONCE bytes."""
+    start = 0
+    while (end := text.find(b",", start + AT_ONCE)) >= 0:
+        yield text[start:end]
+        start = end + 1
+    yield text[start:]
+
+
+def _if_many(text: bytes) -> bytes:
+    """The text without white space around it; nothing where a decoder has it in one go."""
+    return text.strip(WHITE) if len(text) > LONG and scan.may_exceed(text, FEW) else b""
+
+
+def _long_field(member: bytes) -> dict[str, msgspec.Raw]:
+    """Raises msgspec.DecodeError also for a value that is none: what was cut in the wrong place."""
+    named = _NAMED.match(member, 0, LONGEST_NAME)
+    if named is None:
+        return _FIELDS.decode(b"{" + member + b"}")
+    raw = member[named.end() :].strip(WHITE)
+    if raw.startswith(b"[") and raw.endswith(b"]"):
+        for part in scan.members(raw, AT_ONCE):
+            _ANY.decode(b"[" + part + b"]" if part.strip(WHITE) else raw)
+    else:
+        _ANY.decode(raw)
+    return {msgspec.json.decode(named[1], type=str): msgspec.Raw(raw)}
