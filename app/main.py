@@ -74,6 +74,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog")
 
+SWITCH_S = 0.0005
+"""How long a thread that computes may go on while the event loop waits for the interpreter: a tenth of Python's own,
+which the loop waits for at each of its steps while a large request is read."""
+
 _Handler = Callable[[int, FrameType | None], object]
 
 DRAIN_S = 10.0
@@ -337,6 +341,7 @@ class Turnlog(FastAPI):
             await stack.enter_async_context(metrics_route.published(self.state.services))
             _on_stop_signal(self.state.services.let_go)
             _calm_collector()
+            sys.setswitchinterval(SWITCH_S)
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})

@@ -39,8 +39,9 @@ def too_many_fields() -> InvalidRequest:
     return InvalidRequest(f"the body has more than {MAX_FIELDS} fields")
 
 
-def require_field(name: str, raw: bytes, most: int = MAX_VALUES) -> None:
-    """Raises InvalidRequest for a field of at most `most` members that holds too much."""
+def require_field(name: str, raw: bytes) -> None:
+    """Raises InvalidRequest for a field that holds too much; of messages and ids it does not judge."""
+    most = MAX_TOOLS if name == "tools" else MAX_VALUES
     if not scan.may_exceed(raw, min(FEW, most)):
         return
     found = scan.extent(raw, most)

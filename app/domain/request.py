@@ -18,6 +18,8 @@ from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 MAX_ADAPTER = 512
 """Characters of a `lora_path`, which is stored with each turn."""
 
+IDS = frozenset({"input_ids", "prompt"})
+
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
 
@@ -104,7 +106,7 @@ def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
-        bounds.require_field(name, bytes(raw), bounds.MAX_TOOLS if name == "tools" else bounds.MAX_VALUES)
+        bounds.require_field(name, bytes(raw))
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
     adapter = value_of(params.get("lora_path"), "lora_path")
@@ -173,7 +175,7 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
     try:
         if not body.isascii():
             body.decode()
-        fields = split.fields(body)
+        fields = split.fields(body, _require_little)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -185,6 +187,14 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
     if len(fields) > bounds.MAX_FIELDS:
         raise bounds.too_many_fields()
     return fields
+
+
+def _require_little(name: str, raw: bytes) -> None:
+    """Raises InvalidRequest for a long field that is not to be decoded; lists of ids may be long."""
+    if name == "messages":
+        bounds.require_messages(raw)
+    elif name not in IDS:
+        bounds.require_field(name, raw)
 
 
 def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:

@@ -6,7 +6,7 @@ A decoder goes through 16 MiB of small values in 40 ms, for which it holds the i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -30,14 +30,17 @@ _ANY = msgspec.json.Decoder(msgspec.Raw)
 _NAMED = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:')
 
 
-def fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """Of a JSON object. Raises msgspec.DecodeError, RecursionError."""
+def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspec.Raw]:
+    """Of a JSON object. `check` is shown a long field, which may be no JSON, before it is decoded, and may refuse it.
+
+    Raises msgspec.DecodeError, RecursionError.
+    """
     text = _if_many(body)
     if not text.startswith(b"{") or not text.endswith(b"}"):
         return _FIELDS.decode(body)
     found: dict[str, msgspec.Raw] = {}
     for member in scan.members(text):
-        one = _long_field(member) if len(member) > LONG else _FIELDS.decode(b"{" + member + b"}")
+        one = _long_field(member, check) if len(member) > LONG else _FIELDS.decode(b"{" + member + b"}")
         if not one:
             return _FIELDS.decode(body)
         found |= one
@@ -58,6 +61,14 @@ def items(raw: bytes) -> list[msgspec.Raw]:
     return found
 
 
+def quoted(text: str) -> bytes:
+    """A text as JSON."""
+    if len(text) <= LONG:
+        return msgspec.json.encode(text)
+    pieces = (msgspec.json.encode(text[start : start + LONG])[1:-1] for start in range(0, len(text), LONG))
+    return b'"%b"' % b"".join(pieces)
+
+
 def parts(text: bytes) -> Iterator[bytes]:
     """A text cut at commas, whatever they stand for, into parts of about AT_ONCE bytes."""
     start = 0
@@ -72,15 +83,16 @@ def _if_many(text: bytes) -> bytes:
     return text.strip(WHITE) if len(text) > LONG and scan.may_exceed(text, FEW) else b""
 
 
-def _long_field(member: bytes) -> dict[str, msgspec.Raw]:
+def _long_field(member: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspec.Raw]:
     """Raises msgspec.DecodeError also for a value that is none: what was cut in the wrong place."""
     named = _NAMED.match(member, 0, LONGEST_NAME)
     if named is None:
         return _FIELDS.decode(b"{" + member + b"}")
-    raw = member[named.end() :].strip(WHITE)
+    name, raw = msgspec.json.decode(named[1], type=str), member[named.end() :].strip(WHITE)
+    check(name, raw)
     if raw.startswith(b"[") and raw.endswith(b"]"):
         for part in scan.members(raw, AT_ONCE):
             _ANY.decode(b"[" + part + b"]" if part.strip(WHITE) else raw)
     else:
         _ANY.decode(raw)
-    return {msgspec.json.decode(named[1], type=str): msgspec.Raw(raw)}
+    return {name: msgspec.Raw(raw)}

@@ -35,7 +35,7 @@ IDLE_S, IDLE_BYTES = 30.0, 30 << 10
 BODY_S = 600.0
 """How long all of a body may take."""
 
-SMALL = 1 << 20
+SMALL = 64 << 10
 """A body of which no more has come is nobody's share: who holds many large ones back keeps no small one out."""
 
 SESSION_SHARE, PEER_SHARE = 4, 2

@@ -36,6 +36,11 @@ MAX_METADATA = 64 << 10
 """Bytes of a session's metadata: it is a label, not a place for data."""
 
 
+SHORT = 16 << 10
+"""Bytes of a body that is given to its model at once."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 MAX_INTEGER = 2**63 - 1
 """What a database's integer holds."""
 
@@ -99,12 +104,25 @@ def require_session_id(session_id: str) -> str:
 
 def read_model(raw: bytes, kind: type[Body]) -> Body:
     """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field."""
+    if len(raw) > SHORT:
+        _require_known(raw, kind)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise InvalidRequest(f"{place or 'the body'}: {first['msg']}") from error
+
+
+def _require_known(raw: bytes, kind: type[BaseModel]) -> None:
+    """A model makes an error of each unknown field, of which only the first is told. Raises InvalidRequest for that."""
+    try:
+        fields = _FIELDS.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    unknown = next((name for name in fields if name not in kind.model_fields), None)
+    if unknown is not None and kind.model_config.get("extra") == "forbid":
+        raise InvalidRequest(f"{unknown:.64}: Extra inputs are not permitted")
 
 
 def new_session(body: CreateSession, default_window: int) -> NewSession:

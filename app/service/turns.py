@@ -167,8 +167,7 @@ class Turns:
                 self._require_takes_ids(request)
                 if reader.holder is not None:
                     require_own(request, session_id, reader.holder, self._settings.session_params)
-            incoming = _arrival(request, session)
-            await self._reading.run(brief, lambda: incoming.check(session.leaf))  # noqa: B023
+            incoming = await self._reading.run(brief, lambda: _arrival(request, session))  # noqa: B023
             template = await self._reading.run(brief, lambda: self._token_in.check(request))  # noqa: B023
             flight = self._flights.get(session_id)
             if flight is not None:
@@ -376,9 +375,14 @@ def _parsed(protocol: Protocol, body: bytes) -> Request:
 
 
 def _arrival(request: Request, session: Session) -> Arrival:
+    """Raises InvalidRequest."""
+    made: Arrival
     if isinstance(request, ChatRequest):
-        return Incoming(request.messages, session.config.matcher)
-    return IncomingPrompt(request)
+        made = Incoming(request.messages, session.config.matcher)
+    else:
+        made = IncomingPrompt(request)
+    made.check(session.leaf)
+    return made
 
 
 def _without(body: Body, places: Sequence[Place]) -> Sequence[bytes | memoryview]:

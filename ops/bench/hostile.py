@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+from ops.bench.canned import canned_engine
 from ops.bench.client import Broken, Connection
 from ops.bench.load import Conversation, reply_message, short_turns
 from ops.bench.measure import keep, table
 from ops.bench.requests import HOSTILE, Hostile
-from ops.bench.stand import cores, folder_for_bench, pinned, simulator
+from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator
 from ops.bench.versions import tree_of
 from ops.server import ROOT, ServerProcess
 
@@ -30,37 +31,42 @@ PROBE = Path("ops/bench/lagged.py")
 FRIENDLY, OTHER = "friendly", "hostile"
 """Sessions, by whose engines others begin."""
 
-CLIENTS = 4
-QUIET_S = 1.0
+CLIENTS, PAUSE_S = 4, 0.02
+"""Who takes turns meanwhile, and how long each waits between two: a tenth of what the server can do."""
+
+QUIET_S = 0.5
 TURNS_PER_SESSION = 8
 AIM_MS = 50.0
 
 HELD = {"TURNLOG_INFLIGHT_BYTES": str(64 << 20), "TURNLOG_MAX_REQUEST_BYTES": str(16 << 20)}
 """A 32nd of the default, so that few bodies that are held back fill it."""
 
-HOLDERS = 12
+HELD_SIZES = [15 << 20] * 12 + [1 << 20] * 12 + [64 << 10] * 24 + [4 << 10] * 24 + [1 << 10] * 12
+"""However much room the larger ones leave, the smaller ones take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", default=BEFORE, help="the commit to compare with; none: this tree alone")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="requests whose name has one of these words")
     parser.add_argument("--held-s", type=float, default=10.0, help="for how long ends of bodies are held back")
+    parser.add_argument("--spread", action="store_true", help="both processors for everybody, instead of one each")
     parser.add_argument("--folder", type=Path, help="where the databases are put")
 
 
 async def main(arguments: argparse.Namespace) -> int:
     wanted = [one for one in HOSTILE if not arguments.only or any(word in one.name for word in arguments.only)]
     rows: list[dict[str, Any]] = []
-    places = cores()
-    with folder_for_bench(arguments.folder) as folder, simulator(places) as engine, simulator(places) as other:
-        for name, root in _trees(arguments.before, folder):
-            with _server(folder / f"{name}-store", root, engine.base_url, {}) as server:
-                await _place(server, engine.base_url, other.base_url)
-                rows += [{"tree": name, **await _asked(server, one)} for one in wanted]
-            if not arguments.only:
-                with _server(folder / f"{name}-held", root, engine.base_url, HELD) as server:
-                    await _place(server, engine.base_url, other.base_url)
-                    rows.append({"tree": name, **await _held_back(server, arguments.held_s)})
+    places = cores(arguments.spread)
+    async with canned_engine() as other:
+        with folder_for_bench(arguments.folder) as folder, simulator(places) as engine:
+            for name, root in _trees(arguments.before, folder):
+                with _server(folder / f"{name}-store", root, engine.base_url, {}, places) as server:
+                    await _place(server, engine.base_url, other)
+                    rows += [{"tree": name, **await _asked(server, one)} for one in wanted]
+                if not arguments.only:
+                    with _server(folder / f"{name}-held", root, engine.base_url, HELD, places) as server:
+                        await _place(server, engine.base_url, other)
+                        rows.append({"tree": name, **await _held_back(server, arguments.held_s)})
     rows.sort(key=lambda row: row["request"])
     table(rows)
     print(f"written to {keep('hostile', rows)}")
@@ -77,11 +83,11 @@ def _trees(before: str, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 @contextlib.contextmanager
-def _server(folder: Path, root: Path, engine: str, settings: dict[str, str]) -> Iterator[ServerProcess]:
+def _server(folder: Path, root: Path, engine: str, settings: dict[str, str], places: Cores) -> Iterator[ServerProcess]:
     folder.mkdir()
     application = ".".join(PROBE.with_suffix("").parts) + ":app"
     server = ServerProcess(folder, upstreams=[engine], environment=settings, root=root, application=application)
-    with pinned(cores().server):
+    with pinned(places.server):
         server.migrate().start()
     try:
         yield server
@@ -128,12 +134,22 @@ class _Others:
                 self._goes_on = False
 
     async def _client(self) -> None:
+        while self._goes_on:
+            with contextlib.suppress(OSError):
+                async with await Connection.connect(self._server.base_url) as connection:
+                    await self._sessions(connection)
+
+    async def _sessions(self, connection: Connection) -> None:
         script = short_turns(2048, TURNS_PER_SESSION)
-        async with await Connection.connect(self._server.base_url) as connection:
-            while self._goes_on:
+        while self._goes_on:
+            try:
                 made = await connection.json("POST", "/sessions", {"parent_session_id": FRIENDLY})
-                path = f"/sessions/{made['session_id']}/v1/chat/completions"
-                await self._session(connection, path, script.begin())
+            except Broken:
+                self.turns, self.refused = self.turns + 1, self.refused + 1
+                await asyncio.sleep(PAUSE_S)
+                return
+            path = f"/sessions/{made['session_id']}/v1/chat/completions"
+            await self._session(connection, path, script.begin())
 
     async def _session(self, connection: Connection, path: str, conversation: Conversation) -> None:
         while self._goes_on and conversation.turns < TURNS_PER_SESSION:
@@ -145,6 +161,7 @@ class _Others:
                 self.refused += 1
                 return
             conversation.answered(reply_message(response.body))
+            await asyncio.sleep(PAUSE_S)
 
 
 async def _lag(connection: Connection) -> tuple[float, float]:
@@ -174,7 +191,7 @@ async def _asked(server: ServerProcess, hostile: Hostile) -> dict[str, Any]:
         "lag ms": lag,
         "of which CPU ms": busy,
         "others' slowest ms": others.slowest_s * 1000,
-        "others refused": others.refused,
+        "others refused": f"{others.refused} of {others.turns}",
     }
 
 
@@ -182,31 +199,32 @@ async def _held_back(server: ServerProcess, seconds: float) -> dict[str, Any]:
     """Large bodies without their last byte, from as many connections as fill the room for all bodies."""
     others = _Others(server)
     port = server.port
-    size = 15 << 20
     head = b"POST /sessions/held-%d/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     async with await Connection.connect(server.base_url) as connection, others.at_work():
         await connection.request("GET", "/lag")
         writers = []
-        for number in range(HOLDERS):
+        for number, size in enumerate(HELD_SIZES):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writers.append(writer)
             writer.write(head % (number, size + 1) + b"{" * size)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
         began = time.perf_counter()
+        others.turns = others.refused = 0
         await asyncio.sleep(seconds)
+        held = others.refused, others.turns
         async with await Connection.connect(server.base_url) as another:
             lag, busy = await _lag(another)
         took = time.perf_counter() - began
         for writer in writers:
             writer.transport.abort()
     return {
-        "request": f"{HOLDERS} bodies without their last byte",
-        "MiB": HOLDERS * size / (1 << 20),
+        "request": f"{len(HELD_SIZES)} bodies without their last byte",
+        "MiB": sum(HELD_SIZES) / (1 << 20),
         "status": "held",
         "took ms": took * 1000,
         "lag ms": lag,
         "of which CPU ms": busy,
         "others' slowest ms": others.slowest_s * 1000,
-        "others refused": f"{others.refused} of {others.turns}",
+        "others refused": "{} of {}".format(*held),
     }

@@ -77,8 +77,8 @@ def _messages(said: bytes, size: int = SIZE) -> Callable[[], bytes]:
     return lambda: _filled(b'{"messages":[', said, b"]}", size)
 
 
-def _acknowledged(size: int) -> Callable[[], bytes]:
-    return lambda: _filled(b'{"consumer":"c","groups":[', b'"g"', b"]}", size)
+def _acknowledged(size: int, group: bytes = b'"g"') -> Callable[[], bytes]:
+    return lambda: _filled(b'{"consumer":"c","groups":[', group, b"]}", size)
 
 
 def _prompt(front: bytes, unit: bytes, end: bytes) -> Callable[[], bytes]:
@@ -126,6 +126,9 @@ HOSTILE = (
     Hostile("samples", lambda: b'{"max_seq_len":[' + b"1," * (SIZE // 2 - 50) + b"1]}", "/samples"),
     _admins("an acknowledgement", _acknowledged(SIZE), ACK),
     _admins("an acknowledgement, 1 MiB", _acknowledged(1 << 20), ACK),
+    _admins(
+        "groups that are numbers, 1 MiB", lambda: _filled(b'{"consumer":"c","groups":[', b"1", b"]}", 1 << 20), ACK
+    ),
     _admins("SkyRL's pause", lambda: b'{"lora_name":{' + _keys(ALL_KEYS) + b"}}", PAUSE),
     _admins("SkyRL's wait, 1 MiB", lambda: b'{"lora_name":"a",' + _keys(MIB_KEYS) + b"}", WAIT),
 )

@@ -81,8 +81,18 @@ def test_a_long_body_is_split_as_a_decoder_does_or_refused_as_by_one(value: Any,
         patch.setattr(scan, "SLICE", size)
         for name, small in (("LONG", 20), ("AT_ONCE", 6), ("FEW", 2)):
             patch.setattr(split, name, small)
-        for mine, decoder in ((split.fields, FIELDS), (split.items, ITEMS)):
+        for mine, decoder in ((all_fields, FIELDS), (split.items, ITEMS)):
             assert outcome(mine, bytes(text)) == outcome(decoder.decode, bytes(text))
+
+
+def all_fields(text: bytes) -> dict[str, msgspec.Raw]:
+    return split.fields(text, lambda name, raw: None)
+
+
+def test_a_long_text_is_quoted_as_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'a"\\\n\u2028😀é' * 20
+    monkeypatch.setattr(split, "LONG", 7)
+    assert split.quoted(text) == msgspec.json.encode(text)
 
 
 def outcome(read: Callable[[bytes], Any], text: bytes) -> Any:
