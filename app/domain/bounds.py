@@ -15,8 +15,6 @@ MAX_FIELDS = 1000
 MAX_MESSAGES = 65_536
 """A session may have 10,000 turns, each with an assistant's message and several results of tools."""
 
-MAX_TOOLS = 5000
-
 MAX_VALUES = 500_000
 """In one message, or in one other field that is no list of token ids, by `scan.Extent.weight`: 20 ms to decode."""
 
@@ -31,7 +29,7 @@ _COUNTED = f"an object, a list and a member of an object count as {scan.HEAVY}"
 
 def require_fields(body: bytes) -> None:
     """Raises InvalidRequest for a body with too many top-level fields, before it is decoded."""
-    if scan.may_exceed(body, FEW) and scan.extent(body, MAX_FIELDS).members > MAX_FIELDS:
+    if scan.extent(body, MAX_FIELDS).members > MAX_FIELDS:
         raise too_many_fields()
 
 
@@ -41,12 +39,11 @@ def too_many_fields() -> InvalidRequest:
 
 def require_field(name: str, raw: bytes) -> None:
     """Raises InvalidRequest for a field that holds too much; of messages and ids it does not judge."""
-    most = MAX_TOOLS if name == "tools" else MAX_VALUES
-    if not scan.may_exceed(raw, min(FEW, most)):
+    if not scan.may_exceed(raw, FEW):
         return
-    found = scan.extent(raw, most)
-    if found.members > most:
-        raise InvalidRequest(f"{name} has more than {most} entries")
+    found = scan.extent(raw, MAX_VALUES)
+    if found.members > MAX_VALUES:
+        raise InvalidRequest(f"{name} has more than {MAX_VALUES} entries")
     if found.weight > MAX_VALUES:
         raise _too_many(name, found.weight, MAX_VALUES)
 

@@ -76,13 +76,14 @@ def parse_chat(body: bytes) -> ChatRequest:
 
     Messages are only split here; `history.Incoming.check` judges those that are new.
     """
-    fields = _split(body)
-    messages = _messages(fields.pop("messages", None))
+    is_full = scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, is_full)
+    messages = _messages(fields.pop("messages", None), is_full)
     tools = fields.pop("tools", None)
     ids = _ids(fields.pop("input_ids", None), "input_ids")
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
-    params = _params({"tools": tools, **fields} if tools is not None else fields)
+    params = _params({"tools": tools, **fields} if tools is not None else fields, is_full)
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
@@ -91,22 +92,24 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises InvalidRequest, which names the field, and Unsupported for what a turn has one of."""
-    fields = _split(body)
+    is_full = scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, is_full)
     text, ids = _prompt(fields.pop("prompt", None))
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
     if _flag(fields.pop("echo", None), "echo"):
         raise Unsupported("echo must be false: the reply would hold tokens that were not sampled")
     _one_choice(fields.pop("best_of", None), "best_of")
-    params = _params(fields)
+    params = _params(fields, is_full)
     return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.taken_out(params))
 
 
-def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+def _params(fields: dict[str, msgspec.Raw], is_full: bool) -> dict[str, msgspec.Raw]:
     """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
-        bounds.require_field(name, bytes(raw))
+        if is_full:
+            bounds.require_field(name, bytes(raw))
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
     adapter = value_of(params.get("lora_path"), "lora_path")
@@ -170,12 +173,14 @@ def _no_ids(name: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
 
 
-def _split(body: bytes) -> dict[str, msgspec.Raw]:
-    bounds.require_fields(body)
+def _split(body: bytes, is_full: bool) -> dict[str, msgspec.Raw]:
+    """`is_full`: it may hold more values than `bounds.FEW`."""
+    if is_full:
+        bounds.require_fields(body)
     try:
         if not body.isascii():
             body.decode()
-        fields = split.fields(body, _require_little)
+        fields = split.fields(body, _require_little) if is_full else split.FIELDS.decode(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -197,12 +202,13 @@ def _require_little(name: str, raw: bytes) -> None:
         bounds.require_field(name, raw)
 
 
-def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+def _messages(raw: msgspec.Raw | None, is_full: bool) -> list[msgspec.Raw]:
     if raw is None:
         raise InvalidRequest("messages is missing")
-    bounds.require_messages(bytes(raw))
+    if is_full:
+        bounds.require_messages(bytes(raw))
     try:
-        messages = split.items(bytes(raw))
+        messages = split.items(bytes(raw)) if is_full else split.ITEMS.decode(raw)
     except msgspec.ValidationError as error:
         raise InvalidRequest("messages must be a list") from error
     if not messages:

@@ -24,8 +24,8 @@ LONGEST_NAME = 4096
 
 WHITE = b" \t\r\n"
 
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _ANY = msgspec.json.Decoder(msgspec.Raw)
 _NAMED = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:')
 
@@ -37,12 +37,12 @@ def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspe
     """
     text = _if_many(body)
     if not text.startswith(b"{") or not text.endswith(b"}"):
-        return _FIELDS.decode(body)
+        return FIELDS.decode(body)
     found: dict[str, msgspec.Raw] = {}
     for member in scan.members(text):
-        one = _long_field(member, check) if len(member) > LONG else _FIELDS.decode(b"{" + member + b"}")
+        one = _long_field(member, check) if len(member) > LONG else FIELDS.decode(b"{" + member + b"}")
         if not one:
-            return _FIELDS.decode(body)
+            return FIELDS.decode(body)
         found |= one
     return found
 
@@ -51,12 +51,12 @@ def items(raw: bytes) -> list[msgspec.Raw]:
     """Of a JSON list. Raises msgspec.DecodeError, RecursionError."""
     text = _if_many(raw)
     if not text.startswith(b"[") or not text.endswith(b"]"):
-        return _ITEMS.decode(raw)
+        return ITEMS.decode(raw)
     found: list[msgspec.Raw] = []
     for part in scan.members(text, AT_ONCE):
-        some = _ITEMS.decode(b"[" + part + b"]")
+        some = ITEMS.decode(b"[" + part + b"]")
         if not some:
-            return _ITEMS.decode(raw)
+            return ITEMS.decode(raw)
         found += some
     return found
 
@@ -87,7 +87,7 @@ def _long_field(member: bytes, check: Callable[[str, bytes], None]) -> dict[str,
     """Raises msgspec.DecodeError also for a value that is none: what was cut in the wrong place."""
     named = _NAMED.match(member, 0, LONGEST_NAME)
     if named is None:
-        return _FIELDS.decode(b"{" + member + b"}")
+        return FIELDS.decode(b"{" + member + b"}")
     name, raw = msgspec.json.decode(named[1], type=str), member[named.end() :].strip(WHITE)
     check(name, raw)
     if raw.startswith(b"[") and raw.endswith(b"]"):

@@ -198,7 +198,11 @@ def listed(item: bytes, count: int) -> bytes:
 TOO_MUCH = {
     "fields": (b'{"messages":[1],' + keys(1_000_000) + b"}", "the body has more than 1000 fields"),
     "fields that are few": (b'{"messages":[1],' + keys(1000) + b"}", "the body has more than 1000 fields"),
-    "tools": (body(tools=listed(b'{"type":"function"}', 500_000)), "tools has more than 5000 entries"),
+    "tools": (body(tools=listed(b'{"type":"function"}', 500_001)), "tools has more than 500000 entries"),
+    "tools that are fewer": (
+        body(tools=listed(b'{"type":"function"}', 25_000)),
+        "tools has .* values; the limit is 500000",
+    ),
     "a tool": (body(tools=b"[{" + keys(100_000) + b"}]"), "tools has .* values; the limit is 500000"),
     "members": (body(x=b"{" + keys(100_000) + b"}"), "x has .* values; the limit is 500000"),
     "a field's entries": (body(stop=listed(b'""', 600_000)), "stop has more than 500000 entries"),
