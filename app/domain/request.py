@@ -71,12 +71,14 @@ def hash_body(body: bytes, route: bytes = b"") -> str:
     return hasher.hexdigest()[:32]
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
+def parse_chat(body: bytes, holds_few: bool = False) -> ChatRequest:
+    """`holds_few`: the body is known to hold no more values than `bounds.FEW`.
+
+    Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
 
     Messages are only split here; `history.Incoming.check` judges those that are new.
     """
-    is_full = scan.may_exceed(body, bounds.FEW)
+    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
     fields = _split(body, is_full)
     messages = _messages(fields.pop("messages", None), is_full)
     tools = fields.pop("tools", None)
@@ -90,9 +92,9 @@ def parse_chat(body: bytes) -> ChatRequest:
     return ChatRequest(messages, tools, params, stream, hash_body(body), ids, control.taken_out(params))
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest, which names the field, and Unsupported for what a turn has one of."""
-    is_full = scan.may_exceed(body, bounds.FEW)
+def parse_completion(body: bytes, holds_few: bool = False) -> CompletionRequest:
+    """As `parse_chat`; Unsupported for what a turn has one of."""
+    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
     fields = _split(body, is_full)
     text, ids = _prompt(fields.pop("prompt", None))
     stream = _flag(fields.pop("stream", None), "stream")

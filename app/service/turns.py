@@ -157,13 +157,13 @@ class Turns:
         stages: Stages,
     ) -> TurnReply:
         request: Request | None = None
+        brief = is_brief(body)
         while True:
             live = await self._cache.get(session_id)
             session = decide.require_open(live.session if live else None, session_id)
             assert live is not None
             if request is None:
-                brief = is_brief(body)
-                request = await self._reading.run(brief, lambda: _parsed(protocol, body))
+                request = await self._reading.run(brief, lambda: _parsed(protocol, body, brief))
                 self._require_takes_ids(request)
                 if reader.holder is not None:
                     require_own(request, session_id, reader.holder, self._settings.session_params)
@@ -370,8 +370,8 @@ def _why_cut(flight: Flight, session_id: str) -> AppError:
     return ClientGone("the client went away, which ended its turn")
 
 
-def _parsed(protocol: Protocol, body: bytes) -> Request:
-    return parse_chat(body) if protocol == "chat" else parse_completion(body)
+def _parsed(protocol: Protocol, body: bytes, brief: bool) -> Request:
+    return parse_chat(body, brief) if protocol == "chat" else parse_completion(body, brief)
 
 
 def _arrival(request: Request, session: Session) -> Arrival:
