@@ -24,6 +24,7 @@ from app.http import fleet as fleet_routes
 from app.http import groups, service, sessions, signin, skyrl, ui, ui_files, ui_live
 from app.http import metrics as metrics_route
 from app.http.auth import Guard
+from app.http.doorway import Doorway
 from app.http.faults import handle_faults
 from app.http.hardened import hardened
 from app.http.limits import Inflight
@@ -45,6 +46,7 @@ from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
 from app.service.judge import Judge
+from app.service.lag import LoopLag
 from app.service.later import Later
 from app.service.pauses import Pauses
 from app.service.recovery import BEATS_PER_LEASE, Recovery
@@ -73,12 +75,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog")
 
+SWITCH_S = 0.0005
+"""How long a thread that computes may go on while the event loop waits for the interpreter: a tenth of Python's own,
+which the loop waits for at each of its steps while a large request is read."""
+
 DRAIN_S = 10.0
 """How long a stopping server waits for turns whose client has gone already."""
 
 
 @contextlib.asynccontextmanager
-async def run_services(settings: Settings, release: str, tokens: Tokens) -> AsyncIterator[Services]:
+async def run_services(settings: Settings, release: str, tokens: Tokens, doorway: Doorway) -> AsyncIterator[Services]:
     """Everything that lives as long as the process. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
@@ -116,6 +122,9 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
         stack.push_async_callback(janitor.stop)
         counted = Counted(database, time.monotonic)
         stack.push_async_callback(counted.stop)
+        lag = LoopLag(time.monotonic)
+        stack.push_async_callback(lag.stop)
+        lag.start()
         janitor.start()
         store.registration.start(store.recovery.start, controls.start)
         stack.push_async_callback(store.registration.stop)
@@ -134,13 +143,15 @@ async def run_services(settings: Settings, release: str, tokens: Tokens) -> Asyn
             feed=Feed(database, writer, exporter),
             samples=Samples(cache, token_in, release),
             pool=pool,
-            inflight=Inflight(settings.inflight_bytes),
+            inflight=Inflight(settings.inflight_bytes, settings.max_request_bytes),
             followers=store.followers,
             metrics=metrics,
             counted=counted,
             cache=cache,
             janitor=janitor,
             tokens=tokens,
+            doorway=doorway,
+            lag=lag,
             page=Later("app.service.page", lambda: _page(store, made_turns, front, token_in, metrics, release)),
         )
 
@@ -308,11 +319,13 @@ class Turnlog(FastAPI):
         self._turns = TurnRoutes()
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
+        self._doorway = Doorway(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            bound_connections(receive)
+            self._doorway.open()
+            bound_connections(receive, self._doorway)
             await self._live(receive, send)
         elif scope["type"] == "http":
             await self._requests(scope, receive, send)
@@ -340,7 +353,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version, self._tokens)
+                started = run_services(self._settings, self.version, self._tokens, self._doorway)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
@@ -352,6 +365,7 @@ class Turnlog(FastAPI):
             await stack.enter_async_context(metrics_route.published(self.state.services))
             on_stop_signal(self.state.services.let_go)
             _calm_collector()
+            sys.setswitchinterval(SWITCH_S)
             await send({"type": "lifespan.startup.complete"})
             await receive()
         await send({"type": "lifespan.shutdown.complete"})

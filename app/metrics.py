@@ -113,6 +113,16 @@ class Metrics:
         self.totals(self.request_errors, dict.fromkeys((*_codes(AppError), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
         self.inflight = self._live("turnlog_inflight_bytes", "Bytes of all bodies in flight.")
         self.inflight_limit = self._live("turnlog_inflight_limit_bytes", "How many bytes may be in flight.")
+        self.connections = self._live("turnlog_connections", "Connections of clients that are open.")
+        self.connections_refused = self._counter(
+            "turnlog_connections_refused_total", "Connections that were turned away for want of file descriptors."
+        )
+        self.loop_lag = Gauge(
+            "turnlog_loop_lag_seconds",
+            "By how much the event loop came too late at worst in the last minute.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
         self.cache_bytes = self._live("turnlog_cache_bytes", "Memory of the session cache, roughly.")
         self.cache_sessions = self._live("turnlog_cache_sessions", "Sessions in the cache.")
         self.cache_hits = self._counter("turnlog_cache_hits_total", "What was found in the cache.", "content")

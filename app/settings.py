@@ -17,6 +17,7 @@ from sqlalchemy.exc import ArgumentError
 from app import crash_points
 from app.domain import base_url
 from app.domain.events import OnAbort, OnDivergence
+from app.domain.holding import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
@@ -110,6 +111,8 @@ class Settings(BaseSettings):
     log_level: LogLevel = "info"
     admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     session_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    session_params: Annotated[tuple[str, ...], NoDecode] = ()
+    max_agent_sessions: int = Field(default=1000, ge=0)
     trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
 
     @field_validator("upstreams", "engine_sessions", mode="before")
@@ -139,7 +142,14 @@ class Settings(BaseSettings):
         except ValueError as error:
             raise ValueError("networks such as 10.0.0.0/8 or fd00::/8, separated by commas") from error
 
-    @field_validator("replay", mode="before")
+    @field_validator("session_params")
+    @classmethod
+    def _settable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not SETTABLE.issuperset(value):
+            raise ValueError(f"some of {', '.join(sorted(SETTABLE))}, separated by commas")
+        return value
+
+    @field_validator("replay", "session_params", mode="before")
     @classmethod
     def _kinds(cls, value: object) -> object:
         return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value

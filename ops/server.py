@@ -64,7 +64,8 @@ class ServerProcess:
     """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
 
     `folder` gets the SQLite file (unless `database_url` names another store) and the log. The port stays
-    the same over restarts, so that clients find the server again. `root` is the tree whose code runs.
+    the same over restarts, so that clients find the server again. `root` is the tree whose code runs, `max_files` how
+    many file descriptors the process may have.
     """
 
     def __init__(
@@ -78,12 +79,16 @@ class ServerProcess:
         port: int = 0,
         start_timeout_s: float = 60.0,
         root: Path = ROOT,
+        application: str = "app.main:app",
+        max_files: int | None = None,
     ) -> None:
         self.port = port or reserve_port(self)
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.database_path = folder / "turnlog.db"
         self.log_path = folder / f"server-{self.port}.log"
-        self._arguments = [sys.executable, "-m", "uvicorn", "app.main:app", "--port", str(self.port), *arguments]
+        self._arguments = [sys.executable, "-m", "uvicorn", application, "--port", str(self.port), *arguments]
+        if max_files is not None:
+            self._arguments = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *self._arguments]
         self._start_timeout_s = start_timeout_s
         self._root = root
         self._process: subprocess.Popen[bytes] | None = None

@@ -125,11 +125,9 @@ class Child:
     async def _load(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> None:
         if not self.usable:
             raise Ended(None)
-        at = CONTENT + len(job)
-        self._segment.grow(at + sum(map(len, pieces)))
-        self._segment.write(0, WAITS + job)
-        since = 0
-        for piece in pieces:
+        self._segment.grow(CONTENT + len(job) + sum(map(len, pieces)))
+        at = since = 0
+        for piece in (WAITS + job, *pieces) if len(job) <= PIECE_BYTES else (WAITS, job, *pieces):
             with memoryview(piece) as content:
                 for start in range(0, len(piece), PIECE_BYTES):
                     part = content[start : start + PIECE_BYTES]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from app.domain import split
 from app.domain.history import Plan, diverging
 from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
@@ -59,7 +60,7 @@ class IncomingPrompt:
 
     def new(self, plan: Plan) -> list[bytes]:
         """The new text, if the prompt is text and has any."""
-        return [msgspec.json.encode(self._new.decode())] if self._new else []
+        return [split.quoted(self._new.decode())] if self._new else []
 
     def reply_hash(self, message: bytes) -> str:
         """By which the next prompt is known to continue this one: size and hash of the text up to the reply's end."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from app.domain import bounds
 from app.errors import InvalidRequest
 
 Action = Literal["open", "bind", "close"]
@@ -20,6 +21,15 @@ _FIELDS = ("session_id", "action", "timeout")
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Extended(msgspec.Struct):
+    """A body of which nothing else is looked at."""
+
+    nvext: msgspec.Raw = msgspec.Raw()
+
+
+_EXTENDED = msgspec.json.Decoder(_Extended)
 
 
 class SessionControl(msgspec.Struct, frozen=True):
@@ -52,8 +62,14 @@ def taken_out(params: dict[str, msgspec.Raw]) -> SessionControl | None:
 
 def session_named(body: bytes) -> str | None:
     """The session that a request's control names. Raises InvalidRequest for a control that is none."""
-    fields = _members(msgspec.Raw(body))
-    control = None if fields is None else taken_out(fields)
+    try:
+        raw = _EXTENDED.decode(body).nvext
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if not bytes(raw):
+        return None
+    bounds.require_field(EXTENSIONS, bytes(raw))
+    control = taken_out({EXTENSIONS: raw})
     return None if control is None else control.session_id
 
 

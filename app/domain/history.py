@@ -9,17 +9,21 @@ that has nothing sampled in common with the history: taking it for a retry would
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from app.domain import bounds
 from app.domain.events import Matcher
 from app.domain.session import Session, Turn
 from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.depth import MAX_DEPTH, too_deep
 
 Message = Mapping[str, Any]
+
+LONG = 1 << 20
+"""Characters of a text that are encoded in one go: a few milliseconds."""
 
 
 def digest(data: bytes) -> str:
@@ -29,7 +33,38 @@ def digest(data: bytes) -> str:
 
 def canonical_hash(message: Message, matcher: Matcher) -> str:
     """128 bits over what `matcher` takes to be the message, as hex."""
-    return digest(msgspec.json.encode(CANONICAL[matcher](message), order="sorted"))
+    value = CANONICAL[matcher](message)
+    if not any(isinstance(part, str) and len(part) > LONG for part in _members_of(value)):
+        return digest(msgspec.json.encode(value, order="sorted"))
+    hasher = hashlib.sha256()
+    for piece in _encoded(value):
+        hasher.update(piece)
+    return hasher.hexdigest()[:32]
+
+
+def _members_of(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _encoded(value: Any) -> Iterator[bytes]:
+    """As msgspec encodes it, keys in order, but a long text in pieces: others may run between them."""
+    if isinstance(value, str) and len(value) > LONG:
+        yield b'"'
+        for start in range(0, len(value), LONG):
+            yield msgspec.json.encode(value[start : start + LONG])[1:-1]
+        yield b'"'
+    elif isinstance(value, Mapping):
+        for index, key in enumerate(sorted(value)):
+            yield (b"," if index else b"{") + msgspec.json.encode(key) + b":"
+            yield from _encoded(value[key])
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield b"," if index else b"["
+            yield from _encoded(item)
+        yield b"]" if value else b"[]"
+    else:
+        yield msgspec.json.encode(value)
 
 
 def _tolerant(message: Message) -> list[Any]:
@@ -85,6 +120,8 @@ def _arguments(arguments: Any) -> Any:
         text = arguments.strip()
         if not text:
             return {}
+        if len(text) > bounds.FEW and bounds.is_too_much(text.encode(errors="surrogatepass")):
+            return text
         try:
             return _plain(msgspec.json.decode(text))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -172,6 +209,7 @@ class Incoming:
         known = leaf.message_count - 1 if leaf is not None and self.repeats(leaf) else 0
         for index in range(known, len(self.raws)):
             self.canonical(index)
+        self.spelling(len(self.raws))
 
 
 def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
@@ -246,8 +284,9 @@ def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) ->
     A retry begins byte for byte with the request of one of the newest turns, so those need not be looked at.
     """
     stored = [message_hash for turn in history for message_hash in turn.message_hashes]
-    newest = reversed(history[-window - 1 :])
-    index = next((turn.message_count - 1 for turn in newest if incoming.repeats(turn)), 0)
+    # From the oldest on, as the request's bytes are hashed: each but once.
+    repeated = [turn.message_count - 1 for turn in history[-window - 1 :] if incoming.repeats(turn)]
+    index = repeated[-1] if repeated else 0
     while index < min(len(stored), len(incoming)) and incoming.canonical(index) == stored[index]:
         index += 1
     return index

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from app.domain.request import ChatRequest, CompletionRequest
@@ -15,13 +17,19 @@ TRUSTED_ALONE = frozenset(
 )
 """Fields that have an engine join another context, connect to where they say, or run what they hold (SGLang, vLLM)."""
 
+SETTABLE = frozenset({"chat_template", "extra_args", "logits_processors", "priority", "prompt_embeds", "vllm_xargs"})
+"""Fields that have an engine run a template or a plug-in of their choice, load tensors, or prefer them to others: an
+operator may allow them (`TURNLOG_SESSION_PARAMS`)."""
 
-def require_own(request: ChatRequest | CompletionRequest, session_id: str, holder: str) -> None:
+
+def require_own(
+    request: ChatRequest | CompletionRequest, session_id: str, holder: str, allowed: Collection[str] = ()
+) -> None:
     """`session_id` is the turn's session, `holder` that of the token: the same, or one above it. Raises Forbidden."""
     own = (session_id, holder)
     if request.control is not None and request.control.session_id not in own:
         raise Forbidden("nvext.session_control: a session's token may name that session alone")
-    for name in sorted(TRUSTED_ALONE & request.params.keys()):
+    for name in sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & request.params.keys()):
         if bytes(request.params[name]) != b"null":
             raise Forbidden(f"{name}: not with a session's token, but with the admin's")
     engine_session = request.params.get(ENGINE_SESSION)

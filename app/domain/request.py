@@ -8,14 +8,17 @@ from typing import Any
 
 import msgspec
 
-from app.domain import control
+from app.domain import bounds, control, split
 from app.domain.control import SessionControl
 from app.errors import InvalidRequest, Unsupported
+from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 
 MAX_ADAPTER = 512
 """Characters of a `lora_path`, which is stored with each turn."""
+
+IDS = frozenset({"input_ids", "prompt"})
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
 """Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
@@ -60,8 +63,6 @@ class _Message(msgspec.Struct):
 
 
 _CONTENT = msgspec.json.Decoder(_Message)
-_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
@@ -75,41 +76,47 @@ def hash_body(body: bytes, route: bytes = b"") -> str:
     return hasher.hexdigest()[:32]
 
 
-def parse_chat(body: bytes) -> ChatRequest:
-    """Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
+def parse_chat(body: bytes, holds_few: bool = False) -> ChatRequest:
+    """`holds_few`: the body is known to hold no more values than `bounds.FEW`.
+
+    Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
 
     Messages are only split here; `history.Incoming.check` judges those that are new.
     """
-    fields = _split(body)
-    messages = _messages(fields.pop("messages", None))
+    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, is_full)
+    messages = _messages(fields.pop("messages", None), is_full)
     tools = fields.pop("tools", None)
     ids = _ids(fields.pop("input_ids", None), "input_ids")
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
-    params = _params({"tools": tools, **fields} if tools is not None else fields)
+    params = _params({"tools": tools, **fields} if tools is not None else fields, is_full)
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
     return ChatRequest(messages, tools, params, stream, hash_body(body), ids, control.taken_out(params))
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises InvalidRequest, which names the field, and Unsupported for what a turn has one of."""
-    fields = _split(body)
+def parse_completion(body: bytes, holds_few: bool = False) -> CompletionRequest:
+    """As `parse_chat`; Unsupported for what a turn has one of."""
+    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, is_full)
     text, ids = _prompt(fields.pop("prompt", None))
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
     if _flag(fields.pop("echo", None), "echo"):
         raise Unsupported("echo must be false: the reply would hold tokens that were not sampled")
     _one_choice(fields.pop("best_of", None), "best_of")
-    params = _params(fields)
+    params = _params(fields, is_full)
     return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.taken_out(params))
 
 
-def _params(fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+def _params(fields: dict[str, msgspec.Raw], is_full: bool) -> dict[str, msgspec.Raw]:
     """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
+        if is_full:
+            bounds.require_field(name, bytes(raw))
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
     adapter = value_of(params.get("lora_path"), "lora_path")
@@ -123,10 +130,7 @@ def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
     if raw is None:
         raise InvalidRequest("prompt is missing")
     if _is_list(raw) and bytes(raw).lstrip()[1:].lstrip()[:1] in (b'"', b"["):
-        items = _items(raw)
-        if len(items) != 1:
-            raise Unsupported("prompt must be one prompt: a session has one continuation")
-        raw = items[0]
+        raw = _only_item(bytes(raw))
     if _is_list(raw):
         return None, _ids(raw, "prompt")
     value = value_of(raw, "prompt")
@@ -139,32 +143,51 @@ def _is_list(raw: msgspec.Raw) -> bool:
     return bytes(raw).lstrip().startswith(b"[")
 
 
-def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    try:
-        return _MESSAGES.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest("prompt is not a value that can be read") from error
+def _only_item(raw: bytes) -> msgspec.Raw:
+    """Raises Unsupported for several prompts, or none."""
+    if not scan.may_exceed(raw, bounds.FEW) or scan.extent(raw, 1).members == 1:
+        try:
+            items = split.items(raw)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest("prompt is not a value that can be read") from error
+        if len(items) == 1:
+            return items[0]
+    raise Unsupported("prompt must be one prompt: a session has one continuation")
 
 
 def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     """Token ids. Raises InvalidRequest for what is no list of them, and for an empty one."""
     if raw is None or bytes(raw) == b"null":
         return None
-    text = bytes(raw).translate(None, b" \t\r\n")
-    try:
-        count = len(_TOKEN_IDS.decode(text))
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}") from error
-    if not count or b"-" in text:
-        raise InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
-    return TokenIds(count, text[1:-1])
+    text = bytes(raw)
+    if text[:1] != b"[" or text[-1:] != b"]" or b"-" in text:
+        raise _no_ids(name)
+    count = 0
+    parts: list[bytes] = []
+    for part in split.parts(text[1:-1]):
+        try:
+            found = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _no_ids(name) from error
+        if not found:
+            raise _no_ids(name)
+        count += found
+        parts.append(part.translate(None, split.WHITE))
+    return TokenIds(count, b",".join(parts))
 
 
-def _split(body: bytes) -> dict[str, msgspec.Raw]:
+def _no_ids(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
+
+
+def _split(body: bytes, is_full: bool) -> dict[str, msgspec.Raw]:
+    """`is_full`: it may hold more values than `bounds.FEW`."""
+    if is_full:
+        bounds.require_fields(body)
     try:
         if not body.isascii():
             body.decode()
-        return _FIELDS.decode(body)
+        fields = split.fields(body, _require_little) if is_full else split.FIELDS.decode(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -173,13 +196,26 @@ def _split(body: bytes) -> dict[str, msgspec.Raw]:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise InvalidRequest(f"the body nests deeper than {MAX_DEPTH} levels") from error
+    if len(fields) > bounds.MAX_FIELDS:
+        raise bounds.too_many_fields()
+    return fields
 
 
-def _messages(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
+def _require_little(name: str, raw: bytes) -> None:
+    """Raises InvalidRequest for a long field that is not to be decoded; lists of ids may be long."""
+    if name == "messages":
+        bounds.require_messages(raw)
+    elif name not in IDS:
+        bounds.require_field(name, raw)
+
+
+def _messages(raw: msgspec.Raw | None, is_full: bool) -> list[msgspec.Raw]:
     if raw is None:
         raise InvalidRequest("messages is missing")
+    if is_full:
+        bounds.require_messages(bytes(raw))
     try:
-        messages = _MESSAGES.decode(raw)
+        messages = split.items(bytes(raw)) if is_full else split.ITEMS.decode(raw)
     except msgspec.ValidationError as error:
         raise InvalidRequest("messages must be a list") from error
     if not messages:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from starlette.types import Scope
 
 from app.errors import AppError, Forbidden, SessionNotFound, Unauthorized
-from app.http.limits import beyond
+from app.http.limits import PEER, beyond
 from app.http.sessions import SESSION_ID
 from app.http.tokens import Tokens
 from app.settings import Network
@@ -29,9 +29,6 @@ from app.upstream.engines import MODELS, PATHS
 
 HOLDER = "turnlog.holder"
 """In a scope: the session whose token came with the request; not there for an admin."""
-
-PEER = "peer"
-"""In a scope's state: who is at the other end of the connection, whatever a header says (`http.protocol`)."""
 
 COOKIE = b"turnlog_ui"
 SIGN_IN, SIGN_OUT = "/ui/sign-in", "/ui/sign-out"

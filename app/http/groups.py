@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from app.domain.samples import Truncate
 from app.errors import InvalidRequest
 from app.http.names import ANY
-from app.http.sessions import MAX_INTEGER, NO_NUL
+from app.http.sessions import MAX_INTEGER, NO_NUL, read_model
 from app.http.state import begun, services, whole_body
 from app.service.feed import Ask
 
@@ -29,7 +29,7 @@ class Acknowledgement(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     consumer: str = Field(pattern=CONSUMER, strict=True)
-    groups: list[Annotated[str, Field(pattern=NO_NUL, strict=True)]]
+    groups: Annotated[list[Annotated[str, Field(pattern=NO_NUL, strict=True)]], FailFast()]
 
 
 @router.get("/export/groups")
@@ -79,13 +79,7 @@ async def get_group(request: Request, group_id: Annotated[str, Path(pattern=NO_N
 @router.post("/export/groups/ack")
 async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups as consumed, for good; says of each what became of it."""
-    raw = await whole_body(request)
-    try:
-        body = Acknowledgement.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InvalidRequest(f"{place or 'the body'}: {first['msg']}") from error
+    body = read_model(await whole_body(request), Acknowledgement)
     outcome = await services(request).feed.acknowledge(body.consumer, body.groups)
     found: dict[str, Any] = msgspec.to_builtins(outcome)
     return found

@@ -22,6 +22,7 @@ from app.http.auth import unknown_session
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services
 from app.service.flights import TurnReply
+from app.service.sessions import CUT_AT
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.header_sessions")
@@ -57,7 +58,7 @@ CANNOT_TELL = (
 )
 
 MAX_ID = 128
-HASH_CHARACTERS = 32
+HASH_CHARACTERS = MAX_ID - 1 - CUT_AT
 
 
 class HeaderSession:
@@ -92,7 +93,7 @@ class HeaderSession:
             self._require_below(holder, self.session_id)
         if holder is not None and self.parent is not None:
             self._require_below(holder, self.parent)
-        await self._ensure(app)
+        await self._ensure(app, holder)
         if holder is not None and self.session_id != holder:
             stored = await app.sessions.config_of(self.session_id)
             self._require_below(holder, (stored and stored.parent) or "")
@@ -103,9 +104,11 @@ class HeaderSession:
         if not is_named and not (self._root == holder and session_id in self._agents):
             raise unknown_session(self.session_id)
 
-    async def _ensure(self, app: Services) -> None:
+    async def _ensure(self, app: Services, holder: str | None) -> None:
         if await app.sessions.config_of(self.session_id) is not None:
             return
+        if holder is not None and self.session_id != holder:
+            await app.sessions.require_room_for_agent(holder, app.settings.max_agent_sessions)
         wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
         new = new_session(wish, app.settings)
         parent = None if self.parent is None else await app.sessions.config_of(self.parent)
@@ -198,4 +201,4 @@ def _of_agent(session_id: str, agent: str) -> str:
     if re.fullmatch(SESSION_ID, plain):
         return plain
     digest = hashlib.sha256(plain.encode()).hexdigest()[:HASH_CHARACTERS]
-    return f"{session_id[: MAX_ID - 1 - HASH_CHARACTERS]}:{digest}"
+    return f"{session_id[:CUT_AT]}:{digest}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 
 from starlette.types import Receive, Scope
@@ -28,46 +29,113 @@ MAX_TARGET_BYTES = 16 << 10
 MAX_PARAMETERS = 256
 """Of a query."""
 
-MAX_SMALL_BODY = 512 << 10
-"""Bytes of a body that holds at most 64 KiB of labels, which is decoded on the event loop: an escape has six times the
-bytes of what it stands for, and there may be white space. Decoding takes some milliseconds."""
+IDLE_S, IDLE_BYTES = 30.0, 30 << 10
+"""Each so many bytes of a body may take so long: a KiB a second."""
 
-IDLE_S, BODY_S = 60.0, 600.0
-"""How long nothing of a body may come, and how long all of it may take."""
+BODY_S = 600.0
+"""How long all of a body may take."""
+
+SMALL = 64 << 10
+"""A body of which no more has come is nobody's share: who holds many large ones back keeps no small one out."""
+
+SESSION_SHARE, PEER_SHARE = 4, 2
+"""The part of all bytes, as a divisor, that the requests of one session may hold, and those whose bodies have not
+ended of one address. Behind one address there may be all harnesses, which send their bodies whole."""
+
+
+PEER = "peer"
+"""In a scope's state: who is at the other end of the connection, whatever a header says (`http.protocol`)."""
 
 
 class Room:
-    """What one request holds of the bytes that may be in flight."""
+    """What one request holds of the bytes that may be in flight. `session` and `peer` are whose it is, if known."""
 
-    def __init__(self, inflight: Inflight) -> None:
+    def __init__(self, inflight: Inflight, session: str | None, peer: str | None) -> None:
         self._inflight = inflight
+        self.session = session
+        self.peer = peer
         self.size = 0
+        self.body_size = 0
+        self.arriving = 0
 
     def grow(self, size: int) -> None:
-        """Raises Overloaded."""
+        """For what is not the request's own body. Raises Overloaded."""
         self._inflight.take(size)
         self.size += size
 
+    def arrive(self, size: int) -> None:
+        """So much more of its body has come. Raises Overloaded."""
+        self._inflight.take_body(self, size)
+
+    def arrived(self) -> None:
+        """Its body has ended."""
+        self._inflight.whole(self)
+
 
 class Inflight:
-    """Bytes of all bodies in flight in this process, at most `limit`."""
+    """Bytes of all bodies in flight in this process, at most `limit`.
 
-    def __init__(self, limit: int) -> None:
+    Any session may have one request of `largest` bytes, however small its share is.
+    """
+
+    def __init__(self, limit: int, largest: int = 0) -> None:
         self._limit = limit
+        self._session_limit = max(limit // SESSION_SHARE, min(limit, largest))
+        self._peer_limit = max(limit // PEER_SHARE, min(limit, largest))
+        self._sessions: Counter[str] = Counter()
+        self._peers: Counter[str] = Counter()
         self.size = 0
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[Room]:
-        room = Room(self)
+    def room(self, session: str | None = None, peer: str | None = None) -> Iterator[Room]:
+        room = Room(self, session, peer)
         try:
             yield room
         finally:
+            self.whole(room)
+            _less(self._sessions, room.session, room.body_size)
             self.size -= room.size
 
     def take(self, size: int) -> None:
         if self.size + size > self._limit:
             raise Overloaded(f"bodies of {self.size} bytes are in flight; the limit is {self._limit}")
         self.size += size
+
+    def take_body(self, room: Room, size: int) -> None:
+        """Raises Overloaded where all is taken, or the session's or the peer's share."""
+        if room.body_size + size > SMALL:
+            of_session = 0 if room.session is None else self._sessions[room.session] + size
+            if of_session > self._session_limit:
+                raise Overloaded(f"the session's requests hold its share of {self._session_limit} bytes in flight")
+            of_peer = 0 if room.peer is None else self._peers[room.peer] + size
+            if of_peer > self._peer_limit:
+                raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
+        room.grow(size)
+        room.body_size += size
+        room.arriving += size
+        if room.session is not None:
+            self._sessions[room.session] += size
+        if room.peer is not None:
+            self._peers[room.peer] += size
+
+    def whole(self, room: Room) -> None:
+        _less(self._peers, room.peer, room.arriving)
+        room.arriving = 0
+
+
+def _less(counter: Counter[str], name: str | None, size: int) -> None:
+    """Whoever holds nothing any more is forgotten."""
+    if name is None or not size:
+        return
+    counter[name] -= size
+    if counter[name] <= 0:
+        del counter[name]
+
+
+def peer_of(scope: Scope) -> str | None:
+    """The address at the other end of the connection."""
+    peer = (scope.get("state") or {}).get(PEER) or scope["client"]
+    return None if peer is None else str(peer[0])
 
 
 def beyond(scope: Scope, header_bytes: int) -> AppError | None:
@@ -94,17 +162,17 @@ async def read_body(receive: Receive, headers: Headers, limit: int, room: Room) 
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
     try:
-        async with asyncio.timeout(IDLE_S) as patience:
+        async with asyncio.timeout(min(IDLE_S, BODY_S)) as patience:
             return await _read(receive, limit, room, patience)
     except TimeoutError as error:
         raise RequestTimeout(
-            f"nothing of the body came for {IDLE_S:g} s, or all of it did not come in {BODY_S:g} s"
+            f"less than {IDLE_BYTES} bytes of the body came in {IDLE_S:g} s, or all of it did not come in {BODY_S:g} s"
         ) from error
 
 
 async def _read(receive: Receive, limit: int, room: Room, patience: asyncio.Timeout) -> bytes | None:
     parts: list[bytes] = []
-    size = 0
+    size = paid = 0
     clock = asyncio.get_running_loop().time
     deadline = clock() + BODY_S
     while True:
@@ -115,8 +183,11 @@ async def _read(receive: Receive, limit: int, room: Room, patience: asyncio.Time
         size += len(part)
         if size > limit:
             raise RequestTooLarge(f"the body has more than {limit} bytes")
-        room.grow(len(part))
+        room.arrive(len(part))
         parts.append(part)
         if not message.get("more_body"):
+            room.arrived()
             return parts[0] if len(parts) == 1 else b"".join(parts)
-        patience.reschedule(min(clock() + IDLE_S, deadline))
+        if size - paid >= IDLE_BYTES:
+            paid = size
+            patience.reschedule(min(clock() + IDLE_S, deadline))

@@ -2,7 +2,7 @@
 
 uvicorn's own protocol waits for a head as long as it takes, and takes all that comes. It takes trailers for headers,
 and the body of a request that asks for an upgrade for the next request. It also forgets who is at the other end where
-a proxy's header says something else, which the guard must know (`auth.PEER`).
+a proxy's header says something else, which the guard must know (`limits.PEER`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from starlette.types import Receive
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from app.errors import AppError, HeadersTooLarge, RequestTimeout
-from app.http.auth import PEER
-from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES
+from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
+from app.http.doorway import KEPT_FOR, Doorway, Room
+from app.http.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.http.replies import error_parts
 
 HEAD_S = 30.0
@@ -30,6 +30,9 @@ come of what nobody gets: trailers, and what stands between the chunks of a body
 
 STALLED_S = 3600.0
 """How long a client may leave a reply unread; a trainer may do something else between two rows of an export."""
+
+SCARCE_S = 2.0
+"""How long a head may take where few descriptors are left."""
 
 LINGER_S = 1.0
 """What a refused client still sends is read for so long, or its end would throw the refusal away."""
@@ -45,7 +48,10 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One connection; `doorway` says whether there is room for it."""
+
+    doorway: Doorway | None = None
+    _room: Room = "free"
 
     _in_head = False
     _is_refused = False
@@ -57,9 +63,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
-        self._alarm = self.loop.call_later(HEAD_S, self._give_up)
+        if self.doorway is not None:
+            self.doorway.connections += 1
+            self._room = self.doorway.room(transport.get_extra_info("socket").fileno())
+        if self.doorway is not None and self._room != "free":
+            self._alarm = self.loop.call_later(SCARCE_S, self.turn_away)
+            self.doorway.wait(self)
+        else:
+            self._alarm = self.loop.call_later(HEAD_S, self._give_up)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self.doorway is not None:
+            self.doorway.connections -= 1
+            self.doorway.wait_no_more(self)
         self._calm()
         self._unstall()
         super().connection_lost(exc)
@@ -114,17 +130,27 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_reading_on:
             self._is_reading_on = False
             return
+        if self._is_refused:
+            return
+        if self.doorway is not None and self._room != "free":
+            self.doorway.wait_no_more(self)
+            if not self.url.partition(b"?")[0].endswith(KEPT_FOR):
+                self.turn_away()
+                return
         self._in_head = False
         self._calm()
         super().on_headers_complete()
+        if self._room != "free":
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._unused_bytes = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._unused_bytes = 0
-        if not self.parser.should_upgrade():
+        if not self.parser.should_upgrade() and not self._is_refused:
             super().on_message_complete()
 
     def pause_writing(self) -> None:
@@ -148,6 +174,18 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._in_head:
             self._refuse(RequestTimeout(f"the head of the request did not come in {HEAD_S:g} s"))
         else:
+            self.transport.close()
+
+    def turn_away(self) -> None:
+        """There is no descriptor for this connection; whoever comes again may find one."""
+        assert self.doorway is not None
+        self.doorway.wait_no_more(self)
+        if self._is_refused or self.transport.is_closing():
+            return
+        has_sent = self._in_head
+        self._in_head = True
+        self._refuse(Overloaded(self.doorway.refuse()))
+        if self._room == "none" or not has_sent:
             self.transport.close()
 
     def _refuse(self, error: AppError) -> None:
@@ -174,7 +212,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._stalled = None
 
 
-def bound_connections(receive: Receive) -> None:
+def bound_connections(receive: Receive, doorway: Doorway) -> None:
     """Have uvicorn use it, and keep connections for long, where an operator has not chosen otherwise.
 
     uvicorn chooses its class before it loads an application, and looks at the choice again for each connection.
@@ -182,6 +220,6 @@ def bound_connections(receive: Receive) -> None:
     """
     lifespan = getattr(receive, "__self__", None)
     if isinstance(lifespan, LifespanOn) and lifespan.config.http_protocol_class is HttpToolsProtocol:
-        lifespan.config.http_protocol_class = BoundedProtocol
+        lifespan.config.http_protocol_class = type("TurnlogProtocol", (BoundedProtocol,), {"doorway": doorway})
         if lifespan.config.timeout_keep_alive == UVICORNS_KEEP_ALIVE_S:
             lifespan.config.timeout_keep_alive = KEEP_ALIVE_S

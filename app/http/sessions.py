@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from app.domain.events import OnAbort, OnDivergence, SessionConfig
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
-from app.http.state import Services, begun, services, small_body, whole_body
+from app.http.state import Services, begun, services, whole_body
 from app.service import replay, transcript
 from app.service.cache import Live
 from app.service.sessions import NewSession
@@ -39,6 +39,11 @@ MAX_LABEL = 64 << 10
 
 MAX_PLACE = 200
 """Characters of a fault's place in a body that its message has: a key may be as long as the body."""
+
+SHORT = 16 << 10
+"""Bytes of a body that is given to its model at once."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 MAX_INTEGER = 2**63 - 1
 """What a database's integer holds."""
@@ -103,6 +108,8 @@ def require_session_id(session_id: str) -> str:
 
 def read_model(raw: bytes, kind: type[Body]) -> Body:
     """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field."""
+    if len(raw) > SHORT:
+        _require_known(raw, kind)
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
@@ -129,6 +136,17 @@ def _require_small(what: str, value: Any) -> None:
     size = len(msgspec.json.encode(value))
     if size > MAX_LABEL:
         raise InvalidRequest(f"{what} {size} bytes as JSON; the limit is {MAX_LABEL}")
+
+
+def _require_known(raw: bytes, kind: type[BaseModel]) -> None:
+    """A model makes an error of each unknown field, of which only the first is told. Raises InvalidRequest for that."""
+    try:
+        fields = _FIELDS.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return
+    unknown = next((name for name in fields if name not in kind.model_fields), None)
+    if unknown is not None and kind.model_config.get("extra") == "forbid":
+        raise InvalidRequest(f"{unknown:.64}: Extra inputs are not permitted")
 
 
 def new_session(body: CreateSession, settings: Settings) -> NewSession:
@@ -162,7 +180,7 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
 async def create_session(request: Request) -> dict[str, Any]:
     """Create a session; idempotent where the client names it."""
     app = services(request)
-    raw = await small_body(request)
+    raw = await whole_body(request)
     new = new_session(read_model(raw, CreateSession) if raw.strip() else CreateSession(), app.settings)
     await app.sessions.create(new)
     token = app.tokens.for_session(new.session_id)
@@ -269,7 +287,7 @@ async def get_refused_reply(
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
-    body = read_model(await small_body(request), Reward)
+    body = read_model(await whole_body(request), Reward)
     _require_small("reward and components have", {"reward": body.reward, "components": body.components})
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}

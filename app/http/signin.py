@@ -12,9 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from app.errors import Unauthorized
 from app.http.auth import COOKIE, SIGN_IN, SIGN_OUT
-from app.http.limits import read_body
 from app.http.sessions import read_model
-from app.http.state import services
+from app.http.state import services, whole_body
 from app.http.tokens import COOKIE_S
 
 log = logging.getLogger("turnlog.signin")
@@ -39,9 +38,7 @@ class SignIn(BaseModel):
 async def sign_in(request: Request) -> Response:
     """A cookie for the admin token; nothing, where no token is needed. Raises Unauthorized."""
     app = services(request)
-    with app.inflight.room() as room:
-        raw = await read_body(request.receive, request.headers.items(), MAX_BYTES, room)
-    token = read_model(raw or b"", SignIn).token
+    token = read_model(await whole_body(request, MAX_BYTES), SignIn).token
     reply = JSONResponse({"signed_in": True})
     if not app.tokens.are_needed:
         return reply

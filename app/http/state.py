@@ -9,8 +9,8 @@ import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
-from app.errors import InvalidRequest, RequestTooLarge
-from app.http.limits import MAX_SMALL_BODY, Inflight, read_body
+from app.http.doorway import Doorway
+from app.http.limits import Inflight, peer_of, read_body
 from app.http.tokens import Tokens
 from app.metrics import Metrics
 from app.service.cache import SessionCache
@@ -22,6 +22,7 @@ from app.service.fleet import FleetState
 from app.service.follow import Followers
 from app.service.gates import Gates
 from app.service.janitor import Janitor
+from app.service.lag import LoopLag
 from app.service.later import Later
 from app.service.pauses import Pauses
 from app.service.registration import Registration
@@ -63,6 +64,8 @@ class Services(msgspec.Struct, frozen=True):
     cache: SessionCache
     janitor: Janitor
     tokens: Tokens
+    doorway: Doorway
+    lag: LoopLag
     page: Later[Page]
 
     def let_go(self) -> None:
@@ -82,27 +85,16 @@ def of_scope(scope: Scope) -> Services:
     return found
 
 
-async def whole_body(request: Request) -> bytes:
+CONTROL_BYTES = 1 << 20
+"""Of a body that asks for no turn: those are read on the event loop, in one go."""
+
+
+async def whole_body(request: Request, limit: int = CONTROL_BYTES) -> bytes:
     """The request's body within the limits. Raises RequestTooLarge, Overloaded, InvalidRequest."""
     app = services(request)
-    with app.inflight.room() as room:
-        body = await read_body(request.receive, request.headers.items(), app.settings.max_request_bytes, room)
-    return body or b""
-
-
-async def small_body(request: Request) -> bytes:
-    """The body of a request that says something of a session: what is larger is refused before it is read as JSON.
-
-    Raises InvalidRequest, and what `whole_body` raises.
-    """
-    app = services(request)
-    if app.settings.max_request_bytes <= MAX_SMALL_BODY:
-        return await whole_body(request)
-    with app.inflight.room() as room:
-        try:
-            body = await read_body(request.receive, request.headers.items(), MAX_SMALL_BODY, room)
-        except RequestTooLarge as error:
-            raise InvalidRequest(str(error)) from error
+    limit = min(limit, app.settings.max_request_bytes)
+    with app.inflight.room(peer=peer_of(request.scope)) as room:
+        body = await read_body(request.receive, request.headers.items(), limit, room)
     return body or b""
 
 

@@ -17,12 +17,13 @@ from app.domain.events import Protocol
 from app.errors import AppError, SessionNotFound
 from app.http.auth import HOLDER, route_path
 from app.http.header_sessions import HeaderSession, named
-from app.http.limits import Room, read_body
+from app.http.limits import Room, peer_of, read_body
 from app.http.replies import ROLLED_BACK, error_parts, send_reply, start_reply
 from app.http.sessions import SESSION_ID
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
 from app.logs import about_session
+from app.service.beside import INLINE_BYTES, beside
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.service.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, WELL, Stages, TurnStage
 from app.upstream.engines import PATHS
@@ -60,7 +61,8 @@ class TurnRoutes:
         holder: str | None = scope.get(HOLDER)
         stages = Stages(time.perf_counter)
         try:
-            outcome = await self._answer(app, protocol, in_path, holder, headers, stages, receive, send)
+            with app.inflight.room(holder or in_path, peer_of(scope)) as room:
+                outcome = await self._answer(app, protocol, in_path, holder, headers, stages, receive, send, room)
         except AppError as error:
             outcome = error.code
             await send_reply(send, *error_parts(error))
@@ -85,25 +87,25 @@ class TurnRoutes:
         stages: Stages,
         receive: Receive,
         send: Send,
+        room: Room,
     ) -> str | None:
         """How it ended; None where the client left before there was a request. Raises AppError."""
-        with app.inflight.room() as room:
-            body = await read_body(receive, headers, app.settings.max_request_bytes, room)
-            if body is None:
-                return None
-            stages.begin()
-            stages.request_bytes = len(body)
-            exchange = _Exchange(app, protocol, holder, stages, receive, send, room)
-            if in_path is None:
-                session = named(headers, body)
-                await session.ensure(app, holder)
-                about_session(session.session_id)
-                outcome = await exchange.run(session.session_id, body, headers, session)
-                await session.end(app)
-                return outcome
-            if not re.fullmatch(SESSION_ID, in_path):
-                raise SessionNotFound("no session has an id of this form")
-            return await exchange.run(in_path, body, headers)
+        body = await read_body(receive, headers, app.settings.max_request_bytes, room)
+        if body is None:
+            return None
+        stages.begin()
+        stages.request_bytes = len(body)
+        exchange = _Exchange(app, protocol, holder, stages, receive, send, room)
+        if in_path is None:
+            session = await beside(len(body) <= INLINE_BYTES, lambda: named(headers, body))
+            await session.ensure(app, holder)
+            about_session(session.session_id)
+            outcome = await exchange.run(session.session_id, body, headers, session)
+            await session.end(app)
+            return outcome
+        if not re.fullmatch(SESSION_ID, in_path):
+            raise SessionNotFound("no session has an id of this form")
+        return await exchange.run(in_path, body, headers)
 
 
 class _Exchange:
@@ -132,6 +134,7 @@ class _Exchange:
 
     async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> str:
         """How it ended. Raises AppError."""
+        streams = await beside(len(body) <= INLINE_BYTES, lambda: wants_stream(body))
         reader = Reader(self._room.grow, self._watch, self._holder)
         if self._abort_after_s is not None:
             self._watch(reader)
@@ -139,7 +142,7 @@ class _Exchange:
         if session is not None:
             call = session.explained(call)
         try:
-            if wants_stream(body):
+            if streams:
                 outcome = await self._stream(asyncio.ensure_future(call))
                 self._stages.end()
                 return outcome

@@ -35,6 +35,7 @@ from app.errors import (
     SessionNotFound,
     SessionUnreadable,
     StoreFull,
+    TooManySessions,
 )
 from app.service.cache import Live, SessionCache
 from app.service.follow import Followers, wait_for_change
@@ -58,6 +59,12 @@ from workers import codec
 from workers.codec import CorruptContent
 
 Clock = Callable[[], float]
+
+FULL_REMEMBERED = 1024
+"""Sessions that are known to have as many agents as they may have."""
+
+CUT_AT = 95
+"""Characters of a session's id that are left in that of an agent whose own id would make it too long."""
 
 FREED_AT_ONCE = 4
 """Chunks, of at most a MiB each, whose pages SQLite overwrites."""
@@ -87,6 +94,7 @@ class Sessions:
         self._clock = clock
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
+        self._full: dict[str, None] = {}
 
     def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
         """Call `callback` with a session's id, and the fences of turns that it ended, as soon as a close is on disk."""
@@ -151,6 +159,23 @@ class Sessions:
         if await self._cache.get(new.session_id) is None:
             with contextlib.suppress(SessionExists):
                 await self.create(new)
+
+    async def require_room_for_agent(self, root: str, most: int) -> None:
+        """May a session of an agent of `root` be made, where at most so many may be? Raises TooManySessions.
+
+        An id is never free again, so what was full once stays so.
+        """
+        starts = [f"{root}:"] if len(root) <= CUT_AT else [f"{root}:", f"{root[:CUT_AT]}:"]
+        if root not in self._full:
+            found = await self._database.read(
+                lambda c: sum(reads.count_beginning_with(c, start, most) for start in starts)
+            )
+            if found < most:
+                return
+            self._full[root] = None
+            if len(self._full) > FULL_REMEMBERED:
+                del self._full[next(iter(self._full))]
+        raise TooManySessions(f"session {root} has {most} agents' sessions; no more can be made with its token")
 
     async def assign_reward(
         self, session_id: str, reward: float, components: dict[str, float], turn: int | None

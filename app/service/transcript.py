@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from app.domain import split
 from app.domain.events import TurnCommitted, UnknownEvent
 from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
@@ -37,7 +38,7 @@ def chat_body(
 
 def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
     """As `chat_body`, of a completion: its prompt is `text`, or `ids`."""
-    prompt = msgspec.json.encode(text or "") if ids is None else b"[" + ids + b"]"
+    prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
     return b"".join((*_opening(params, rid, own), b',"prompt":', prompt, b"}"))
 
 

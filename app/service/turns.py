@@ -14,8 +14,7 @@ is the claim; what keeps a late one out is its fence.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -39,6 +38,7 @@ from app.errors import (
 )
 from app.service import transcript
 from app.service.asking import adapter_of, shown_kinds
+from app.service.beside import Queue, is_brief
 from app.service.cache import SessionCache
 from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn, rid_of
 from app.service.fleet import FleetState
@@ -62,9 +62,6 @@ from app.upstream.engines import Engines
 from app.upstream.headers import Headers
 from workers import codec
 from workers.job import Place
-
-PARSE_INLINE = 512 << 10
-"""A request up to this is read on the loop: a millisecond and a half, less than half a turn of this size."""
 
 STAGE_BYTES = 512 << 10
 """Chunks of more than this are written before the commit: about two milliseconds of one transaction."""
@@ -111,6 +108,7 @@ class Turns:
         self._clock = clock
         self._flights: dict[str, Flight] = {}
         self._aborting: set[asyncio.Task[None]] = set()
+        self._reading = Queue()
 
     @property
     def in_flight(self) -> int:
@@ -159,19 +157,19 @@ class Turns:
         stages: Stages,
     ) -> TurnReply:
         request: Request | None = None
+        brief = is_brief(body)
         while True:
             live = await self._cache.get(session_id)
             session = decide.require_open(live.session if live else None, session_id)
             assert live is not None
             if request is None:
-                request = await _beside(len(body), lambda: _parsed(protocol, body))
+                request = await self._reading.run(brief, lambda: _parsed(protocol, body, brief))
                 self._require_takes_ids(request)
                 adapter = adapter_of(session, request, self._fleet.fleet)
                 if reader.holder is not None:
-                    require_own(request, session_id, reader.holder)
-            incoming = _arrival(request, session)
-            await _beside(len(body), lambda: incoming.check(session.leaf))  # noqa: B023
-            template = self._token_in.check(request)
+                    require_own(request, session_id, reader.holder, self._settings.session_params)
+            incoming = await self._reading.run(brief, lambda: _arrival(request, session))  # noqa: B023
+            template = await self._reading.run(brief, lambda: self._token_in.check(request))  # noqa: B023
             flight = self._flights.get(session_id)
             if flight is not None:
                 if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
@@ -201,7 +199,9 @@ class Turns:
                     stages.enter(TurnStage.PREPARE)
                     control = None if request.control is None else self._controls.turn(request.control, session_id)
                     reply = await self._settled(
-                        Taken(flight, opening, request, template, incoming, client, reader, stages, ticket, control)
+                        Taken(
+                            flight, opening, request, template, incoming, client, reader, stages, ticket, control, brief
+                        )
                     )
                     return reply
             finally:
@@ -370,22 +370,19 @@ def _why_cut(flight: Flight, session_id: str) -> AppError:
     return ClientGone("the client went away, which ended its turn")
 
 
-def _parsed(protocol: Protocol, body: bytes) -> Request:
-    return parse_chat(body) if protocol == "chat" else parse_completion(body)
+def _parsed(protocol: Protocol, body: bytes, brief: bool) -> Request:
+    return parse_chat(body, brief) if protocol == "chat" else parse_completion(body, brief)
 
 
 def _arrival(request: Request, session: Session) -> Arrival:
+    """Raises InvalidRequest."""
+    made: Arrival
     if isinstance(request, ChatRequest):
-        return Incoming(request.messages, session.config.matcher)
-    return IncomingPrompt(request)
-
-
-T = TypeVar("T")
-
-
-async def _beside(size: int, work: Callable[[], T]) -> T:
-    """Work on a request of so many bytes; on a thread if the loop would wait for it."""
-    return work() if size <= PARSE_INLINE else await asyncio.to_thread(work)
+        made = Incoming(request.messages, session.config.matcher)
+    else:
+        made = IncomingPrompt(request)
+    made.check(session.leaf)
+    return made
 
 
 def _without(body: Body, places: Sequence[Place]) -> Sequence[bytes | memoryview]:

@@ -66,7 +66,7 @@ def _both(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Iterato
         database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
         engine = stack.enter_context(simulator(places))
         servers = []
-        for name, root, own_settings in (("before", _tree(arguments.before, folder), {}), ("after", ROOT, settings)):
+        for name, root, own_settings in (("before", tree_of(arguments.before, folder), {}), ("after", ROOT, settings)):
             (own := folder / f"{name}-store").mkdir()
             url = None if database is None else database.new_database()
             server = ServerProcess(
@@ -78,7 +78,7 @@ def _both(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Iterato
         yield servers
 
 
-def _tree(commit: str, folder: Path) -> Path:
+def tree_of(commit: str, folder: Path) -> Path:
     """The repository at that commit. Raises CalledProcessError for one that it does not have."""
     tree = folder / "before"
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout

@@ -24,8 +24,8 @@ class Slow:
         self.made = asyncio.Event()
         self.go = asyncio.Event()
 
-    async def read(self, function: Callable[..., Any]) -> Any:
-        result = await self._database.read(function)
+    async def read(self, function: Callable[..., Any], **options: Any) -> Any:
+        result = await self._database.read(function, **options)
         self.made.set()
         await self.go.wait()
         return result

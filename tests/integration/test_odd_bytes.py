@@ -32,5 +32,32 @@ def test_the_limit_on_bodies_holds_on_every_route(tight: Stand) -> None:
     assert error_of(tight.http.put(f"{talk.path}/reward", content=large)) == (413, "request_too_large")
 
 
+@pytest.mark.threat("a request is so large or so full of small values that everybody waits while it is read")
+def test_a_request_that_holds_too_much_is_refused_on_every_route(stand: Stand) -> None:
+    talk = stand.talk()
+    keys = {f"key{number}": 1 for number in range(200_000)}
+    turn = {"messages": [user("Hello")], **keys}
+    refused = stand.http.post(talk.chat_path, json=turn)
+    assert error_of(refused) == (400, "invalid_request")
+    assert "more than 1000 fields" in refused.json()["error"]["message"]
+    assert error_of(stand.http.post("/sessions/none/v1/chat/completions", json=turn)) == (404, "session_not_found")
+    by_control = {"messages": [user("Hello")], "nvext": keys}
+    assert error_of(stand.http.post("/v1/chat/completions", json=by_control)) == (400, "invalid_request")
+    for method, path in (
+        ("PUT", f"{talk.path}/reward"),
+        ("POST", f"{talk.path}/samples"),
+        ("POST", "/sessions"),
+        ("POST", "/export/groups/ack"),
+        ("POST", "/engines"),
+        ("POST", "/fleet/pause"),
+        ("POST", "/skyrl/v1/abort_lora_requests"),
+    ):
+        assert error_of(stand.http.request(method, path, json=keys)) == (413, "request_too_large"), path
+    assert talk.types() == ["SessionCreated"]
+    large = [user("a, " * 100_000), *(user(f"{number}, and so on") for number in range(2000))]
+    assert talk.chat(large).status_code == 200
+    assert talk.state()["records"][0]["request"]["messages"] == large
+
+
 def test_a_label_with_a_nul_is_refused(stand: Stand) -> None:
     assert error_of(stand.http.post("/sessions", json={"group_id": "a\0b"})) == (400, "invalid_request")

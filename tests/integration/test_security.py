@@ -14,7 +14,7 @@ import pytest
 from app.main import create_app
 from app.settings import Settings
 from app.upstream.engines import PATHS
-from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Guarded, bearer, guarded_serving, raw
+from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Client, Guarded, bearer, guarded_serving, raw
 from integration.places import Places
 from integration.stand import error_of, user
 from ops.simulator.process import SimulatorProcess
@@ -294,6 +294,59 @@ def test_what_reaches_beyond_the_session_is_for_the_admin(guarded: Guarded, fiel
     assert guarded.stand.engine_requests(mine.id) == []
     assert mine.chat_at(mine.chat_path, session_id=mine.id, session_params=None).status_code == 200
     assert guarded.admin.post(mine.chat_path, json=body(**fields)).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def lenient(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
+    settings = {"TURNLOG_SESSION_PARAMS": "priority, extra_args", "TURNLOG_MAX_AGENT_SESSIONS": "2"}
+    with guarded_serving(places.new("lenient"), sglang.base_url, environment=settings) as made:
+        yield made
+
+
+OF_THE_ENGINE = {
+    "chat_template": "{{ messages }}",
+    "extra_args": {"a": 1},
+    "logits_processors": ["module.function"],
+    "priority": -1,
+    "prompt_embeds": "AAAA",
+    "vllm_xargs": {"a": 1},
+}
+
+
+@pytest.mark.threat("who holds a session's token has the engine run, load or prefer what it says")
+@pytest.mark.parametrize("name", OF_THE_ENGINE)
+def test_what_only_an_operator_decides_is_for_the_admin(guarded: Guarded, lenient: Guarded, name: str) -> None:
+    fields = {name: OF_THE_ENGINE[name]}
+    mine = guarded.client()
+    for path, headers in ((mine.chat_path, {}), (CHAT, {"x-session-id": mine.id})):
+        refused = mine.chat_at(path, headers=headers, **fields)
+        assert error_of(refused) == (403, "forbidden")
+        assert name in refused.json()["error"]["message"]
+    assert guarded.stand.engine_requests(mine.id) == []
+    assert mine.chat_at(mine.chat_path, **{name: None}).status_code == 200
+    assert guarded.admin.post(mine.chat_path, json=body(**fields)).status_code == 200
+    allowed = lenient.client()
+    status = 200 if name in ("priority", "extra_args") else 403
+    assert allowed.chat_at(allowed.chat_path, **fields).status_code == status
+
+
+@pytest.mark.threat("who holds a session's token takes ids without end")
+def test_a_token_makes_so_many_agents_sessions_and_no_more(lenient: Guarded) -> None:
+    mine, long = lenient.client(), lenient.client(session_id=f"{uuid.uuid4().hex}{'x' * 90}")
+    for client in (mine, long):
+
+        def ask(agent: str, client: Client = client) -> httpx.Response:
+            return client.chat_at(CHAT, headers={"x-session-id": client.id, "x-turnlog-agent-id": agent})
+
+        assert [ask(agent).status_code for agent in ("a", "an agent of another name", "a")] == [200, 200, 200]
+        refused = ask("c")
+        assert error_of(refused) == (409, "too_many_sessions")
+        assert refused.headers["x-should-retry"] == "false"
+        assert client.chat_at(client.chat_path).status_code == 200
+    assert error_of(mine.chat_at(CHAT, headers={"x-session-id": f"{mine.id}:d"})) == (409, "too_many_sessions")
+    assert lenient.admin.get(f"/sessions/{mine.id}:d").status_code == 404
+    by_admin = {"x-session-id": mine.id, "x-turnlog-agent-id": "c"}
+    assert lenient.admin.post(CHAT, headers=by_admin, json=body()).status_code == 200
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ops.server import KeptServer, ServerProcess
 pytestmark = pytest.mark.anyio
 
 MUCH = 32 << 20
+LARGEST = 1000
 BODY = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n"
 WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -37,6 +38,7 @@ class Application:
     def __init__(self) -> None:
         self.guard = Guard(Tokens(()))
         self.released = asyncio.Event()
+        self.inflight = Inflight(1 << 20)
         self.sent_all = False
         self.asked: list[str] = []
 
@@ -49,8 +51,8 @@ class Application:
         body: bytes | None = b"ok"
         try:
             if scope["path"] == "/echo":
-                with Inflight(1 << 20).room() as room:
-                    body = await read_body(receive, [], 1000, room)
+                with self.inflight.room(peer=limits.peer_of(scope)) as room:
+                    body = await read_body(receive, [], LARGEST, room)
         except AppError as error:
             await send_reply(send, *error_parts(error))
             return
@@ -169,6 +171,53 @@ async def test_a_body_that_drips_has_its_time_too(monkeypatch: pytest.MonkeyPatc
         came = asyncio.create_task(to_the_end(reader))
         await drip(writer, b"x" * 900, came)
         assert (await came).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+async def test_a_body_that_comes_too_slowly_is_408(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """However much of it had come at once, and however long all of it may take."""
+    monkeypatch.setattr(limits, "IDLE_S", 0.4)
+    monkeypatch.setattr(limits, "IDLE_BYTES", 400)
+    async with connected(port) as (reader, writer):
+        writer.write(BODY.replace(b"10", b"1000") + b"x" * 900)
+        came = asyncio.create_task(to_the_end(reader))
+        await drip(writer, b"x" * 99, came)
+        assert (await came).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
+) -> None:
+    """Half of the room at most, which was all of it."""
+    monkeypatch.setattr(limits, "SMALL", 20)
+    application.inflight = Inflight(4 * LARGEST)
+    head = BODY.replace(b"10", b"1000")
+    async with contextlib.AsyncExitStack() as stack:
+        held = []
+        for _ in range(5):
+            reader, writer = await stack.enter_async_context(connected(port))
+            writer.write(head + b"x" * 999)
+            await writer.drain()
+            held.append((reader, writer))
+        answers = [asyncio.create_task(reader.readuntil(b"}")) for reader, _ in held]
+        refused, _ = await asyncio.wait(answers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        while len(refused) < 3:
+            more, _ = await asyncio.wait(set(answers) - refused, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            refused |= more
+        assert all(one.result().startswith(b"HTTP/1.1 503") for one in refused)
+        assert all(b"retry-after: 1" in one.result() for one in refused)
+        assert application.inflight.size == 2 * 999
+        reader, writer = await stack.enter_async_context(connected(port))
+        writer.write(BODY + b"1234567890")
+        assert (await reader.readuntil(b"1234567890")).startswith(b"HTTP/1.1 200")
+        for answer, (reader, writer) in zip(answers, held, strict=True):
+            if answer not in refused:
+                answer.cancel()
+                await asyncio.wait({answer})
+                writer.write(b"x")
+                assert (await reader.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
+    assert application.inflight.size == 0
 
 
 async def test_a_slow_body_in_time_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from integration.stand import Stand, error_of
 
 LIMIT = 64 << 10
-MOST_BODY = 512 << 10
+MOST_BODY = 1 << 20
 
 
 def fresh() -> str:
@@ -96,7 +96,7 @@ def test_a_large_body_is_refused_before_it_is_read_as_json(stand: Stand, in_piec
     calls = ((stand.http.put, f"{talk.path}/reward"), (stand.http.post, "/sessions"))
     for call, path in calls:
         refused = call(path, content=pieces_of(body) if in_pieces else body)
-        assert error_of(refused) == (400, "invalid_request")
+        assert error_of(refused) == (413, "request_too_large")
         sized = f"the body has {len(body)} bytes; the limit is {MOST_BODY}"
         message = f"the body has more than {MOST_BODY} bytes" if in_pieces else sized
         assert refused.json()["error"]["message"] == message

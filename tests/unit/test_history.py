@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import raw, raws, user
 
+from app.domain import history
 from app.domain.events import Matcher
-from app.domain.history import Incoming, canonical_hash, decode_message
+from app.domain.history import CANONICAL, Incoming, canonical_hash, decode_message
 from app.errors import InvalidRequest
 
 ARGUMENTS = '{"city":"München","limit":1e3,"deep":{"a":[1.0,null]}}'
@@ -241,3 +242,23 @@ def test_a_spelling_does_not_depend_on_what_was_asked_before(counts: list[int], 
     messages = raws([user(text) for text in texts])
     asked = Incoming(messages, "tolerant")
     assert [asked.spelling(n) for n in counts] == [Incoming(messages, "tolerant").spelling(n) for n in counts]
+
+
+@pytest.mark.parametrize("matcher", CANONICAL)
+def test_a_long_text_is_hashed_as_a_short_one(monkeypatch: pytest.MonkeyPatch, matcher: Matcher) -> None:
+    message = {"role": "user", "content": '"é\\\n\u2028😀' * 5, "b": [1, "x" * 40, {}], "a": {"z": "y" * 40, "c": []}}
+    whole = canonical_hash(message, matcher)
+    monkeypatch.setattr(history, "LONG", 7)
+    assert canonical_hash(message, matcher) == whole
+
+
+def test_arguments_that_hold_too_much_are_text() -> None:
+    """They are not decoded: equal text is all that they have in common."""
+
+    def called(arguments: str) -> str:
+        return canonical_hash({"role": "assistant", "tool_calls": [{"function": {"arguments": arguments}}]}, "tolerant")
+
+    few, many = ("[" + "[]," * count + "1]" for count in (10, 60_000))
+    assert called(few) == called(few.replace(",", ", "))
+    assert called(many) == called(many)
+    assert called(many) != called(many.replace(",", ", "))

@@ -178,3 +178,70 @@ def test_a_turn_has_one_prompt_one_choice_and_no_echo(rest: str) -> None:
 def test_a_body_is_another_request_on_another_route() -> None:
     body = b'{"messages":[1],"prompt":"a"}'
     assert parse_chat(body).body_hash != parse_completion(body).body_hash
+
+
+SAID = b'{"role":"user","content":""}'
+
+
+def keys(count: int) -> bytes:
+    return b",".join(b'"key%d":1' % number for number in range(count))
+
+
+def body(**fields: bytes) -> bytes:
+    return b'{"messages":[1],' + b",".join(b'"%b":%b' % (k.encode(), v) for k, v in fields.items()) + b"}"
+
+
+def listed(item: bytes, count: int) -> bytes:
+    return b"[" + b",".join([item] * count) + b"]"
+
+
+TOO_MUCH = {
+    "fields": (b'{"messages":[1],' + keys(1_000_000) + b"}", "the body has more than 1000 fields"),
+    "fields that are few": (b'{"messages":[1],' + keys(1000) + b"}", "the body has more than 1000 fields"),
+    "tools": (body(tools=listed(b'{"type":"function"}', 500_001)), "tools has more than 500000 entries"),
+    "tools that are fewer": (
+        body(tools=listed(b'{"type":"function"}', 25_000)),
+        "tools has .* values; the limit is 500000",
+    ),
+    "a tool": (body(tools=b"[{" + keys(100_000) + b"}]"), "tools has .* values; the limit is 500000"),
+    "members": (body(x=b"{" + keys(100_000) + b"}"), "x has .* values; the limit is 500000"),
+    "a field's entries": (body(stop=listed(b'""', 600_000)), "stop has more than 500000 entries"),
+    "messages": (b'{"messages":' + listed(SAID, 65_537) + b"}", "messages has more than 65536 entries"),
+    "a message": (
+        b'{"messages":[1,{"role":"user","content":' + listed(b"{}", 60_000) + b"},1]}",
+        "one of the messages has .* values; the limit is 500000",
+    ),
+    "all messages": (
+        b'{"messages":' + listed(b'{"role":"user","content":' + listed(b"{}", 40_000) + b"}", 12) + b"}",
+        "messages has .* values; the limit is 5000000",
+    ),
+    "control": (body(nvext=b"{" + keys(100_000) + b"}"), "nvext has .* values"),
+}
+
+
+@pytest.mark.threat("a request is so large or so full of small values that everybody waits while it is read")
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_holds_too_much_is_refused_and_the_limit_is_named(name: str) -> None:
+    text, message = TOO_MUCH[name]
+    with pytest.raises(InvalidRequest, match=message):
+        parse_chat(text)
+
+
+def test_what_somebody_needs_is_taken() -> None:
+    tool = json.dumps({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}).encode()
+    assert parse_chat(body(tools=listed(tool, 4000))).tools is not None
+    said = b'{"role":"user","content":"' + b"a, b, [c], {d}; " * 20 + b'"}'
+    assert len(parse_chat(b'{"messages":' + listed(said, 50_000) + b"}").messages) == 50_000
+    assert len(parse_chat(body(allowed_token_ids=listed(b"1", 200_000))).params["allowed_token_ids"]) == 400_001
+
+
+@pytest.mark.parametrize("spaces", [b"", b" \n"])
+def test_millions_of_ids_are_read_in_parts(spaces: bytes) -> None:
+    text = b"[" + (b"," + spaces).join([b"%d" % number for number in range(1_000_000)]) + b"]"
+    request = parse_completion(b'{"prompt":' + text + b"}")
+    assert request.ids == TokenIds(1_000_000, text[1:-1].replace(spaces, b"") if spaces else text[1:-1])
+    for bad in (text[:-1] + b",]", text[:-1] + b",-1]", text[:-1] + b",[1]]", text[:-1] + b',"1"]'):
+        with pytest.raises(InvalidRequest):
+            parse_completion(b'{"prompt":' + bad + b"}")
+    with pytest.raises(Unsupported):
+        parse_completion(b'{"prompt":' + listed(b'""', 100_000) + b"}")

@@ -79,6 +79,8 @@ BAD = [
     ("DATABASE_URL", "sqlite:///x.db"),
     ("DATABASE_URL", "sqlite+aiosqlite://"),
     ("DATABASE_URL", "nonsense"),
+    ("SESSION_PARAMS", "priority,kv_transfer_params"),
+    ("MAX_AGENT_SESSIONS", "-1"),
     ("TRUSTED_NETWORKS", "10.0.0.1/8"),
     ("TRUSTED_NETWORKS", "everybody"),
 ]

@@ -13,6 +13,7 @@ from app.errors import (
     SessionBusy,
     SessionOpenFailed,
     TokenPrefixMismatch,
+    TooManySessions,
     Unsupported,
     WorkerCrash,
 )
@@ -43,6 +44,7 @@ ERRORS: Errors = (
     RollbackTooDeep,
     HistoryMismatch,
     *SESSION,
+    TooManySessions,
     SessionBusy,
     ClaimLost,
     IdempotencyMismatch,

@@ -1,0 +1,67 @@
+"""Who may come in, by how many file descriptors are left."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import pytest
+
+from app.http.doorway import LEAST_RESERVE, MOST_RESERVE, TELL_EVERY_S, Doorway
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """What the system allows, as the process believes it; what it asks for."""
+    state = {"limit": (256, 1024)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: state["limit"])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limit: state.update(limit=limit))
+    return state
+
+
+def test_it_takes_what_the_system_allows(limited: dict[str, tuple[int, int]]) -> None:
+    Doorway(Clock()).open()
+    assert limited["limit"] == (1024, 1024)
+    limited["limit"] = (1024, resource.RLIM_INFINITY)
+    Doorway(Clock()).open()
+    assert limited["limit"] == (1 << 20, resource.RLIM_INFINITY)
+
+
+@pytest.mark.parametrize(("limit", "reserve"), [(64, LEAST_RESERVE), (1024, 128), (1 << 16, MOST_RESERVE)])
+def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limit: int, reserve: int) -> None:
+    limited["limit"] = (limit, limit)
+    doorway = Doorway(Clock())
+    doorway.open()
+    for descriptor, room in (
+        (5, "free"),
+        (limit - reserve - 1, "free"),
+        (limit - reserve, "scarce"),
+        (limit - reserve // 2 - 1, "scarce"),
+        (limit - reserve // 2, "none"),
+        (limit - 1, "none"),
+    ):
+        assert doorway.room(descriptor) == room, descriptor
+
+
+def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    doorway = Doorway(clock)
+    with caplog.at_level(logging.WARNING, "turnlog.connections"):
+        for _ in range(5):
+            doorway.refuse()
+        clock.now += TELL_EVERY_S
+        doorway.refuse()
+        doorway.refuse()
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(" connections")[0] for line in said] == [
+        "out of file descriptors: 1",
+        "out of file descriptors: 5",
+    ]
+    assert doorway.refused == 7

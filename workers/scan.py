@@ -1,0 +1,141 @@
+"""How much there is in a JSON text, from its text alone and before anything is made of it.
+
+To decode a text of a million small values holds the interpreter for as long as that takes, on whatever thread. This
+looks at the text in slices, in numpy, which lets others run meanwhile; it makes no objects and no recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SLICE = 256 << 10
+
+HEAVY = 10
+"""To make an object, a list or a member of an object costs about as much as so many numbers."""
+
+_QUOTE, _BACKSLASH, _COMMA, _COLON = 0x22, 0x5C, 0x2C, 0x3A
+_OPENS, _CLOSES = b"[{", b"]}"
+
+
+def _table(values: dict[bytes, int]) -> npt.NDArray[np.int8]:
+    made = np.zeros(256, np.int8)
+    for characters, value in values.items():
+        made[list(characters)] = value
+    return made
+
+
+_WEIGHT = _table({b",": 1, b":" + _OPENS: HEAVY})
+_STEP = _table({_OPENS: 1, _CLOSES: -1})
+
+_CASE = 0x20
+"""`[` and `{` differ in this bit, and so do `]` and `}`."""
+
+Places = npt.NDArray[np.intp]
+Flags = npt.NDArray[np.bool_]
+Characters = npt.NDArray[np.uint8]
+
+
+class Extent(NamedTuple):
+    """`members` of the outermost object or list, and the `weight` of it all: its values, where each object, list and
+    member of an object counts as HEAVY. `largest` is the weight of its heaviest member, `depth` how deep it nests.
+    """
+
+    members: int
+    weight: int
+    largest: int
+    depth: int
+
+
+def may_exceed(text: bytes, most: int) -> bool:
+    """May a text hold more values than that? Quickly said: the characters of its strings count as well."""
+    found = 0
+    for start in range(0, len(text) if len(text) > most else 0, SLICE):
+        part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
+        found += int(np.count_nonzero(part == _COMMA)) + int(np.count_nonzero(part | _CASE == _OPENS[1]))
+        if found > most:
+            return True
+    return False
+
+
+def extent(text: bytes, most: int) -> Extent:
+    """Of a JSON text; of what is not JSON, some. Stops soon after there are more than `most` members."""
+    members = weight = largest = depth = deepest = begun = 0
+    for kinds in _structure(text):
+        if not len(kinds):
+            continue
+        before = np.cumsum(_WEIGHT[kinds], dtype=np.int32)
+        levels = np.cumsum(_STEP[kinds], dtype=np.int32)
+        between = weight + before[(kinds == _COMMA) & (levels == 1 - depth)].astype(np.int64)
+        if len(between):
+            largest = max(largest, int(np.diff(between, prepend=begun).max()))
+            begun = int(between[-1])
+            members += len(between)
+        deepest = max(deepest, depth + int(levels.max()))
+        depth, weight = depth + int(levels[-1]), weight + int(before[-1])
+        if members > most:
+            break
+    return Extent(members + 1, weight, max(largest, weight - begun), deepest)
+
+
+def members(text: bytes, at_least: int = 0) -> Iterator[bytes]:
+    """What stands between the outermost object's or list's brackets, cut at its own commas.
+
+    With `at_least`, pieces of several members that have at least so many bytes. Of what is not JSON, pieces of which
+    one is not either.
+    """
+    begin = depth = 0
+    for start, kinds, places in _placed(text):
+        levels = depth + np.cumsum(_STEP[kinds], dtype=np.int32)
+        own = places[(kinds == _COMMA) & (levels == 1)]
+        for place in (own[-1:] if at_least else own).tolist():
+            if start + place - begin > at_least:
+                yield text[begin + 1 : start + place]
+                begin = start + place
+        depth = int(levels[-1]) if len(levels) else depth
+    yield text[begin + 1 : -1]
+
+
+def _structure(text: bytes) -> Iterator[Characters]:
+    return (kinds for _, kinds, _ in _placed(text))
+
+
+def _placed(text: bytes) -> Iterator[tuple[int, Characters, Places]]:
+    """A slice at a time where it begins, its commas, colons and brackets outside of strings, and their places in it."""
+    in_string, is_escaped = False, False
+    for start in range(0, len(text), SLICE):
+        part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
+        quotes = part == _QUOTE
+        is_escaped = _drop_escaped(part, quotes, is_escaped)
+        outside = np.bitwise_xor.accumulate(quotes)
+        if not in_string:
+            np.logical_not(outside, out=outside)
+        in_string = not outside[-1]
+        folded = part | _CASE
+        outside &= (folded == _OPENS[1]) | (folded == _CLOSES[1]) | (part == _COMMA) | (part == _COLON)
+        places = np.flatnonzero(outside)
+        yield start, part[places], places
+
+
+def _drop_escaped(part: Characters, quotes: Flags, is_escaped: bool) -> bool:
+    """Take the quotes behind an odd number of backslashes out of `quotes`; is the next slice's first character so?
+
+    `is_escaped` says it of this slice's first.
+    """
+    if is_escaped:
+        quotes[0] = False
+    places: Places = np.flatnonzero(part == _BACKSLASH)
+    if is_escaped and len(places) and places[0] == 0:
+        places = places[1:]
+    if not len(places):
+        return False
+    begins = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+    lengths = np.diff(begins, append=len(places))
+    behind = places[begins] + lengths
+    odd = behind[lengths % 2 == 1]
+    is_last = bool(len(odd)) and int(odd[-1]) == len(part)
+    quotes[odd[:-1] if is_last else odd] = False
+    return is_last
