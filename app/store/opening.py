@@ -7,7 +7,7 @@ import sqlite3
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 
-from app.errors import StartupError
+from app.errors import StartupError, StoreFull
 from app.store import sqlite_engine
 from app.store.lock import Held, SqliteLock
 
@@ -37,6 +37,8 @@ def unopened(url: str, error: BaseException) -> StartupError:
         # The query may hold a password as well.
         place = parsed.set(query={}).render_as_string(hide_password=True)
         todo = "is PostgreSQL running there, and is TURNLOG_DATABASE_URL right?"
+    if isinstance(cause, StoreFull):
+        todo = "make room (docs/runbook.md)"
     return StartupError(f"the database cannot be opened: {place}: {_reason(cause)}; {todo}")
 
 
