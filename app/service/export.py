@@ -25,9 +25,9 @@ from app.export import shapes
 from app.export.row import Fields, Row, Unfit
 from app.service import cursors
 from app.service.exported import Exported
+from app.service.filters import NOT_OF_GROUP, session_excluded
 from app.service.filters import Filters as Filters
 from app.service.filters import Wish as Wish
-from app.service.filters import NOT_OF_GROUP, session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
 from app.store import group_reads, reads, survey

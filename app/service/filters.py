@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 NOT_OF_GROUP = "group_id differs"
-"""Of a session that nobody asked for: it is met where damage hides which group it is of, and is not told as left out."""
+"""Of a session that nobody asked for: met where damage hides which group it is of, and not told as left out."""
 
 
 class Filters(msgspec.Struct, frozen=True):

@@ -92,9 +92,9 @@ class Mortal:
         self._require_life()
         return await self._database.glance(statement, parameters)
 
-    async def write(self, function: Callable[..., Any], *, durable: bool, brief: bool = False, size: int = 0) -> Any:
+    async def write(self, function: Callable[..., Any], *, durable: bool, **rest: Any) -> Any:
         self._require_life()
-        return await self._database.write(function, durable=durable, brief=brief, size=size)
+        return await self._database.write(function, durable=durable, **rest)
 
     async def empty_log_file(self) -> None:
         await self._database.empty_log_file()
