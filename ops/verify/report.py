@@ -30,8 +30,8 @@ class Report(msgspec.Struct):
     `missing` are acknowledged turns that are not in the log, or whose reply is another by now; each is a problem too.
     `not_compared` counts those in the log whose reply cannot be put together any more: payloads that were tombstoned,
     sessions that were erased. Of the `groups` there are `noted_groups` that a note says are still to be brought up to
-    date, which happens when the feed is asked: what is stored of those is not compared. Of `unreadable` sessions there are rows, and of `damaged_tables` pages, that the database
-    cannot read.
+    date, which happens when the feed is asked: what is stored of those is not compared. Of `unreadable` sessions there
+    are rows, and of `damaged_tables` pages, that the database cannot read.
     """
 
     sessions: int = 0
