@@ -233,6 +233,10 @@ class StoreLost(StoreUnavailable):
     """Nothing more is written, and this process ends: what is acknowledged must be found by the next one."""
 
 
+class StoreLocked(StoreUnavailable):
+    """Another program held the database's lock for as long as a write waits; nothing was written."""
+
+
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
     retry_after_s = 30

@@ -7,12 +7,11 @@ import contextlib
 import functools
 import gc
 import logging
-import math
 import sys
 import time
 from collections.abc import AsyncIterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
@@ -36,38 +35,21 @@ from app.http.state import Services
 from app.http.tokens import Tokens
 from app.http.turns import TurnRoutes
 from app.metrics import Metrics
-from app.service.cache import SessionCache
-from app.service.claims import Claims
+from app.service.assembly import Assembly
 from app.service.counted import Counted
-from app.service.engine_pool import EnginePool
 from app.service.exports import Exports
 from app.service.feed import Feed
-from app.service.fleet import FleetState
-from app.service.follow import Followers
-from app.service.gates import Gates
-from app.service.janitor import Janitor
-from app.service.judge import Judge
 from app.service.lag import LoopLag
 from app.service.later import Later
-from app.service.pauses import Pauses
-from app.service.recovery import BEATS_PER_LEASE, Recovery
 from app.service.registration import Registration
 from app.service.samples import Samples
-from app.service.session_control import SessionControls
-from app.service.sessions import Sessions
 from app.service.stages import Recent
-from app.service.token_in import TokenIn
-from app.service.turns import Turns
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database, load_driver
-from app.store.writer import Writer
 from app.tito.families import family
 from app.upstream.client import EngineClient
-from app.upstream.control import EngineControl
-from app.upstream.engines import Engines
 from app.upstream.health import HealthWatch
-from app.upstream.sessions import EngineSessions
 from workers.pool import Pool
 
 if TYPE_CHECKING:
@@ -80,9 +62,6 @@ SWITCH_S = 0.0005
 """How long a thread that computes may go on while the event loop waits for the interpreter: a tenth of Python's own,
 which the loop waits for at each of its steps while a large request is read."""
 
-DRAIN_S = 10.0
-"""How long a stopping server waits for turns whose client has gone already."""
-
 
 @contextlib.asynccontextmanager
 async def run_services(settings: Settings, release: str, tokens: Tokens, doorway: Doorway) -> AsyncIterator[Services]:
@@ -92,194 +71,105 @@ async def run_services(settings: Settings, release: str, tokens: Tokens, doorway
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics(Recent(time.monotonic))
         stack.callback(metrics.close)
-        store = await _store(stack, settings, metrics)
-        database, writer, cache = store.database, store.writer, store.cache
+        database = Database(settings.database_url, metrics.committed, end_without_store)
+        stack.push_async_callback(database.close)
+        await database.open()
         client = _client(settings)
         stack.push_async_callback(client.close)
-        front = await _front(stack, settings, database, writer, client)
-        token_in = TokenIn(cache, await _prompts(settings))
-        stack.callback(token_in.close)
+        prompts = await _prompts(settings)
+        registration = Registration(database)
+        await registration.attempt()
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
-        stack.push_async_callback(pool.stop, 0)
-        controls = _controls(settings, store, front.engines, client)
-        stack.push_async_callback(controls.stop)
-        made_turns = Turns(
-            cache=cache,
-            claims=store.claims,
-            writer=writer,
-            engines=front.engines,
-            fleet=front.fleet,
-            gates=front.gates,
-            judge=Judge(pool, settings),
-            token_in=token_in,
-            controls=controls,
+        made = Assembly(
+            database=database,
+            client=client,
+            pool=pool,
             settings=settings,
             clock=time.time,
+            incarnation=registration.incarnation,
+            prompts=prompts,
         )
-        stack.push_async_callback(made_turns.drain, DRAIN_S)
-        made_sessions = _sessions(store, made_turns, controls)
-        exporter = Exports(database, release)
-        janitor = Janitor(database, writer, made_sessions, settings, time.time)
-        stack.push_async_callback(janitor.stop)
+        stack.push_async_callback(made.stop)
+        await _open(made)
+        health = _health(settings, made, client)
+        stack.push_async_callback(health.stop)
+        stack.push_async_callback(pool.stop, 0)
+        stack.push_async_callback(made.drain)
         counted = Counted(database, time.monotonic)
         stack.push_async_callback(counted.stop)
         lag = LoopLag(time.monotonic)
         stack.push_async_callback(lag.stop)
         lag.start()
-        janitor.start()
-        store.registration.start(store.recovery.start, controls.start)
-        stack.push_async_callback(store.registration.stop)
-        front.health.start()
-        front.pauses.start()
+        made.start()
+        registration.start(made.registered)
+        stack.push_async_callback(registration.stop)
+        health.start()
         pool.start()
+        exporter = Exports(database, release)
         yield Services(
             settings=settings,
             database=database,
-            registration=store.registration,
-            writer=writer,
-            **front._asdict(),
-            sessions=made_sessions,
-            turns=made_turns,
+            registration=registration,
+            writer=made.writer,
+            engines=made.engines,
+            engine_pool=made.engine_pool,
+            health=health,
+            fleet=made.fleet,
+            gates=made.gates,
+            pauses=made.pauses,
+            sessions=made.sessions,
+            turns=made.turns,
             exporter=exporter,
-            feed=Feed(database, writer, exporter),
-            samples=Samples(cache, token_in, release),
+            feed=Feed(database, made.writer, exporter),
+            samples=Samples(made.cache, made.token_in, release),
             pool=pool,
             inflight=Inflight(settings.inflight_bytes, settings.max_request_bytes),
-            followers=store.followers,
+            followers=made.followers,
             metrics=metrics,
             counted=counted,
-            cache=cache,
-            janitor=janitor,
+            cache=made.cache,
+            janitor=made.janitor,
             tokens=tokens,
             doorway=doorway,
             lag=lag,
-            page=Later("app.service.page", lambda: _page(store, made_turns, front, token_in, metrics, release)),
+            page=Later("app.service.page", lambda: _page(database, registration, made, metrics, release)),
         )
 
 
-def _page(store: _Store, turns: Turns, front: _Front, token_in: TokenIn, metrics: Metrics, release: str) -> Page:
+def _page(database: Database, registration: Registration, made: Assembly, metrics: Metrics, release: str) -> Page:
     from app.service.page import page_of  # nobody may ever look
 
     return page_of(
-        database=store.database,
-        turns=turns,
-        engines=front.engines,
-        pauses=front.pauses,
-        token_in=token_in,
+        database=database,
+        turns=made.turns,
+        engines=made.engines,
+        pauses=made.pauses,
+        token_in=made.token_in,
         recent=metrics.recent.summary,
-        read_only=lambda: store.registration.read_only,
+        read_only=lambda: registration.read_only,
         release=release,
     )
 
 
-class _Store(NamedTuple):
-    """The database, this process as it knows it, and who reads, writes and claims for it."""
-
-    database: Database
-    registration: Registration
-    writer: Writer
-    recovery: Recovery
-    cache: SessionCache
-    followers: Followers
-    claims: Claims
+async def _open(made: Assembly) -> None:
+    """Raises StartupError."""
+    try:
+        await made.open()
+    except AppError as error:
+        raise StartupError(f"the fleet's log cannot be read: {error}") from error
 
 
-async def _store(stack: contextlib.AsyncExitStack, settings: Settings, metrics: Metrics) -> _Store:
-    """The writer runs; all are stopped with `stack`. Raises StartupError."""
-    database = Database(settings.database_url, metrics.committed, end_without_store)
-    stack.push_async_callback(database.close)
-    await database.open()
-    registration = Registration(database)
-    await registration.attempt()
-    writer = Writer(database)
-    writer.start()
-    # With SQLite the file's lock alone decides who is alive.
-    lease_s = math.inf if database.is_sqlite else settings.lease_s
-    recovery = Recovery(
-        database, writer, registration.incarnation, lease_s, settings.lease_s / BEATS_PER_LEASE, time.time
-    )
-    stack.push_async_callback(recovery.stop)
-    stack.push_async_callback(writer.stop)
-    cache = SessionCache(database, writer, settings.cache_bytes)
-    stack.push_async_callback(cache.close)
-    followers = Followers()
-    claims = Claims(
-        cache=cache,
-        writer=writer,
-        followers=followers,
-        clock=time.time,
-        incarnation=registration.incarnation,
-        lease_s=recovery.lease_to_judge_by,
-        lease_left=recovery.lease_left,
-    )
-    stack.push_async_callback(claims.close)
-    return _Store(database, registration, writer, recovery, cache, followers, claims)
-
-
-def _controls(settings: Settings, store: _Store, engines: Engines, client: EngineClient) -> SessionControls:
+def _health(settings: Settings, made: Assembly, client: EngineClient) -> HealthWatch:
     """Not started yet."""
-    return SessionControls(
-        database=store.database,
-        writer=store.writer,
-        cache=store.cache,
-        engines=engines,
-        calls=EngineSessions(client, settings.upstream_api_key),
-        settings=settings,
-        incarnation=store.registration.incarnation,
-        lease_s=store.recovery.lease_to_judge_by,
-    )
-
-
-def _sessions(store: _Store, turns: Turns, controls: SessionControls) -> Sessions:
-    made = Sessions(store.database, store.writer, store.cache, store.followers, time.time)
-    made.on_close(turns.close)
-    made.on_close(controls.session_closed)
-    return made
-
-
-class _Front(NamedTuple):
-    """What stands between the turns and the engines."""
-
-    fleet: FleetState
-    engines: Engines
-    engine_pool: EnginePool
-    health: HealthWatch
-    gates: Gates
-    pauses: Pauses
-
-
-async def _front(
-    stack: contextlib.AsyncExitStack, settings: Settings, database: Database, writer: Writer, client: EngineClient
-) -> _Front:
-    """The fleet's log is followed; health and leases are not watched yet. Raises StartupError."""
-    fleet = FleetState(database, writer)
-    stack.push_async_callback(fleet.stop)
-    engines = Engines(client, settings.placement, settings.upstream_api_key)
-    engine_pool = EnginePool(fleet, engines, settings.upstreams)
-    stack.push_async_callback(engine_pool.stop)
-    await _read(fleet)
     health = HealthWatch(
-        engines,
+        made.engines,
         client,
         dialect=settings.upstream_dialect,
         api_key=settings.upstream_api_key,
-        is_paused=lambda: fleet.fleet.gate.is_shut,
+        is_paused=lambda: made.fleet.fleet.gate.is_shut,
     )
-    fleet.listen(lambda before, now: health.wake())
-    stack.push_async_callback(health.stop)
-    gates = Gates(fleet)
-    control = EngineControl(client, settings.upstream_dialect, settings.upstream_api_key)
-    pauses = Pauses(fleet=fleet, gates=gates, engines=engines, control=control, database=database)
-    stack.push_async_callback(pauses.stop)
-    return _Front(fleet, engines, engine_pool, health, gates, pauses)
-
-
-async def _read(fleet: FleetState) -> None:
-    """Raises StartupError."""
-    try:
-        await fleet.start()
-    except AppError as error:
-        raise StartupError(f"the fleet's log cannot be read: {error}") from error
+    made.fleet.listen(lambda before, now: health.wake())
+    return health
 
 
 def _client(settings: Settings) -> EngineClient:

@@ -29,9 +29,10 @@ from app.errors import StartupError
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
 from app.store.heads import require_revision
+from app.store.ports import LOCKED_S
 from app.store.salvage import Damage
 from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, turns
-from app.store.sqlite import BUSY_TIMEOUT_S, CHECKPOINT_BYTES, GIVE_BACK_PAGES
+from app.store.sqlite import CHECKPOINT_BYTES, GIVE_BACK_PAGES
 from ops.keeping import (
     DONE,
     NOT_ALL_WELL,
@@ -111,7 +112,7 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
 
 def give_back(path: Path, tell: Callable[[str], None]) -> None:
     """Shorten the file by its free pages. Each step holds the write lock for some milliseconds."""
-    with closing(sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)) as connection:
+    with closing(sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)) as connection:
         for pragma in (*PRAGMAS, "PRAGMA synchronous = NORMAL"):
             connection.execute(pragma)
         free = _free_pages(connection)

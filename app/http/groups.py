@@ -44,7 +44,7 @@ async def hand_out(
     new_only: bool = False,
     explain: bool = False,
     shape: str = "turnlog",
-    max_seq_len: Annotated[int | None, Query(ge=1)] = None,
+    max_seq_len: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
     truncate: Truncate = "turn",
 ) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, a line each, leased to the consumer before the first byte leaves."""

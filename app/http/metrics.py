@@ -35,6 +35,7 @@ PUBLISH_S = 1.0
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
+@router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """For Prometheus, in its text format or OpenMetrics, as it asks."""

@@ -24,6 +24,7 @@ from app.store import reads
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> dict[str, Any]:
     """Answers as long as the process does; waits for nothing."""
@@ -36,6 +37,7 @@ async def health(request: Request) -> dict[str, Any]:
     }
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """Can a turn be taken: does the database answer and take writes, is there a worker, does an engine live?
@@ -77,10 +79,10 @@ async def export_wish(
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     max_staleness: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
     weight_version: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
-    limit: Annotated[int | None, Query(ge=1)] = None,
+    limit: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
     explain: bool = False,
     replay: bool = False,
-    max_seq_len: Annotated[int | None, Query(ge=1)] = None,
+    max_seq_len: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
     truncate: Truncate = "turn",
     advantage: Literal["grpo"] | None = None,
 ) -> Wish:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import math
 import re
@@ -19,11 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from app.domain.events import OnAbort, OnDivergence, SessionConfig
 from app.errors import InvalidRequest, SessionNotFound, Unsupported
 from app.http.state import Services, begun, services, whole_body
-from app.service import replay, transcript
+from app.service import cursors, replay, transcript
 from app.service.cache import Live
 from app.service.sessions import NewSession
 from app.settings import Settings
-from app.store import reads
 from app.upstream import headers as http_headers
 
 router = APIRouter()
@@ -60,6 +57,9 @@ async def _well_formed(session_id: str) -> str:
 
 SessionId = Annotated[str, Depends(_well_formed)]
 
+_Place = tuple[float, Annotated[str, msgspec.Meta(pattern=SESSION_ID)]]
+"""Where a page of sessions ends: the last one's time of creation and id."""
+
 
 class CreateSession(BaseModel):
     """The body of `POST /sessions`; every field is optional."""
@@ -88,7 +88,7 @@ class Reward(BaseModel):
 
     reward: FiniteFloat = Field(strict=True)
     components: dict[str, Annotated[FiniteFloat, Field(strict=True)]] = {}
-    turn: int | None = Field(default=None, ge=1, strict=True)
+    turn: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
 
 
 class SamplesWish(BaseModel):
@@ -96,7 +96,7 @@ class SamplesWish(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_seq_len: int | None = Field(default=None, ge=1, strict=True)
+    max_seq_len: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
 
 
 def require_session_id(session_id: str) -> str:
@@ -197,13 +197,13 @@ async def list_sessions(
     cursor: str | None = None,
 ) -> dict[str, Any]:
     """Newest first, paged by cursor."""
-    before = None if cursor is None else _decode_cursor(cursor)
+    before = None if cursor is None else cursors.decoded(cursor, _Place, "this list")
     heads = await services(request).sessions.page(status=status, group_id=group_id, before=before, limit=limit + 1)
     page = heads[:limit]
     more = len(heads) > limit
     return {
         "sessions": [msgspec.to_builtins(head) for head in page],
-        "next_cursor": _encode_cursor(page[-1]) if more else None,
+        "next_cursor": cursors.encoded((page[-1].created_at, page[-1].session_id)) if more else None,
     }
 
 
@@ -323,14 +323,3 @@ async def models_reply(app: Services, session_id: str) -> Response:
     headers = http_headers.to_engine((), session_id, app.settings.upstream_api_key)
     reply = await app.engines.models(session_id, headers)
     return Response(reply.body.joined(), reply.status, dict(http_headers.to_client(reply.headers)))
-
-
-def _encode_cursor(head: reads.Head) -> str:
-    return base64.urlsafe_b64encode(msgspec.json.encode([head.created_at, head.session_id])).decode()
-
-
-def _decode_cursor(cursor: str) -> tuple[float, str]:
-    try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=tuple[float, str])
-    except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest("cursor is not one that this list gave") from error

@@ -16,7 +16,7 @@ from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.history import Incoming, Plan
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.session import Session, apply
-from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable
+from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable, StoreUnavailable
 from app.service.cache import Live, SessionCache
 from app.service.flights import RetryMark
 from app.service.follow import Followers
@@ -207,6 +207,17 @@ class Claims:
             Reject(session_id, fence, self.incarnation, self._clock(), event, len(reply), codec.compress(kept))
         )
 
+    async def fail(
+        self, opening: Opening, error: AppError, detail: str | None = None, reply: Body | None = None
+    ) -> None:
+        """Let go of a claim because of an error; not before the reply where the client has waited for the store."""
+        if not isinstance(error, StoreUnavailable):
+            await self.reject(opening, error.code, None, detail, reply)
+            return
+        session_id, fence = opening.session.session_id, opening.fence
+        event = TurnRejected(opening.event.turn, fence, error.code, None, detail)
+        self._keep_trying(Release(session_id, fence, self.incarnation, self._clock(), event), 0)
+
     async def release(self, session_id: str, fence: int, event: Event) -> None:
         """Let go of a claim."""
         await self._let_go(Release(session_id, fence, self.incarnation, self._clock(), event))
@@ -220,13 +231,17 @@ class Claims:
             return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
-            self._unreleased[session_id, fence] = Release(session_id, fence, self.incarnation, operation.at, event)
-            if self._releasing is None or self._releasing.done():
-                self._releasing = asyncio.create_task(self._release_again())
+            self._keep_trying(Release(session_id, fence, self.incarnation, operation.at, event), RELEASE_AGAIN_S)
 
-    async def _release_again(self) -> None:
+    def _keep_trying(self, operation: Release, pause_s: float) -> None:
+        self._unreleased[operation.session_id, operation.fence] = operation
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release_again(pause_s))
+
+    async def _release_again(self, pause_s: float) -> None:
         while self._unreleased:
-            await asyncio.sleep(RELEASE_AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = RELEASE_AGAIN_S
             for key, operation in list(self._unreleased.items()):
                 try:
                     await self._end(operation)

@@ -25,9 +25,9 @@ from app.export import shapes
 from app.export.row import Fields, Row, Unfit
 from app.service import cursors
 from app.service.exported import Exported
+from app.service.filters import NOT_OF_GROUP, session_excluded
 from app.service.filters import Filters as Filters
 from app.service.filters import Wish as Wish
-from app.service.filters import session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
 from app.store import group_reads, reads, survey
@@ -167,12 +167,10 @@ class Exporter:
     async def _pages(self, window: Cursor, high: Position, wish: Wish) -> AsyncGenerator[Sequence[Fields]]:
         left = sys.maxsize if wish.limit is None else wish.limit
         places = self._places(high, wish)
-        # Where nobody asks for what is left out, only the group that is asked for is looked at.
-        group_id = None if wish.explain and not self._counts_only else wish.filters.group_id
         types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
         after: Position | None = _resume(window)
         while left and after is not None:
-            parts, after = await places.following(after, wish.filters.session_id, group_id, types)
+            parts, after = await places.following(after, wish.filters.session_id, wish.filters.group_id, types)
             for part in parts:
                 stored = await places.read(part)
                 made = self._fields(part, stored, window, wish)
@@ -194,7 +192,8 @@ class Exporter:
                 every = (row for member in members for row in self._session(member, place, window, wish))
                 rows = (self._shaped(row, wish) for row in every)
             for row in islice(rows, skip, None):
-                if wish.explain or shapes.EXCLUDED not in row:
+                reason = row.get(shapes.EXCLUDED)
+                if reason is None or (wish.explain and reason != NOT_OF_GROUP):
                     yield row
 
     def _group(self, members: Sequence[Stored], place: Place, window: Cursor, wish: Wish) -> list[Fields]:

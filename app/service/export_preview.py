@@ -102,7 +102,7 @@ class Previews:
         self._exporter = Exporter(database, release, counts_only=True)
 
     async def of(self, wish: Wish, cursor: str | None) -> Preview:
-        """Raises as `Exporter.start`. Of a group that is asked for, the rest of the store is not looked at."""
+        """Raises as `Exporter.start`."""
         wish = msgspec.structs.replace(wish, explain=True, replay=False, limit=None)
         tally, complete = _Tally(), True
         until = time.monotonic() + MAX_S

@@ -249,7 +249,7 @@ class Turns:
         except Cut:
             raise await self._cut(taken.flight, opening) from None
         except AppError as error:
-            await self._claims.reject(opening, error.code, None, str(error), taken.received)
+            await self._claims.fail(opening, error, str(error), taken.received)
             raise
         if isinstance(made, EngineRefusal):
             await self._claims.reject(opening, "engine_error", made.status)
@@ -321,7 +321,7 @@ class Turns:
             reach("after_commit")
         except AppError as error:
             self._cache.drop(session_id)
-            await self._claims.reject(opening, error.code, None)
+            await self._claims.fail(opening, error)
             raise
         if isinstance(outcome, Refused):
             self._cache.drop(session_id)

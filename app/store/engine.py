@@ -338,19 +338,28 @@ class Database:
         except _FAULTS as error:
             raise await self._meaning(error) from error
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
+    async def write(
+        self,
+        function: Callable[[Tx], T],
+        *,
+        durable: bool,
+        brief: bool = False,
+        size: int = 0,
+        until: float | None = None,
+    ) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
         after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
-        content it writes. Raises StoreFull, StoreUnavailable, StoreLost, StoreDamaged
-        where it needs a damaged page; nothing is written then; WriteConflict where trying again is safe.
+        content it writes. `until`, in the loop's time: how long SQLite's lock is waited for, by default LOCKED_S.
+        Raises StoreFull, StoreUnavailable, StoreLocked, StoreLost, StoreDamaged where it needs a damaged page; nothing
+        is written then; WriteConflict where trying again is safe.
         """
         if self.is_read_only:
             raise StoreFull(NO_ROOM)
         try:
             if self._sqlite is not None:
-                return await self._sqlite.write(function, durable=durable, brief=brief, size=size)
+                return await self._sqlite.write(function, durable=durable, brief=brief, size=size, until=until)
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
         except StoreLost as error:

@@ -18,6 +18,9 @@ from app.store.unreadable import Unreadable
 
 T = TypeVar("T")
 
+LOCKED_S = 10.0
+"""How long a write waits in all while another program holds the database's lock, from when it was asked for."""
+
 Committed = Callable[[float], None]
 """Takes how many seconds a COMMIT took, its sync to the disk included; on any thread."""
 
@@ -51,7 +54,15 @@ class Database(Protocol):
 
     async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T: ...
+    async def write(
+        self,
+        function: Callable[[Tx], T],
+        *,
+        durable: bool,
+        brief: bool = False,
+        size: int = 0,
+        until: float | None = None,
+    ) -> T: ...
 
     async def empty_log_file(self) -> None: ...
 

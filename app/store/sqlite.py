@@ -8,6 +8,7 @@ it over and back. The log file is checkpointed between batches, not inside a com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -20,21 +21,19 @@ from typing import Any, TypeVar
 
 from sqlalchemy import literal_column, select
 
-from app.errors import StartupError, StoreLost, StoreUnavailable
+from app.errors import StartupError, StoreLocked, StoreLost, StoreUnavailable
 from app.store.broken import damage
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy
 from app.store.lock import SqliteLock
-from app.store.ports import Committed
+from app.store.ports import LOCKED_S, Committed
 from app.store.schema import events
 
 T = TypeVar("T")
 
 log = logging.getLogger("turnlog.sqlite")
 
-BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for a foreign holder of the lock before it is a 503."""
-
 BUSY_POLL_S = 0.005
+"""How often a lock that somebody else holds is asked for. The thread has other things to do in between."""
 
 CHECKPOINT_BYTES = 32 << 20
 """Bytes in the log file, roughly, after which it is moved into the database."""
@@ -104,24 +103,35 @@ class SqliteWriter:
         self._jobs.put(None)
         self._thread.join()
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int) -> T:
+    async def write(
+        self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int, until: float | None
+    ) -> T:
         """Run `function`, which writes about `size` bytes, in one transaction.
 
-        Raises sqlite3.Error, OSError, StoreLost; nothing is written then.
+        Raises StoreLocked where somebody else holds the lock `until` then, in the loop's time, by default for LOCKED_S;
+        sqlite3.Error, OSError, StoreLost. Nothing is written then.
         """
         if brief and not durable and not self._on_thread:
-            try:
-                return self._transact(function, durable, wait_s=0)
-            except sqlite3.OperationalError as error:
-                if not is_busy(error):
-                    raise
-        result = await self._hop(lambda: self._transact(function, durable, BUSY_TIMEOUT_S))
+            with contextlib.suppress(StoreLocked):
+                return self._transact(function, durable)
+        result = await self._patiently(lambda: self._transact(function, durable), until)
         self._content_bytes += size
         rows = self.connection.total_changes - self._checkpointed_at
         if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
             self._checkpointed_at, self._content_bytes = self.connection.total_changes, 0
             self._checkpointing = asyncio.ensure_future(self._checkpoint_beside())
         return result
+
+    async def _patiently(self, transact: Callable[[], T], until: float | None) -> T:
+        clock = asyncio.get_running_loop().time
+        until = clock() + LOCKED_S if until is None else until
+        while True:
+            try:
+                return await self._hop(transact)
+            except StoreLocked:
+                if clock() >= until:
+                    raise
+            await asyncio.sleep(BUSY_POLL_S)
 
     async def _checkpoint_beside(self) -> None:
         try:
@@ -224,12 +234,12 @@ class SqliteWriter:
                 file.truncate(end)
                 log.warning("the log file could not be made as long as it will be, its commits are slower: %s", error)
 
-    def _transact(self, function: Callable[[Tx], T], durable: bool, wait_s: float) -> T:
+    def _transact(self, function: Callable[[Tx], T], durable: bool) -> T:
         connection = self.connection
         if durable != self._durable:
             connection.execute("PRAGMA synchronous = FULL" if durable else "PRAGMA synchronous = NORMAL")
             self._durable = durable
-        self._begin(wait_s)
+        self._begin()
         try:
             self._require_own()
             result = function(self._tx)
@@ -249,16 +259,14 @@ class SqliteWriter:
         if reason is not None:
             raise StoreLost(reason)
 
-    def _begin(self, wait_s: float) -> None:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                self.connection.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:
-                if not is_busy(error) or time.monotonic() >= deadline:
-                    raise
-            time.sleep(BUSY_POLL_S)
+    def _begin(self) -> None:
+        """Raises StoreLocked."""
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if is_busy(error):
+                raise StoreLocked(f"the database answered {error.sqlite_errorname}: its lock is held") from error
+            raise
 
     def _move_log(self) -> None:
         self._checkpoint("PASSIVE")

@@ -11,7 +11,7 @@ from sqlalchemy.engine import URL, make_url
 
 from app.store.aio import AsyncEngine, create_async_engine
 from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE
-from app.store.sqlite import BUSY_TIMEOUT_S
+from app.store.ports import LOCKED_S
 
 
 def file_of(url: URL | str) -> Path:
@@ -61,7 +61,7 @@ def create_reader(url: URL, connections: int) -> AsyncEngine:
 
 
 def _engine(url: URL, connections: int) -> AsyncEngine:
-    engine = create_async_engine(url, pool_size=connections, max_overflow=0, connect_args={"timeout": BUSY_TIMEOUT_S})
+    engine = create_async_engine(url, pool_size=connections, max_overflow=0, connect_args={"timeout": LOCKED_S})
     event.listen(engine.sync_engine, "begin", _begin)
     return engine
 

@@ -2,7 +2,8 @@
 
     submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
                                                        │
-                                                       └─▶ deferred: again in a later batch, for HELD_S
+                                                       ├─▶ deferred: again in a later batch, for HELD_S
+                                                       └─▶ the file's lock is held: again, for LOCKED_S from `submit`
 
 An outcome is handed back only after the transaction has ended. A batch that breaks on one operation's
 fault is run again one by one, so that the fault stays with its owner. PostgreSQL takes some batches side by side
@@ -20,13 +21,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.errors import AppError, Overloaded, StoreDamaged, StoreUnavailable
+from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store import reads
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
 from app.store.log import Appended, Operation
 from app.store.log_turns import AbandonDead
-from app.store.ports import Database
+from app.store.ports import LOCKED_S, Database
 from app.store.tally import Tally
 
 Result = TypeVar("Result")
@@ -65,6 +66,7 @@ class Counters(msgspec.Struct):
 class _Entry(msgspec.Struct, eq=False):
     operation: Operation[Any]
     outcome: asyncio.Future[Any]
+    until: float
     held_until: float | None = None
 
 
@@ -106,12 +108,14 @@ class Writer:
         """
         if self._stopping:
             raise StoreUnavailable("the server is stopping")
+        loop = asyncio.get_running_loop()
+        until = loop.time() + LOCKED_S
         if self._is_full():
             await self._wait_for_room()
             if self._stopping:
                 raise StoreUnavailable("the server is stopping")
-        entry = _Entry(operation, asyncio.get_running_loop().create_future())
-        (self._queue if operation.session_id else self._wide).append(entry)
+        entry = _Entry(operation, loop.create_future(), until)
+        self._queue_of(entry).append(entry)
         self._bytes += operation.size
         self._ready.set()
         outcome: Result = await entry.outcome
@@ -121,6 +125,9 @@ class Writer:
     def waiting(self) -> tuple[int, int]:
         """Operations that wait for a transaction, and their bytes."""
         return len(self._queue) + len(self._wide) + self._deferred, self._bytes
+
+    def _queue_of(self, entry: _Entry) -> deque[_Entry]:
+        return self._queue if entry.operation.session_id else self._wide
 
     def _is_full(self) -> bool:
         return len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES
@@ -162,7 +169,9 @@ class Writer:
     async def _write(self, batch: list[_Entry]) -> None:
         operations = [entry.operation for entry in batch]
         try:
-            outcomes = await self._commit(operations)
+            outcomes = await self._commit(operations, min(entry.until for entry in batch))
+        except StoreLocked as error:
+            self._give_up(batch, error)
         except StoreDamaged as error:
             await self._around_damage(batch, error)
         except AppError as error:
@@ -183,6 +192,16 @@ class Writer:
                     self._count(entry.operation, outcome)
                     if not entry.outcome.done():
                         entry.outcome.set_result(outcome)
+
+    def _give_up(self, batch: list[_Entry], error: StoreLocked) -> None:
+        """Those that have waited for as long as a write does fail; the others are the next again."""
+        now = asyncio.get_running_loop().time()
+        for entry in reversed(batch):
+            if entry.until <= now:
+                _fail(entry, error)
+            else:
+                self._queue_of(entry).appendleft(entry)
+                self._bytes += entry.operation.size
 
     async def _around_damage(self, batch: list[_Entry], error: StoreDamaged) -> None:
         """A damaged page is the business of the sessions that need it, and of nobody who waited beside them."""
@@ -223,7 +242,7 @@ class Writer:
         self._bytes += entry.operation.size
         self._ready.set()
 
-    async def _commit(self, operations: list[Operation[Any]]) -> list[Any]:
+    async def _commit(self, operations: list[Operation[Any]], until: float) -> list[Any]:
         def run(tx: Tx) -> list[Any]:
             return apply_all(tx, operations)
 
@@ -232,7 +251,7 @@ class Writer:
         brief = len(operations) <= BRIEF and all(operation.brief for operation in operations)
         for tried in range(1, CONFLICT_TRIES + 1):
             try:
-                outcomes = await self._database.write(run, durable=durable, brief=brief, size=size)
+                outcomes = await self._database.write(run, durable=durable, brief=brief, size=size, until=until)
                 break
             except WriteConflict as error:
                 log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)

@@ -77,7 +77,15 @@ class SimulatedDatabase:
     async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
+    async def write(
+        self,
+        function: Callable[[Tx], T],
+        *,
+        durable: bool,
+        brief: bool = False,
+        size: int = 0,
+        until: float | None = None,
+    ) -> T:
         """A brief one is done at once where the process has the store to itself and nothing else is under way."""
         server, weather = self._server, self._server.weather
 

@@ -1,4 +1,4 @@
-"""A simulated API process: what `app.main` puts together, over a store, an engine and a clock that are made up."""
+"""A simulated API process: the same assembly as in `app.main`, over a store, an engine and a clock that are made up."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from app.domain.fleet import Fleet
 from app.errors import AppError
+from app.service.assembly import DRAIN_S, Assembly
 from app.service.cache import SessionCache
 from app.service.engine_pool import EnginePool
 from app.service.pauses import Pauses
@@ -17,10 +18,11 @@ from app.service.sessions import Sessions
 from app.service.turns import Turns
 from app.settings import Settings
 from app.store import incarnations
+from ops.simulation import service
 from ops.simulation.database import Server, SimulatedDatabase
 from ops.simulation.engine import Engines, SimulatedEngine
 from ops.simulation.loop import Owner
-from ops.simulation.service import DRAIN_S, Service, register
+from ops.simulation.service import register
 from ops.simulation.weather import Weather
 from workers import job
 from workers.pool import Crashed, QueueFull
@@ -89,24 +91,17 @@ class Process:
         loop, rng, weather = server.loop, server.rng, server.weather
         alone = database.is_sqlite
         self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone), durable=True)
-        self._service = Service(
-            database,
-            SimulatedEngine(
-                rng,
-                weather,
-                self._engines,
-                self._note,
-                self._fault,
-                lambda adapter: self.fleet.is_shut(adapter),
-            ),
-            SimulatedPool(rng, weather),
-            settings,
-            self.clock,
-            self.incarnation,
-            self._lease_left,
-            self._poll_s,
+        self._service = Assembly(
+            database=database,
+            client=SimulatedEngine(rng, weather, self._engines, self._note, self._fault, self._is_shut),
+            pool=SimulatedPool(rng, weather),
+            settings=settings,
+            clock=self.clock,
+            incarnation=lambda: self.incarnation,
+            lease_left=self._lease_left,
+            poll_s=self._poll_s,
         )
-        await self._service.start()
+        await service.start(self._service)
         self.serving = True
         self._note(f"{self.name} serves as incarnation {self.incarnation} from {loop.time():.3f}")
 
@@ -131,7 +126,7 @@ class Process:
         self._service.gates.stop()
         if self._connections:
             await asyncio.wait(list(self._connections), timeout=DRAIN_S)
-        await self._service.stop()
+        await service.stop(self._service)
 
     def kill(self) -> None:
         """As SIGKILL: nothing of it runs any more, its connections end."""
@@ -181,6 +176,9 @@ class Process:
             raise Disconnected("the reply was lost")
         return found
 
+    def _is_shut(self, adapter: str | None) -> bool:
+        return self.fleet.is_shut(adapter)
+
     @property
     def turns(self) -> Turns:
         return self._service.turns
@@ -207,8 +205,8 @@ class Process:
         return self._service.fleet.fleet
 
     def snapshot(self, session_id: str) -> Coroutine[Any, Any, None]:
-        """As `Service.snapshot`."""
-        return self._service.snapshot(session_id)
+        """As `service.snapshot`."""
+        return service.snapshot(self._service, session_id)
 
     async def _travel(self) -> None:
         await asyncio.sleep(self._server.rng.expovariate(1 / self._server.weather.network_s))

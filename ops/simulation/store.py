@@ -122,7 +122,15 @@ class MemoryDatabase:
     async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool, brief: bool = False, size: int = 0) -> T:
+    async def write(
+        self,
+        function: Callable[[Tx], T],
+        *,
+        durable: bool,
+        brief: bool = False,
+        size: int = 0,
+        until: float | None = None,
+    ) -> T:
         await asyncio.sleep(0)
         return self._store.transact(function, durable=durable)
 

@@ -29,14 +29,16 @@ class Report(msgspec.Struct):
 
     `missing` are acknowledged turns that are not in the log, or whose reply is another by now; each is a problem too.
     `not_compared` counts those in the log whose reply cannot be put together any more: payloads that were tombstoned,
-    sessions that were erased. Of `unreadable` sessions there are rows, and of `damaged_tables` pages, that the database
-    cannot read.
+    sessions that were erased. Of the `groups` there are `noted_groups` that a note says are still to be brought up to
+    date, which happens when the feed is asked: what is stored of those is not compared. Of `unreadable` sessions there
+    are rows, and of `damaged_tables` pages, that the database cannot read.
     """
 
     sessions: int = 0
     events: int = 0
     turns: int = 0
     groups: int = 0
+    noted_groups: int = 0
     problems: list[Problem] = []
     missing: list[Acknowledged] = []
     not_compared: int = 0
@@ -54,4 +56,5 @@ class Report(msgspec.Struct):
 
     def summary(self) -> str:
         seen = f"{self.sessions} sessions, {self.events} events, {self.turns} turns, {self.groups} groups"
-        return f"{seen}: {len(self.problems)} problems"
+        noted = f" ({self.noted_groups} not compared: they have just changed)" if self.noted_groups else ""
+        return f"{seen}{noted}: {len(self.problems)} problems"

@@ -139,8 +139,9 @@ def _group_ids(connection: Connection, after: str) -> list[str]:
 def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> None:
     stored = _stored(connection, ids)
     members = _members(connection, list(stored))
+    report.groups += len(ids)
+    report.noted_groups += len(ids) - len(stored)
     for group_id, row in stored.items():
-        report.groups += 1
         _check_counts(group_id, row, members.get(group_id, _Members()), report)
     measured = {group_id: row for group_id, row in stored.items() if row is not None and row.measured}
     names = list(measured)

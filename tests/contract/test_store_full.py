@@ -11,8 +11,9 @@ import pytest
 from helpers.store import Store, create
 from sqlalchemy.engine import make_url
 
-from app.errors import StoreFull, StoreUnavailable
-from app.store import reads, sqlite
+from app.errors import StoreFull, StoreLocked, StoreUnavailable
+from app.store import reads
+from app.store import writer as writer_module
 from app.store.log import Appended, StoredBlob
 from app.store.writer import Writer
 from workers import codec
@@ -61,11 +62,50 @@ async def test_a_batch_that_meets_a_full_store_fails_whole(sqlite_store: Store) 
     assert [await sqlite_store.head(name) for name in "abc"] == [None] * 3
 
 
+async def test_each_write_waits_for_a_foreign_lock_from_when_it_was_asked_for(
+    sqlite_store: Store, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one transaction, or queued behind another that waits: the time is its own, and no more of it."""
+    writer = Writer(sqlite_store.database)
+    monkeypatch.setattr(writer_module, "LOCKED_S", 0.2)
+    brief = asyncio.create_task(writer.submit(create("brief")))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(writer_module, "LOCKED_S", 30.0)
+    patient = asyncio.create_task(writer.submit(create("patient")))
+    await asyncio.sleep(0)
+    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
+    foreign.execute("BEGIN IMMEDIATE")
+    writer.start()
+    with pytest.raises(StoreLocked):
+        await brief
+    late = asyncio.create_task(writer.submit(create("late")))
+    await asyncio.sleep(0)
+    assert not patient.done()
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert [type(outcome) for outcome in await asyncio.gather(patient, late)] == [Appended, Appended]
+    await writer.stop()
+    assert await sqlite_store.head("brief") is None
+
+
+async def test_what_waits_for_a_foreign_lock_does_not_keep_the_thread(sqlite_store: Store, sqlite_url: str) -> None:
+    """What needs no lock goes on meanwhile: an erasure's look at the log file, say."""
+    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
+    foreign.execute("BEGIN IMMEDIATE")
+    waiting = asyncio.create_task(sqlite_store.create("s"))
+    await asyncio.sleep(0)
+    await sqlite_store.database.give_back()
+    assert not waiting.done()
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert isinstance(await waiting, Appended)
+
+
 async def test_a_foreign_lock_is_503_and_reads_go_on(
     sqlite_store: Store, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = sqlite_store
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(writer_module, "LOCKED_S", 0.05)
     await store.create("s")
     foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
     foreign.execute("BEGIN IMMEDIATE")

@@ -129,11 +129,12 @@ DAMAGE = {
 
 
 class Made:
-    """A store that a real server wrote, and what its clients were answered."""
+    """A store that a real server wrote, and what its clients were answered. `noted`: before it was kept."""
 
-    def __init__(self, path: Path, held: list[Acknowledged]) -> None:
+    def __init__(self, path: Path, held: list[Acknowledged], noted: Report) -> None:
         self.path = path
         self.held = held
+        self.noted = noted
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +166,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Made:
             for number in range(5):
                 say(filled, f"Question {number}")
         stand.server.stop()
+        path = stand.server.database_path
+        noted = report_of(path)
         # Nothing is due, but groups are brought up to date.
         assert run_module("ops.retain", environment=stand.server.environment).returncode == 0
-        return Made(stand.server.database_path, held)
+        return Made(path, held, noted)
 
 
 def report_of(path: Path, held: list[Acknowledged] | None = None) -> Report:
@@ -184,7 +187,14 @@ def report_of(path: Path, held: list[Acknowledged] | None = None) -> Report:
 def test_a_sound_store_has_no_problem(sound: Made) -> None:
     report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{sound.path}"))
     assert report.problems == []
-    assert (report.sessions, report.groups) == (6, 2)
+    assert (report.sessions, report.groups, report.noted_groups) == (6, 2, 0)
+
+
+def test_groups_that_nobody_has_asked_for_yet_are_counted(sound: Made) -> None:
+    """Of a store as its server left it: what is stored of a group is brought up to date when the feed is asked."""
+    assert sound.noted.problems == []
+    assert (sound.noted.groups, sound.noted.noted_groups) == (2, 2)
+    assert sound.noted.summary().endswith(" 2 groups (2 not compared: they have just changed): 0 problems")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -217,7 +227,9 @@ def test_a_group_with_a_note_is_not_judged_yet(sound: Made, tmp_path: Path) -> N
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE groups SET sessions = 7 WHERE group_id = 'done'")
         connection.execute("INSERT INTO group_changes (group_id) VALUES ('done')")
-    assert report_of(path).problems == []
+    report = report_of(path)
+    assert report.problems == []
+    assert (report.groups, report.noted_groups) == (2, 1)
 
 
 def test_acknowledged_turns_are_there_with_the_replies_that_were_given(sound: Made) -> None:

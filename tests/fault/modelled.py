@@ -14,6 +14,7 @@ import msgspec
 
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
+from app.service.assembly import Assembly
 from app.service.fleet import POLL_S
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
 from app.service.stages import Stages
@@ -24,8 +25,9 @@ from app.store.ports import Database as Port
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers
+from ops.simulation import service
 from ops.simulation.engine import reply
-from ops.simulation.service import Service, register
+from ops.simulation.service import register
 from ops.simulation.store import MemoryDatabase, MemoryStore
 from ops.verify import Acknowledged, Report, verify
 
@@ -92,9 +94,9 @@ class Mortal:
         self._require_life()
         return await self._database.glance(statement, parameters)
 
-    async def write(self, function: Callable[..., Any], *, durable: bool, brief: bool = False, size: int = 0) -> Any:
+    async def write(self, function: Callable[..., Any], *, durable: bool, **rest: Any) -> Any:
         self._require_life()
-        return await self._database.write(function, durable=durable, brief=brief, size=size)
+        return await self._database.write(function, durable=durable, **rest)
 
     async def empty_log_file(self) -> None:
         await self._database.empty_log_file()
@@ -121,10 +123,17 @@ class Node:
         self.incarnation = await self.mortal.write(
             lambda tx: register(tx, self._name, alone=self.mortal.is_sqlite), durable=True
         )
-        self.service = Service(
-            self.mortal, self._engine, NoPool(), SETTINGS, time.time, self.incarnation, self._lease_left, POLL_S
+        self.service = Assembly(
+            database=self.mortal,
+            client=self._engine,
+            pool=NoPool(),
+            settings=SETTINGS,
+            clock=time.time,
+            incarnation=lambda: self.incarnation,
+            lease_left=self._lease_left,
+            poll_s=POLL_S,
         )
-        await self.service.start()
+        await service.start(self.service)
 
     async def _lease_left(self, incarnation: int) -> float | None:
         """As `Recovery.lease_left`: None where its claims are void, and for a while longer where it lives."""
@@ -134,14 +143,14 @@ class Node:
         return None
 
     async def stop(self) -> None:
-        await self.service.stop()
+        await service.stop(self.service)
         self._place.release(self._database)
 
     async def crash(self) -> None:
         self.mortal.dead = True
         self._place.gone.add(self.incarnation)
         with contextlib.suppress(StoreUnavailable):
-            await self.service.stop()
+            await service.stop(self.service)
         self._place.release(self._database)
 
     def take(self, session: Model, messages: Sequence[Message], key: str | None) -> asyncio.Task[TurnReply]:

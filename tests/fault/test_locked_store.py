@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from helpers.looking import value
-from integration.stand import Stand, serving, until, user
+from integration.stand import Stand, error_of, serving, until, user
 
-from app.store import sqlite
+from app.service.turns import Turns
+from app.store import writer
+from app.store.log_turns import Release
 from fault.agents import Agent, Agents, Health
 from fault.hosted import hosted
 from fault.locks import file_locked, locked
@@ -103,7 +111,7 @@ def test_a_lock_that_outlasts_the_patience_is_503_and_leaves_no_claim(
     engine: SimulatorProcess, sqlite_url: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same in two seconds, with less patience."""
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(writer, "LOCKED_S", 0.3)
     with hosted(sqlite_url, engine.base_url) as server:
         with Agents([server.base_url], CLIENTS, take_turns) as agents:
             until(lambda: agents.all_served(0))
@@ -119,6 +127,49 @@ def test_a_lock_that_outlasts_the_patience_is_503_and_leaves_no_claim(
         assert value(sqlite_url, "SELECT count(*) FROM open_turns") == 0
         tally.doubled += agents.doubled(server.base_url)
         verified(sqlite_url, agents.acknowledged, tally)
+
+
+@pytest.mark.fault(5, REFUSES)
+def test_a_turn_that_cannot_be_committed_is_answered_before_its_claim_is_let_go(
+    engine: SimulatorProcess, sqlite_url: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has waited for the lock already, and to let go of the claim is to wait for it again."""
+    monkeypatch.setattr(writer, "LOCKED_S", 0.3)
+    submit, commit = writer.Writer.submit, Turns._commit
+    generated, is_locked, answered, released = (threading.Event() for _ in range(4))
+
+    async def held_back(self: Turns, *arguments: Any) -> None:
+        generated.set()
+        await asyncio.to_thread(is_locked.wait)
+        await commit(self, *arguments)
+
+    async def watched(self: writer.Writer, operation: Any) -> Any:
+        if isinstance(operation, Release):
+            await asyncio.to_thread(answered.wait)
+            released.set()
+        return await submit(self, operation)
+
+    monkeypatch.setattr(Turns, "_commit", held_back)
+    monkeypatch.setattr(writer.Writer, "submit", watched)
+    with hosted(sqlite_url, engine.base_url) as server, httpx.Client(base_url=server.base_url, timeout=60) as http:
+        agents = ThreadPoolExecutor(1)
+        tally.tried += 1
+        http.post("/sessions", json={"session_id": "s"}).raise_for_status()
+        turn = partial(http.post, "/sessions/s/v1/chat/completions", json={"messages": [user("Hello")]})
+        call = agents.submit(turn)
+        generated.wait()
+        try:
+            with file_locked(sqlite_url):
+                is_locked.set()
+                assert error_of(call.result(30)) == (503, "store_unavailable")
+                answered.set()
+                released.wait()
+        finally:
+            answered.set()
+            agents.shutdown()
+        assert turn().status_code == 200
+        until(lambda: value(sqlite_url, "SELECT count(*) FROM open_turns") == 0)
+        verified(sqlite_url, [], tally)
 
 
 @pytest.mark.fault(5, WAITS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,10 +104,8 @@ def test_an_engine_that_is_added_at_one_process_serves_at_the_other(pool: Pool) 
     with SimulatorProcess("--seed", "9", "--weight-version", "3") as third:
         url = third.base_url
         added = pool.post(f"{url}/v1/", api=first)
-        posted = time.monotonic()
         assert (added["url"], added["source"], added["state"]) == (url, "admin", "serving")
         until(lambda: pool.shown(url, second))
-        assert time.monotonic() - posted < 2  # 0.1 s on a machine with nothing else to do
         version = pool.version()
         pool.post(url, "serving", api=second)
         assert pool.version() == version

@@ -315,6 +315,15 @@ def test_following_events_sees_them_as_they_happen(stand: Stand) -> None:
     assert types == ["SessionCreated", *FIRST_TURN]
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_a_probe_asks_without_wanting_a_body(stand: Stand, path: str) -> None:
+    for _ in range(2):  # on one connection: a body that was sent nevertheless would stand before the second answer
+        probed = stand.http.head(path)
+        assert (probed.status_code, probed.content) == (stand.http.get(path).status_code, b"")
+        assert probed.status_code == 200
+        assert int(probed.headers["content-length"]) > 0
+
+
 def test_health_ready_and_models(stand: Stand) -> None:
     assert stand.http.get("/health").json()["status"] == "ok"
     until(lambda: stand.http.get("/ready").is_success)

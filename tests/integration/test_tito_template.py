@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -228,17 +227,6 @@ def test_words_that_the_template_would_render_otherwise_are_told_and_kept(
         require_consistent(stand, talk)
 
 
-def health(stand: Stand, call: Future[Any]) -> list[float]:
-    """Seconds that each /health took while the call was under way."""
-    took = []
-    while not call.done():
-        began = time.monotonic()
-        assert stand.http.get("/health").status_code == 200
-        took.append(time.monotonic() - began)
-        time.sleep(0.005)
-    return sorted(took)
-
-
 def begin_slowly(stand: Stand, talk: Talk, **fields: Any) -> Future[httpx.Response]:
     call: Future[httpx.Response] = stand.meanwhile(talk.chat, [user(SLOW)], **fields)
     until(lambda: talk.types()[-1] == "TurnOpened")
@@ -246,17 +234,15 @@ def begin_slowly(stand: Stand, talk: Talk, **fields: Any) -> Future[httpx.Respon
 
 
 @pytest.mark.parametrize("text", [SLOW, "straße and words " * 60_000], ids=["template", "tokenizer"])
-def test_health_is_fast_while_a_prompt_is_slow(stand: Stand, text: str) -> None:
+def test_others_are_answered_before_a_slow_prompt_is_made(stand: Stand, text: str) -> None:
+    """How soon, `ops.bench tokenising` measures."""
     talk = stand.talk()
-    other = stand.talk()
     call = stand.meanwhile(talk.chat, [user(text)])
-    until(lambda: talk.types()[-1] == "TurnOpened" or call.done())
-    took = health(stand, call)
+    until(lambda: talk.types()[-1] == "TurnOpened")
+    for _ in range(5):
+        assert stand.http.get("/health").status_code == 200
+    assert stand.engine_requests(talk.id) == [], "the prompt was made first"
     assert call.result().status_code == 200
-    assert len(took) >= 10
-    assert took[len(took) // 2] < 0.05
-    assert took[-1] < 0.5
-    other.say("Meanwhile nothing was in the way")
 
 
 def test_another_session_is_served_while_a_prompt_is_slow(stand: Stand) -> None:
@@ -283,7 +269,7 @@ def test_a_client_that_leaves_meanwhile_ends_the_turn_before_the_engine_hears_of
     body = {"model": "simulator", "messages": [user(SLOW)]}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(stand.server.base_url + talk.chat_path, json=body, timeout=0.4)
-    until(lambda: talk.types()[-1] == "TurnAbandoned", 1)
+    until(lambda: talk.types()[-1] == "TurnAbandoned")
     assert talk.events()[-1]["reason"] == "disconnect"
     assert stand.sim.get("/sim/requests", params={"last": 9}).json() == []
     talk.say("Something else")
@@ -294,10 +280,8 @@ def test_a_client_that_leaves_meanwhile_ends_the_turn_before_the_engine_hears_of
 def test_a_delete_meanwhile_ends_the_turn_before_the_engine_hears_of_it(stand: Stand) -> None:
     talk = stand.talk()
     call = begin_slowly(stand, talk)
-    began = time.monotonic()
     assert stand.http.delete(talk.path).status_code == 204
     assert error_of(call.result()) == (404, "session_closed")
-    assert time.monotonic() - began < 1
     assert talk.committed() == []
     assert stand.sim.get("/sim/requests", params={"last": 9}).json() == []
     assert error_of(talk.chat([user("Hello")])) == (404, "session_closed")

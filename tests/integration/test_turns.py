@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -89,11 +88,10 @@ def test_not_found_comes_before_a_bad_body_before_busy_before_the_history(stand:
 
 def test_a_second_concurrent_chat_is_refused_at_once(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.say, "First", sim=SLOW)
+    call = stand.meanwhile(talk.say, "First", sim={"latency_s": 3})
     stand.until_generating(talk)
-    began = time.monotonic()
     busy = talk.chat([user("Second")])
-    assert time.monotonic() - began < 0.3
+    assert not call.done()
     assert error_of(busy) == (409, "session_busy")
     assert busy.headers["x-should-retry"] == "false"
     assert call.result().status_code == 200
@@ -253,11 +251,11 @@ def test_delete_during_a_turn_waits_for_nothing(stand: Stand) -> None:
     talk.say("Hello")
     call = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 15})
     stand.until_generating(talk, 2)
-    began = time.monotonic()
+    finished = stand.stats()["finished"]
     assert stand.http.delete(talk.path).status_code == 204
     assert error_of(call.result()) == (404, "session_closed")
-    assert time.monotonic() - began < 2
-    until(lambda: stand.stats()["in_flight"] == 0, 3)
+    until(lambda: stand.stats()["in_flight"] == 0)
+    assert stand.stats()["finished"] == finished, "the engine was told, and nobody waited for it"
     assert len(talk.committed()) == 1
     assert talk.types()[-1] in ("SessionClosed", "TurnAbandoned")
     [row] = talk.rows()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from integration.stand import until
 from simulating import CHAT, SGLANG_ASKS, ask, choice_of, engine, user
 
 from ops.simulator.lru import Lru
@@ -28,18 +29,16 @@ async def in_flight(client: httpx.AsyncClient, count: int) -> None:
 
 
 async def test_abort_by_prefix_keeps_the_tokens_so_far() -> None:
-    async with engine(latency_s=1.0) as client:
-        long = {"sim": {"completion_tokens": 1000}}
+    async with engine(latency_s=600.0) as client:
+        long = {"sim": {"completion_tokens": 600_000}}
         asked = asyncio.create_task(ask(client, user(), rid="group-1:turn-2", **long))
         other = asyncio.create_task(ask(client, user("other"), rid="other", sim={"latency_s": 0.3}))
         await in_flight(client, 2)
         await asyncio.sleep(0.1)
-        began = time.monotonic()
         assert (await client.post("/abort_request", json={"rid": "group-1"})).content == b""
         choice = choice_of(await asked)
-        assert time.monotonic() - began < 0.15
         assert choice["finish_reason"] == choice["meta_info"]["finish_reason"]["type"] == "abort"
-        assert 0 < len(choice["response_token_ids"]) < 900
+        assert 0 < len(choice["response_token_ids"]) < 600_000
         assert choice_of(await other)["finish_reason"] != "abort"
         stats = (await client.get("/sim/stats")).json()
         assert (stats["started"], stats["finished"], stats["aborted"], stats["in_flight"]) == (2, 2, 1, 0)
@@ -109,8 +108,6 @@ def test_as_a_process() -> None:
         with httpx.Client(base_url=process.base_url, timeout=2.0) as client:
             body = {"messages": user(), **SGLANG_ASKS}
             assert choice_of(client.post(CHAT, json=body).json())["meta_info"]["weight_version"] == "41"
-            times = [timed(lambda: client.post(CHAT, json=body)) for _ in range(20)]
-            assert sorted(times)[10] < 0.03
             with pytest.raises(httpx.RemoteProtocolError):
                 client.post(CHAT, json={**body, "sim": {"fault": "reset"}})
             drip = {"fault": {"fault": "drip", "pieces": 5, "delay_s": 0.02}}
@@ -119,11 +116,8 @@ def test_as_a_process() -> None:
                 client.post(CHAT, json={**body, "sim": {"fault": "never"}}, timeout=0.1)
             with pytest.raises(httpx.ReadTimeout):
                 client.post(CHAT, json={**body, "sim": {"latency_s": 30}}, timeout=0.1)
-            deadline = time.monotonic() + 2
-            while client.get("/sim/stats").json()["disconnected"] != 1 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            stats = client.get("/sim/stats").json()
-            assert (stats["disconnected"], stats["in_flight"]) == (1, 0)
+            until(lambda: client.get("/sim/stats").json()["disconnected"] == 1)
+            assert client.get("/sim/stats").json()["in_flight"] == 0
         port = int(process.base_url.rpartition(":")[2])
         process.kill()
     with SimulatorProcess(port=port) as again:
