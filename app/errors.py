@@ -35,6 +35,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── NoUpstream              503 no_upstream
     ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
     ├── Overloaded              503 overloaded            past a bound; try again later
+    │   └── BodyGivenUp         503 overloaded            the body came slowly, and its room was needed
     ├── StoreUnavailable        503 store_unavailable
     │   ├── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
     │   └── StoreDamaged        503 store_unavailable     a damaged page that is of no single session
@@ -215,6 +216,13 @@ class GenerationAborted(AppError):
 class Overloaded(AppError):
     status, code, type = 503, "overloaded", "server_error"
     retry_after_s = 1
+
+
+class BodyGivenUp(Overloaded):
+    """The connection is closed, as after RequestTimeout."""
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "connection": "close"}
 
 
 class StoreUnavailable(AppError):

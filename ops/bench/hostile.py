@@ -34,6 +34,9 @@ FRIENDLY, OTHER = "friendly", "hostile"
 CLIENTS, PAUSE_S = 4, 0.02
 """Who takes turns meanwhile, and how long each waits between two: a tenth of what the server can do."""
 
+TURN_BYTES, LARGE_TURN_BYTES = 2 << 10, 100 << 10
+"""Of their requests; the larger ones are more than what no share refuses (`limits.SMALL`)."""
+
 QUIET_S = 0.5
 TURNS_PER_SESSION = 8
 AIM_MS = 50.0
@@ -114,8 +117,9 @@ async def _place(server: ServerProcess, engine: str, other: str) -> None:
 class _Others:
     """Clients that take turns; `slowest_s` of those turns, and how many there were and were refused."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, turn_bytes: int = TURN_BYTES) -> None:
         self._server = server
+        self._turn_bytes = turn_bytes
         self.slowest_s = 0.0
         self.turns = self.refused = 0
         self._goes_on = True
@@ -140,7 +144,7 @@ class _Others:
                     await self._sessions(connection)
 
     async def _sessions(self, connection: Connection) -> None:
-        script = short_turns(2048, TURNS_PER_SESSION)
+        script = short_turns(self._turn_bytes, TURNS_PER_SESSION)
         while self._goes_on:
             try:
                 made = await connection.json("POST", "/sessions", {"parent_session_id": FRIENDLY})
@@ -202,10 +206,10 @@ async def _status(server: ServerProcess, method: str, path: str, body: bytes) ->
 
 async def _held_back(server: ServerProcess, seconds: float) -> dict[str, Any]:
     """Large bodies without their last byte, from as many connections as fill the room for all bodies."""
-    others = _Others(server)
+    others, larger = _Others(server), _Others(server, LARGE_TURN_BYTES)
     port = server.port
     head = b"POST /sessions/held-%d/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    async with await Connection.connect(server.base_url) as connection, others.at_work():
+    async with await Connection.connect(server.base_url) as connection, others.at_work(), larger.at_work():
         await connection.request("GET", "/lag")
         writers = []
         for number, size in enumerate(HELD_SIZES):
@@ -215,9 +219,10 @@ async def _held_back(server: ServerProcess, seconds: float) -> dict[str, Any]:
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
         began = time.perf_counter()
-        others.turns = others.refused = 0
+        for clients in (others, larger):
+            clients.turns = clients.refused = 0
         await asyncio.sleep(seconds)
-        held = others.refused, others.turns
+        held = [f"{clients.refused} of {clients.turns}" for clients in (others, larger)]
         async with await Connection.connect(server.base_url) as another:
             lag, busy = await _lag(another)
         took = time.perf_counter() - began
@@ -230,6 +235,6 @@ async def _held_back(server: ServerProcess, seconds: float) -> dict[str, Any]:
         "took ms": took * 1000,
         "lag ms": lag,
         "of which CPU ms": busy,
-        "others' slowest ms": others.slowest_s * 1000,
-        "others refused": "{} of {}".format(*held),
+        "others' slowest ms": max(others.slowest_s, larger.slowest_s) * 1000,
+        "others refused": "{}, {} of 100 KiB".format(*held),
     }

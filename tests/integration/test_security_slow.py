@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
-from app.errors import AppError
+from app.errors import AppError, BodyGivenUp
 from app.http import limits, protocol
 from app.http.auth import Guard
 from app.http.doorway import Doorway
@@ -192,7 +192,7 @@ async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
 ) -> None:
     """Half of the room at most, which was all of it."""
     monkeypatch.setattr(limits, "SMALL", 20)
-    application.inflight = Inflight(4 * LARGEST)
+    application.inflight = Inflight(4 * LARGEST, clock=lambda: 0.0)
     head = BODY.replace(b"10", b"1000")
     async with contextlib.AsyncExitStack() as stack:
         held = []
@@ -219,6 +219,66 @@ async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
                 writer.write(b"x")
                 assert (await reader.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
     assert application.inflight.size == 0
+
+
+@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
+    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
+) -> None:
+    """Without tokens, or behind a proxy, everybody has the same address."""
+    monkeypatch.setattr(limits, "SMALL", 20)
+    now = 0.0
+    application.inflight = Inflight(4 * LARGEST, clock=lambda: now)
+    head = BODY.replace(b"10", b"1000")
+    async with connected(port) as (first, to_first), connected(port) as (second, to_second):
+        for writer, size in ((to_first, 999), (to_second, 1998)):
+            writer.write(head + b"x" * 999)
+            async with asyncio.timeout(20):
+                while application.inflight.size < size:
+                    await asyncio.sleep(0.02)
+        now = limits.HELD_S + 1
+        async with connected(port) as (honest, to_honest):
+            to_honest.write(head + b"y" * 1000)
+            assert (await honest.readuntil(b"y" * 1000)).startswith(b"HTTP/1.1 200")
+        reply = await to_the_end(first)
+        assert reply.startswith(b"HTTP/1.1 503")
+        assert b'"overloaded"' in reply
+        assert b"retry-after: 1" in reply
+        assert b"connection: close" in reply
+        assert application.inflight.size == 999
+        to_second.write(b"x")
+        assert (await second.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
+    assert application.inflight.size == 0
+
+
+@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+async def test_a_body_that_is_given_up_as_its_end_comes_is_given_up() -> None:
+    """Its room is another's by then."""
+    now = 0.0
+    inflight = Inflight(LARGEST, clock=lambda: now)
+    end = asyncio.Event()
+    parts = iter([b"x" * LARGEST, b""])
+
+    async def receive() -> dict[str, object]:
+        part = next(parts)
+        if not part:
+            await end.wait()
+        return {"type": "http.request", "body": part, "more_body": bool(part)}
+
+    async def read() -> bytes | None:
+        with inflight.room() as room:
+            return await read_body(receive, [], LARGEST, room)
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0)
+    now = limits.HELD_S + 1
+    end.set()
+    with inflight.room() as other:
+        other.arrive(LARGEST)
+        with pytest.raises(BodyGivenUp):
+            await reading
+        assert inflight.size == LARGEST
+    assert inflight.size == 0
 
 
 async def test_a_slow_body_in_time_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
-from app.errors import Overloaded
-from app.http.limits import SMALL, Inflight
+from app.errors import BodyGivenUp, Overloaded
+from app.http.limits import HELD_S, SMALL, Inflight, Room
 
 LIMIT = 64 * SMALL
+
+
+class Held:
+    """Bodies that began one second after the other at a clock of its own, and which of them were given up."""
+
+    def __init__(self, *bodies: tuple[str, str, int]) -> None:
+        self.now = 100.0
+        self.inflight = Inflight(LIMIT, clock=lambda: self.now)
+        self.given_up: list[str] = []
+        self.stack = contextlib.ExitStack()
+        self.rooms = {name: self.begin(name, peer, size) for name, peer, size in bodies}
+
+    def begin(self, name: str, peer: str, size: int) -> Room:
+        room = self.stack.enter_context(self.inflight.room(name, peer))
+        room.begin(lambda: self.given_up.append(name))
+        room.arrive(size)
+        self.now += 1
+        return room
+
+    def end(self) -> None:
+        self.stack.close()
+        assert self.inflight.size == 0
+        assert not self.inflight._peers
+        assert not self.inflight._sessions
+        assert not self.inflight._arriving
 
 
 def test_all_bodies_together_have_a_limit() -> None:
@@ -68,3 +95,84 @@ def test_nobody_is_remembered() -> None:
             room.arrive(5)
     assert not inflight._sessions
     assert not inflight._peers
+
+
+EIGHTH = LIMIT // 8
+FULL_SHARE = [*((name, "p", EIGHTH) for name in "abcd"), ("far", "q", SMALL)]
+FULL = [(name, name, EIGHTH) for name in "abcdefgh"]
+
+
+@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+@pytest.mark.parametrize(
+    ("bodies", "size", "given_up"),
+    [
+        (FULL_SHARE, SMALL + 1, ["a"]),
+        (FULL_SHARE, EIGHTH, ["a"]),
+        (FULL_SHARE, EIGHTH + 1, ["a", "b"]),
+        (FULL, 1, ["a"]),
+        (FULL, EIGHTH + 1, ["a", "b"]),
+        ([("tiny", "p", 1), *FULL_SHARE[:3], ("d", "p", EIGHTH - 1)], SMALL + 1, ["a"]),
+        ([("a", "q", EIGHTH), ("b", "p", 2 * EIGHTH), ("c", "p", 2 * EIGHTH)], EIGHTH, ["b"]),
+        ([(str(number), "p", SMALL) for number in range(64)], 3, ["0"]),
+    ],
+    ids=["share", "share exactly", "two of a share", "all", "two of all", "large first", "of the address", "small"],
+)
+def test_what_has_been_arriving_for_long_makes_room(
+    bodies: list[tuple[str, str, int]], size: int, given_up: list[str]
+) -> None:
+    held = Held(*bodies)
+    held.now += HELD_S
+    held.begin("new", "p", size)
+    assert held.given_up == given_up
+    for name in given_up:
+        with pytest.raises(BodyGivenUp):
+            held.rooms[name].arrive(0)
+    held.end()
+
+
+def test_a_reply_finds_room_as_a_body_does() -> None:
+    """Whatever is held back: its turn has cost an engine its time."""
+    held = Held(*FULL[1:])
+    turn = held.begin("turn", "p", EIGHTH)
+    turn.arrived()
+    held.now += HELD_S
+    turn.grow(EIGHTH)
+    assert held.given_up == ["b"]
+    held.end()
+
+
+@pytest.mark.parametrize("bodies", [FULL_SHARE, FULL], ids=["share", "all"])
+def test_many_that_send_at_once_do_not_throw_each_other_out(bodies: list[tuple[str, str, int]]) -> None:
+    held = Held(*bodies)
+    held.now = held.rooms["a"].since + HELD_S
+    with pytest.raises(Overloaded):
+        held.begin("new", "p", SMALL + 1)
+    assert held.given_up == []
+    held.end()
+
+
+@pytest.mark.parametrize("bodies", [FULL_SHARE, FULL], ids=["share", "all"])
+def test_nor_does_what_began_earlier_throw_out_what_began_later(bodies: list[tuple[str, str, int]]) -> None:
+    held = Held(*bodies)
+    held.now += HELD_S
+    with pytest.raises(Overloaded):
+        held.rooms["a"].arrive(1)
+    held.rooms["b"].arrive(1)
+    assert held.given_up == ["a"]
+    held.end()
+
+
+def test_nothing_is_given_up_in_vain() -> None:
+    """Where all that has been held for long is not enough, or has ended, who comes is refused."""
+    held = Held(*FULL_SHARE)
+    held.now = held.rooms["a"].since + HELD_S + 0.5
+    with pytest.raises(Overloaded):
+        held.begin("new", "p", EIGHTH + 1)
+    held = Held(*FULL)
+    for room in held.rooms.values():
+        room.arrived()
+    held.now += HELD_S
+    with pytest.raises(Overloaded):
+        held.begin("new", "p", 1)
+    assert held.given_up == []
+    held.end()
