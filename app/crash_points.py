@@ -20,8 +20,6 @@ import re
 import signal
 from typing import Literal, get_args
 
-from app.errors import StartupError
-
 VARIABLE = "TURNLOG_CRASH_POINT"
 
 CrashPoint = Literal[
@@ -70,10 +68,11 @@ def reach(point: CrashPoint) -> None:
         os.kill(os.getpid(), signal.SIGSTOP if _STOP else signal.SIGKILL)
 
 
-def check() -> None:
-    """Is what the environment asks for one of the points? Raises StartupError."""
-    wanted = os.environ.get(VARIABLE, "")
+def mistakes() -> list[str]:
+    """What is wrong with what the environment asks for; nothing where it is one of the points, or empty."""
+    wanted = os.environ.get(VARIABLE, "").strip()
     form = re.fullmatch(r"([a-z_]+)(:[1-9][0-9]{0,8}(:stop)?)?", wanted)
     if wanted and (form is None or form[1] not in POINTS):
         points = ", ".join(POINTS)
-        raise StartupError(f"{VARIABLE}={wanted!r}: accepted is <point>[:<times>[:stop]] with a point of {points}")
+        return [f"{VARIABLE}={wanted!r}: accepted is <point>[:<times>[:stop]] with a point of {points}"]
+    return []

@@ -42,7 +42,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
     └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
 
-`StartupError` is no reply: it stops the process with one line.
+`StartupError` is no reply: it stops the process with one line, or one for each wrong setting.
 """
 
 from __future__ import annotations
@@ -255,4 +255,15 @@ class SessionUnreadable(AppError):
 
 
 class StartupError(Exception):
-    """The service cannot start; the message is the one line an operator reads."""
+    """The service cannot start. Its `lines` are what an operator reads: one, or one for each wrong setting."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def under(self, name: str) -> str:
+        """The lines as the program of this name says them."""
+        return "\n".join(f"{name}: {line}" for line in self.lines)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.errors import AppError, StartupError
+from app.extras import install
 from app.http import engines as engine_routes
 from app.http import fleet as fleet_routes
 from app.http import groups, service, sessions, signin, skyrl, ui, ui_files, ui_live
@@ -193,7 +194,7 @@ def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
     try:
         from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
     except ImportError as error:
-        raise StartupError("TURNLOG_TOKENIZER needs further packages: pip install 'turnlog[tito]'") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
     return Loader.load(tokenizer, tito_family)
 
 
@@ -246,7 +247,7 @@ class Turnlog(FastAPI):
                 started = run_services(self._settings, self.version, self._tokens, self._doorway)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
-                await send({"type": "lifespan.startup.failed", "message": f"turnlog: {error}"})
+                await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
                 return
             except Exception:
                 log.exception("an unexpected fault at start-up")
@@ -300,7 +301,7 @@ def _from_environment() -> Turnlog:
         logs.configure(settings.log_format, settings.log_level)
         return create_app(settings)
     except StartupError as error:
-        sys.exit(f"turnlog: {error}")
+        sys.exit(error.under("turnlog"))
 
 
 app = _from_environment()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,7 +27,7 @@ from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
 from app.service.inspection import described, event_fields, fold_at
 from app.service.rebuild import examined, mended, refuse_if_served
-from app.settings import PREFIX, Settings, load_settings
+from app.settings import Settings, load_settings
 from app.store.engine import Database
 from app.store.heads import Examined, require_revision
 
@@ -49,7 +48,10 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.repl
     except (SessionNotFound, InvalidRequest, UnknownEvent) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
-    except (AppError, StartupError) as error:
+    except StartupError as error:
+        print(error.under("replay"), file=sys.stderr)
+        return 2
+    except AppError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -84,12 +86,7 @@ def _settings(*, fixing: bool) -> Settings:
 
     Who is dead on PostgreSQL, and so whether `--fix` may write, rests on the lease.
     """
-    needed = {f"{PREFIX}DATABASE_URL"} | ({f"{PREFIX}LEASE_S"} if fixing else set())
-    others = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIX) and name not in needed}
-    try:
-        return load_settings()
-    finally:
-        os.environ.update(others)
+    return load_settings("database_url", *(["lease_s"] if fixing else []))
 
 
 @asynccontextmanager

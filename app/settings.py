@@ -5,11 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
@@ -21,10 +31,10 @@ from app.domain.holding import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
+from app.setting_names import PREFIX, strangers
 
 log = logging.getLogger("turnlog.settings")
 
-PREFIX = "TURNLOG_"
 MIB = 1 << 20
 DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
@@ -48,16 +58,32 @@ def _workers() -> int:
 
 
 def _off(value: object) -> object:
-    """`off`, or nothing, for a limit that is not in force."""
-    return None if isinstance(value, str) and value.strip().lower() in ("", "off") else value
+    """`off` for a limit that is not in force."""
+    return None if isinstance(value, str) and value.strip().lower() == "off" else value
 
 
-def _unset(value: object) -> object:
-    return None if isinstance(value, str) and not value.strip() else value
+def _in_bytes(value: object) -> object:
+    """A number of bytes, or one with a unit: KiB to TiB are powers of 1024, kB to TB of 1000."""
+    if not isinstance(value, str):
+        return value
+    if _WITH_UNIT.fullmatch(value):
+        return int(_BYTES.validate_python(value))
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError("a number of bytes, or a size such as 512KiB, 64MiB or 2GiB") from None
 
+
+_WITH_UNIT = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?)?b\s*", re.IGNORECASE)
+"""Not `64M`, which is 64 MiB to some and 64 MB to others, and no bits. `ByteSize` takes both, and whatever follows."""
+
+_BYTES = TypeAdapter(ByteSize)
 
 Limit = Annotated[float | None, BeforeValidator(_off)]
+Size = Annotated[int, BeforeValidator(_in_bytes)]
 
+TOGETHER = "together"
+"""The type of an error that is about several settings, and names them."""
 
 ALL = ("all",)
 """Of TURNLOG_ENGINE_SESSIONS: every engine there is."""
@@ -68,7 +94,7 @@ OFF = frozenset(
 
 
 class Settings(BaseSettings):
-    """What an operator can choose. Every field has a default that works on one machine."""
+    """What an operator can choose. Every field has a default that works on one machine. An empty value is none."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
@@ -81,8 +107,8 @@ class Settings(BaseSettings):
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
-    on_abort: Annotated[OnAbort | None, BeforeValidator(_unset)] = None
-    tokenizer: Annotated[str | None, BeforeValidator(_unset)] = None
+    on_abort: OnAbort | None = None
+    tokenizer: str | None = None
     tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)
     on_divergence: OnDivergence = "reject"
@@ -93,20 +119,20 @@ class Settings(BaseSettings):
     client_reply: Literal["auto", "verbatim", "lean"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
-    max_request_bytes: int = Field(default=64 * MIB, ge=1024)
-    max_upstream_bytes: int = Field(default=256 * MIB, ge=1024)
-    inflight_bytes: int = Field(default=2048 * MIB, ge=1024)
-    inline_max_bytes: int = Field(default=64 * 1024, ge=0)
+    max_request_bytes: Size = Field(default=64 * MIB, ge=1024)
+    max_upstream_bytes: Size = Field(default=256 * MIB, ge=1024)
+    inflight_bytes: Size = Field(default=2048 * MIB, ge=1024)
+    inline_max_bytes: Size = Field(default=64 * 1024, ge=0)
     workers: int = Field(default_factory=_workers, ge=1, le=256)
     worker_deadline_s: float = Field(default=30, gt=0, le=3600)
-    worker_memory_bytes: int = Field(default=4096 * MIB, ge=256 * MIB)
-    cache_bytes: int = Field(default=256 * MIB, ge=0)
+    worker_memory_bytes: Size = Field(default=4096 * MIB, ge=256 * MIB)
+    cache_bytes: Size = Field(default=256 * MIB, ge=0)
     lease_s: float = Field(default=8, ge=1, le=3600)
     idle_close_s: Limit = Field(default=None, gt=0)
     closed_replay_ttl_s: Limit = Field(default=86400, ge=0)
     closed_ttl_s: Limit = Field(default=None, gt=0)
     retain_until_ack: bool = False
-    max_db_bytes: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
+    max_db_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=None, ge=MIB)
     log_format: LogFormat = "auto"
     log_level: LogLevel = "info"
     admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
@@ -114,6 +140,11 @@ class Settings(BaseSettings):
     session_params: Annotated[tuple[str, ...], NoDecode] = ()
     max_agent_sessions: int = Field(default=1000, ge=0)
     trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set(cls, given: dict[str, object]) -> dict[str, object]:
+        return {name: value for name, value in given.items() if not (isinstance(value, str) and not value.strip())}
 
     @field_validator("upstreams", "engine_sessions", mode="before")
     @classmethod
@@ -125,8 +156,8 @@ class Settings(BaseSettings):
     @field_validator("admin_token", "session_secret", mode="before")
     @classmethod
     def _secrets(cls, value: object) -> object:
-        if not isinstance(value, str) or not value.strip():
-            return () if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
         parts = [part.strip() for part in value.split(",")]
         if not all(parts) or len(set(parts)) != len(parts) or not all(map(str.isprintable, parts)):
             raise ValueError("one, or several that are separated by commas, each once and none of them empty")
@@ -154,20 +185,23 @@ class Settings(BaseSettings):
     def _kinds(cls, value: object) -> object:
         return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _both_or_none(self) -> Settings:
-        if (self.moe_layers is None) != (self.moe_topk is None):
-            raise ValueError("TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
-        return self
+    @field_validator("moe_topk")
+    @classmethod
+    def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if "moe_layers" in info.data and (info.data["moe_layers"] is None) != (value is None):
+            raise PydanticCustomError(TOGETHER, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
+        return value
 
-    @model_validator(mode="after")
-    def _takes_ids(self) -> Settings:
-        if self.tokenizer is not None and self.upstream_dialect == "vllm":
-            raise ValueError(
+    @field_validator("tokenizer")
+    @classmethod
+    def _takes_ids(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("upstream_dialect") == "vllm":
+            raise PydanticCustomError(
+                TOGETHER,
                 "TURNLOG_TOKENIZER: vLLM's chat route takes no token ids; accepted is TURNLOG_UPSTREAM_DIALECT "
-                "auto or sglang, or no tokenizer"
+                "auto or sglang, or no tokenizer",
             )
-        return self
+        return value
 
     @field_validator("upstreams")
     @classmethod
@@ -235,18 +269,55 @@ def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
         raise ValueError(f"{wanted}, each once")
 
 
-def load_settings() -> Settings:
-    """Read the environment. Raises StartupError with one line that names variable, value and choices."""
-    crash_points.check()
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | {crash_points.VARIABLE} | CLIENTS
-    for name in sorted(n for n in os.environ if n.startswith(PREFIX) and n not in known):
-        log.warning("%s is not a setting of this version and is ignored", name)
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        raise StartupError(_one_line(error.errors()[0])) from error
-    _warn_of_weak(settings)
+def load_settings(*names: str) -> Settings:
+    """Read the environment, or of it only the settings of these names, such as `lease_s`; the others have defaults.
+
+    Raises StartupError with a line for each mistake, which names variable, value and what is accepted.
+    """
+    if not names:
+        for name in unknown_names():
+            log.warning("%s is not a setting of this version and is ignored", name)
+    settings, mistakes = read_settings(*names)
+    if settings is None:
+        raise StartupError(*mistakes)
+    if not names:
+        _warn_of_weak(settings)
     return settings
+
+
+def known_names() -> frozenset[str]:
+    """All variables that mean something, but for the one that is for tests alone."""
+    return CLIENTS | {PREFIX + name.upper() for name in Settings.model_fields}
+
+
+def unknown_names() -> list[str]:
+    """Variables that are set and ignored: not even close to one that is known."""
+    found = strangers(os.environ, known_names())
+    return [name for name, meant in found.items() if meant is None and name != crash_points.VARIABLE]
+
+
+def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
+    """As `load_settings`, but the mistakes are returned; there are no settings then."""
+    others = {
+        name: field.get_default(call_default_factory=True)
+        for name, field in Settings.model_fields.items()
+        if names and name not in names
+    }
+    mistakes = _misspelt(names)
+    if not names:
+        mistakes += crash_points.mistakes()
+    try:
+        settings = Settings(**others)
+    except ValidationError as error:
+        problems = {str(problem["loc"][0]): problem for problem in reversed(error.errors())}
+        return None, mistakes + [_one_line(problems[name]) for name in Settings.model_fields if name in problems]
+    return (None if mistakes else settings), mistakes
+
+
+def _misspelt(names: Collection[str]) -> list[str]:
+    wanted = {PREFIX + name.upper() for name in names} or known_names()
+    found = strangers(os.environ, known_names())
+    return [f"{name} is not a setting: did you mean {meant}?" for name, meant in found.items() if meant in wanted]
 
 
 def _warn_of_weak(settings: Settings) -> None:
@@ -260,10 +331,10 @@ def _warn_of_weak(settings: Settings) -> None:
 
 def _one_line(problem: Mapping[str, Any]) -> str:
     wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
-    if not problem["loc"]:
+    if problem["type"] == TOGETHER:
         return wanted
     name = PREFIX + str(problem["loc"][0]).upper()
-    value = problem["input"]
+    value = os.environ.get(name, problem["input"])
     if name.endswith(("API_KEY", "ADMIN_TOKEN", "SESSION_SECRET")):
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
@@ -274,5 +345,5 @@ def _one_line(problem: Mapping[str, Any]) -> str:
 
 
 def _without_password(url: str) -> str:
-    """Hide what stands between the user's name and the host, also in a URL too broken to parse."""
-    return re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url)
+    """Hide what stands between the user's name and the host, also in a URL too broken to parse, or as a parameter."""
+    return re.sub(r"([?&]password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))

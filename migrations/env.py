@@ -16,7 +16,9 @@ from app.settings import load_settings
 from app.store.dialect import store_error
 from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
+from app.store.opening import unopened
 from app.store.postgres import DRIVER_ERRORS
+from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
 
 PRIVATE = 0o077
@@ -24,6 +26,8 @@ PRIVATE = 0o077
 
 
 def _migrate(connection: Connection) -> None:
+    """Raises StartupError where the database is at a revision that is not among these."""
+    require_known(revision_of(connection))
     context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
     with context.begin_transaction():
         context.run_migrations()
@@ -39,7 +43,7 @@ async def _online(url: str) -> None:
             if isinstance(store_error(error), StoreFull):
                 await _on_a_full_disk(url)
                 return
-            sys.exit(f"turnlog: the database cannot be opened: {error}".splitlines()[0])
+            raise unopened(url, error) from error
         await connection.run_sync(_migrate)
 
 
@@ -51,23 +55,29 @@ async def _on_a_full_disk(url: str) -> None:
         wanted = None
     found = await revision_without_room(url)
     if found is None or found != wanted:
-        sys.exit(f"turnlog: the disk is full: make room, then do this again (revision {found or 'unknown'})")
+        raise StartupError(f"the disk is full: make room, then do this again (revision {found or 'unknown'})")
     print(f"turnlog: the disk is full; the schema is at revision {found} already", file=sys.stderr)
 
 
 def run() -> None:
     try:
-        url = context.config.get_main_option("sqlalchemy.url") or load_settings().database_url
+        _run(context.config.get_main_option("sqlalchemy.url") or load_settings().database_url)
     except StartupError as error:
-        sys.exit(f"turnlog: {error}")
+        sys.exit(error.under("turnlog"))
+
+
+def _run(url: str) -> None:
+    """Raises StartupError."""
     lock = sqlite_lock(url, create=True)
     if lock is not None:
         try:
             lock.acquire()
         except Held as held:
-            sys.exit(f"turnlog: a server is running on this database, {held}: stop it before changing its schema")
+            raise StartupError(
+                f"a server is running on this database, {held}: stop it before changing its schema"
+            ) from None
         except OSError as error:
-            sys.exit(f"turnlog: the database cannot be opened: {error}")
+            raise unopened(url, error) from error
     before = os.umask(PRIVATE)
     try:
         asyncio.run(_online(url))

@@ -22,7 +22,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import AppError, StartupError
-from app.settings import PREFIX, Settings, load_settings
+from app.setting_names import PREFIX
+from app.settings import Settings, load_settings
 from app.store.dialect import store_error
 from app.store.engine import sqlite_lock
 from app.store.lock import Held
@@ -73,12 +74,7 @@ def settings_for(database_url: str | None, *names: str) -> Settings:
     """
     if database_url is not None:
         os.environ[f"{PREFIX}DATABASE_URL"] = database_url
-    needed = {f"{PREFIX}{name}" for name in ("DATABASE_URL", *names)}
-    others = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(PREFIX) and name not in needed}
-    try:
-        return load_settings()
-    finally:
-        os.environ.update(others)
+    return load_settings("database_url", *names)
 
 
 def sqlite_path(url: str) -> Path | None:
@@ -219,7 +215,10 @@ def run(command: str, work: Callable[[], Outcome], *, interrupted: str, as_json:
         for line in [json.dumps(outcome.fields)] if as_json else outcome.lines:
             print(line)
         return outcome.code
-    except (AppError, StartupError, OSError) as error:
+    except StartupError as error:
+        print(error.under(command), file=sys.stderr)
+        return IMPOSSIBLE
+    except (AppError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except KeyboardInterrupt:

@@ -62,7 +62,7 @@ def perform(database_url: str | None, copy: Path | None, *, as_json: bool = Fals
 
 
 def _restore(database_url: str | None, copy: Path | None) -> Outcome:
-    settings = settings_for(database_url, "LEASE_S")
+    settings = settings_for(database_url, "lease_s")
     path = sqlite_path(settings.database_url)
     if path is None:
         if copy is not None:
@@ -99,7 +99,7 @@ def _put(copy: Path, path: Path) -> Outcome:
     if kept is not None:
         lines.append(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
     if revision != revision_head():
-        lines.append(f"it is at revision {revision}: run `alembic upgrade head`")
+        lines.append(f"it is at revision {revision}: run `turnlog migrate`")
     fields = {"store": str(path), "epoch": epoch, "kept": None if kept is None else str(kept), "revision": revision}
     return Outcome(DONE, lines, fields)
 

@@ -25,7 +25,7 @@ from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
 from ops.keeping import DONE, Outcome, Progress, parser, require_store, run, settings_for
 
-LIMITS = ("IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "RETAIN_UNTIL_ACK")
+LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
 DEAD_AT_ONCE = 200
 """Open turns of dead processes abandoned in one transaction."""
@@ -46,7 +46,7 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
 
 
 async def _retain(database_url: str | None) -> Outcome:
-    settings = settings_for(database_url, "LEASE_S", *LIMITS)
+    settings = settings_for(database_url, "lease_s", *LIMITS)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
         await _told(janitor)

@@ -18,13 +18,17 @@ from app.store.engine import Database
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
 
-pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept")
+pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept", "real_engine.table")
 
 BOTH = ("sqlite", "postgresql")
+
+OPTIONAL = {"long": "takes minutes", "real_engine": "starts a real engine"}
+"""Markers whose tests run only with an option of that name."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run tests that take minutes")
+    parser.addoption("--real-engine", action="store_true", help="also run tests before a real engine, vLLM on the CPU")
     parser.addoption(
         "--store",
         choices=(*BOTH, "both"),
@@ -33,17 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C, and what they start inherits that."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Who starts the tests in the background may have them ignore these, and what they start inherits that."""
+    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, usual)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long"):
-        return
-    for item in items:
-        if item.get_closest_marker("long"):
-            item.add_marker(pytest.mark.skip(reason="takes minutes: run with --long"))
+    for marker, why in OPTIONAL.items():
+        option = f"--{marker.replace('_', '-')}"
+        if not config.getoption(option):
+            skipped = pytest.mark.skip(reason=f"{why}: run with {option}")
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(skipped)
 
 
 @pytest.fixture(scope="session")

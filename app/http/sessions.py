@@ -22,6 +22,7 @@ from app.service.cache import Live
 from app.service.sessions import NewSession
 from app.settings import Settings
 from app.upstream import headers as http_headers
+from workers import scan
 
 router = APIRouter()
 
@@ -36,6 +37,9 @@ MAX_LABEL = 64 << 10
 
 MAX_PLACE = 200
 """Characters of a fault's place in a body that its message has: a key may be as long as the body."""
+
+MAX_VALUES, MAX_COMPONENTS = 33_000, 11_000
+"""Values of a body, and of a reward: 64 KiB of JSON hold no more."""
 
 SHORT = 16 << 10
 """Bytes of a body that is given to its model at once."""
@@ -106,8 +110,13 @@ def require_session_id(session_id: str) -> str:
     return session_id
 
 
-def read_model(raw: bytes, kind: type[Body]) -> Body:
-    """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field."""
+def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:
+    """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field.
+
+    A model reads all of a body, on the event loop, and makes an error of each wrong value: hence the `most` values.
+    """
+    if scan.may_exceed(raw, most):
+        raise InvalidRequest(f"the body has more than {most} values")
     if len(raw) > SHORT:
         _require_known(raw, kind)
     try:
@@ -287,7 +296,7 @@ async def get_refused_reply(
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Assign the reward of the session, or of one of its turns."""
     sessions = services(request).sessions
-    body = read_model(await whole_body(request), Reward)
+    body = read_model(await whole_body(request), Reward, MAX_COMPONENTS)
     _require_small("reward and components have", {"reward": body.reward, "components": body.components})
     seq = await sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}

@@ -23,8 +23,8 @@ from app.http.sessions import SESSION_ID
 from app.http.state import Services, of_scope
 from app.http.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
 from app.logs import about_session
-from app.service.beside import INLINE_BYTES, beside
 from app.service.flights import Reader, RetryMark, TurnReply, hash_key
+from app.service.large_bodies import INLINE_BYTES
 from app.service.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, WELL, Stages, TurnStage
 from app.upstream.engines import PATHS
 from app.upstream.headers import Headers
@@ -97,7 +97,7 @@ class TurnRoutes:
         stages.request_bytes = len(body)
         exchange = _Exchange(app, protocol, holder, stages, receive, send, room)
         if in_path is None:
-            session = await beside(len(body) <= INLINE_BYTES, lambda: named(headers, body))
+            session = await app.turns.large_bodies.run(_long(body), lambda: named(headers, body))
             await session.ensure(app, holder)
             about_session(session.session_id)
             outcome = await exchange.run(session.session_id, body, headers, session)
@@ -106,6 +106,11 @@ class TurnRoutes:
         if not re.fullmatch(SESSION_ID, in_path):
             raise SessionNotFound("no session has an id of this form")
         return await exchange.run(in_path, body, headers)
+
+
+def _long(body: bytes) -> int:
+    """Its size, where even looking for one field takes the loop too long."""
+    return len(body) if len(body) > INLINE_BYTES else 0
 
 
 class _Exchange:
@@ -134,7 +139,7 @@ class _Exchange:
 
     async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> str:
         """How it ended. Raises AppError."""
-        streams = await beside(len(body) <= INLINE_BYTES, lambda: wants_stream(body))
+        streams = await self._turns.large_bodies.run(_long(body), lambda: wants_stream(body))
         reader = Reader(self._room.grow, self._watch, self._holder)
         if self._abort_after_s is not None:
             self._watch(reader)

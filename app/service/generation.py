@@ -16,13 +16,13 @@ from app.domain.history import Incoming
 from app.domain.request import CompletionRequest
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
 from app.service.asking import Ask, Outgoing, Prompt, first_ask, outgoing
-from app.service.beside import beside
 from app.service.cache import SessionCache, id_text
 from app.service.claims import RID_CHARACTERS, RID_MARK, Arrival, Opening, Request
 from app.service.continuing import Generation, Unfinished, can_go_on
 from app.service.flights import Flight, Reader
 from app.service.gates import Closings, Gates
 from app.service.judge import Judge, Judged
+from app.service.large_bodies import LargeBodies
 from app.service.placement import Place, Placement
 from app.service.session_control import ControlledTurn
 from app.service.sessions import Clock
@@ -51,8 +51,8 @@ class Taken(msgspec.Struct):
     """A turn that holds its claim, and for whom it works. `received` is the last reply that is being judged.
 
     `stages` is what it does now, `ticket` its place where turns wait for a gate, `passed` the gates as they were when
-    it was last sent, `control` what its client asks of the engine beside it. `is_brief`: what its request holds may be
-    put together on the loop.
+    it was last sent, `control` what its client asks of the engine beside it. `large` is the size of a request
+    that is not put together on the loop, else 0.
     """
 
     flight: Flight
@@ -65,7 +65,7 @@ class Taken(msgspec.Struct):
     stages: Stages
     ticket: int
     control: ControlledTurn | None = None
-    is_brief: bool = True
+    large: int = 0
     received: Body | None = None
     passed: Closings = (0, 0)
 
@@ -97,6 +97,7 @@ class Generator:
     def __init__(
         self,
         *,
+        large_bodies: LargeBodies,
         cache: SessionCache,
         engines: Engines,
         placement: Placement,
@@ -106,6 +107,7 @@ class Generator:
         settings: Settings,
         clock: Clock,
     ) -> None:
+        self._large_bodies = large_bodies
         self._cache = cache
         self._engines = engines
         self._placement = placement
@@ -122,11 +124,11 @@ class Generator:
         requested_at = self._clock()
         adapter = opening.event.adapter
         dialect = self._engines.dialect
-        sending = await beside(
-            taken.is_brief, lambda: outgoing(opening.session, request, self._settings, adapter, dialect)
+        sending = await self._large_bodies.run(
+            taken.large, lambda: outgoing(opening.session, request, self._settings, adapter, dialect)
         )
         stored = await self._stored_messages(opening)
-        new = await beside(taken.is_brief, lambda: taken.incoming.new(opening.plan))
+        new = await self._large_bodies.run(taken.large, lambda: taken.incoming.new(opening.plan))
         with taken.flight.may_be_cut():
             prompt = await self._prompt(taken, sending)
             text = request.text if isinstance(request, CompletionRequest) else None
@@ -289,11 +291,13 @@ class Generator:
     ) -> tuple[Ask, Answer]:
         """What was asked in the end, and which engine answered how. Raises as `Engines.generate`."""
         ask = first_ask(taken.opening, taken.request, prompt, self._settings)
-        answer = await self._sent(taken, place, await beside(taken.is_brief, lambda: body(ask)), ask.rid)
+        answer = await self._sent(taken, place, await self._large_bodies.run(taken.large, lambda: body(ask)), ask.rid)
         if answer.reply.status == 400 and ask.own:
             # A prompt that drifted may be shorter than the row asked for, which engines refuse.
             ask = msgspec.structs.replace(ask, own=b"", first_row=0)
-            answer = await self._sent(taken, place, await beside(taken.is_brief, lambda: body(ask)), ask.rid)
+            answer = await self._sent(
+                taken, place, await self._large_bodies.run(taken.large, lambda: body(ask)), ask.rid
+            )
         return ask, answer
 
     async def _sent(self, taken: Taken, place: Place, body: bytes, rid: str) -> Answer:

@@ -38,7 +38,6 @@ from app.errors import (
 )
 from app.service import transcript
 from app.service.asking import adapter_of, shown_kinds
-from app.service.beside import Queue, is_brief
 from app.service.cache import SessionCache
 from app.service.claims import Arrival, Claims, Opening, Request, repeated_turn, rid_of
 from app.service.fleet import FleetState
@@ -46,6 +45,7 @@ from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
 from app.service.gates import Gates
 from app.service.generation import EngineRefusal, Generated, Generator, Taken
 from app.service.judge import Judge
+from app.service.large_bodies import LargeBodies, large_bytes
 from app.service.placement import Placement
 from app.service.session_control import SessionControls
 from app.service.sessions import Clock, refusal
@@ -90,7 +90,9 @@ class Turns:
         self._fleet = fleet
         self._gates = gates
         self._placement = Placement(engines, cache, settings, clock)
+        self.large_bodies = LargeBodies()
         self._generator = Generator(
+            large_bodies=self.large_bodies,
             cache=cache,
             engines=engines,
             placement=self._placement,
@@ -108,7 +110,6 @@ class Turns:
         self._clock = clock
         self._flights: dict[str, Flight] = {}
         self._aborting: set[asyncio.Task[None]] = set()
-        self._reading = Queue()
 
     @property
     def in_flight(self) -> int:
@@ -157,19 +158,19 @@ class Turns:
         stages: Stages,
     ) -> TurnReply:
         request: Request | None = None
-        brief = is_brief(body)
+        large = large_bytes(body)
         while True:
             live = await self._cache.get(session_id)
             session = decide.require_open(live.session if live else None, session_id)
             assert live is not None
             if request is None:
-                request = await self._reading.run(brief, lambda: _parsed(protocol, body, brief))
+                request = await self.large_bodies.run(large, lambda: _parsed(protocol, body, not large))
                 self._require_takes_ids(request)
                 adapter = adapter_of(session, request, self._fleet.fleet)
                 if reader.holder is not None:
                     require_own(request, session_id, reader.holder, self._settings.session_params)
-            incoming = await self._reading.run(brief, lambda: _arrival(request, session))  # noqa: B023
-            template = await self._reading.run(brief, lambda: self._token_in.check(request))  # noqa: B023
+            incoming = await self.large_bodies.run(large, lambda: _arrival(request, session))  # noqa: B023
+            template = await self.large_bodies.run(large, lambda: self._token_in.check(request))  # noqa: B023
             flight = self._flights.get(session_id)
             if flight is not None:
                 if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
@@ -200,7 +201,7 @@ class Turns:
                     control = None if request.control is None else self._controls.turn(request.control, session_id)
                     reply = await self._settled(
                         Taken(
-                            flight, opening, request, template, incoming, client, reader, stages, ticket, control, brief
+                            flight, opening, request, template, incoming, client, reader, stages, ticket, control, large
                         )
                     )
                     return reply

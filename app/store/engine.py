@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.sql import Executable
 
-from app.errors import StartupError, StoreDamaged, StoreFull, StoreLost, StoreUnavailable
+from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
 from app.store.aio import AsyncEngine, create_async_engine
 from app.store.broken import BrokenRow, damage
@@ -33,7 +33,8 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
-from app.store.lock import Held, SqliteLock
+from app.store.lock import SqliteLock
+from app.store.opening import acquire, unopened
 from app.store.ports import Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -44,7 +45,7 @@ from app.store.postgres import (
     is_lost,
     warn_of_weak_promises,
 )
-from app.store.revision import revision_head, revision_of
+from app.store.revision import require_head, revision_of
 from app.store.sqlite import SqliteWriter
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
@@ -74,7 +75,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def create_engine(url: str) -> AsyncEngine:
-    """The engine for reads and migrations; makes the folder of an SQLite file."""
+    """The engine for reads and migrations."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return _postgres_engine(parsed, READERS)
@@ -146,9 +147,7 @@ def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return None
-    path = Path(parsed.database or "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return SqliteLock(path, create=create)
+    return SqliteLock(Path(parsed.database or ""), create=create)
 
 
 def _raise_if_full(error: BaseException) -> None:
@@ -194,20 +193,12 @@ class Database:
     async def open(self) -> None:
         """`is_read_only` afterwards: there is no room to open an SQLite file for more than reads; see `reopen`."""
         if self._lock is not None:
-            try:
-                self._lock.acquire()
-            except Held as held:
-                raise StartupError(
-                    f"{held} serves {make_url(self.url).database}: SQLite is for one API process; "
-                    "stop that one, run without --workers, or set TURNLOG_DATABASE_URL to PostgreSQL"
-                ) from None
-            except OSError as error:
-                raise StartupError(f"the database cannot be opened: {error}") from error
+            acquire(self._lock, self.url)
         try:
             await self._open()
         except StoreFull as full:
             if not self.is_sqlite:
-                raise StartupError(f"the database cannot be opened: {full}") from full
+                raise unopened(self.url, full) from full
             await self._open_to_read()
 
     async def reopen(self) -> None:
@@ -232,7 +223,7 @@ class Database:
         try:
             await self._check_revision()
         except StoreFull as full:
-            raise StartupError(f"the database cannot be opened: {full}") from full
+            raise unopened(self.url, full) from full
 
     async def _exchange(self, engine: AsyncEngine) -> None:
         """Close all connections first: those to one file share its memory, and are all readers if one is."""
@@ -259,7 +250,7 @@ class Database:
                 await self._sqlite.open()
             except (sqlite3.Error, OSError) as error:
                 _raise_if_full(error)
-                raise StartupError(f"the database cannot be opened: {error}") from error
+                raise unopened(self.url, error) from error
         else:
             async with self.engine.connect() as connection:
                 await warn_of_weak_promises(connection)
@@ -409,14 +400,10 @@ class Database:
             raise store_error(error) or error from error
 
     async def _check_revision(self) -> None:
-        head = revision_head()
         try:
             async with self.engine.connect() as connection:
                 found = await connection.run_sync(revision_of)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
-            raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
-        if found != head:
-            raise StartupError(
-                f"the database is at revision {found or 'none'}, this version needs {head}: run `alembic upgrade head`"
-            )
+            raise unopened(self.url, error) from error
+        require_head(found)

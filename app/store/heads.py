@@ -17,12 +17,12 @@ from sqlalchemy.exc import DBAPIError
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.groups import largest_version
 from app.domain.session import OpenTurn, Session, fold
-from app.errors import StartupError
 from app.store import statements as sql
 from app.store.dialect import AlchemyTx, Row, Tx
 from app.store.engine import Database
+from app.store.opening import unopened
 from app.store.reads import EventRow, decode_events
-from app.store.revision import revision_head, revision_of
+from app.store.revision import require_head, revision_of
 from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 
@@ -177,9 +177,8 @@ async def require_revision(database: Database) -> None:
     try:
         found = await database.read(revision_of)
     except DBAPIError as error:
-        raise StartupError(f"the database cannot be opened: {error}".splitlines()[0]) from error
-    if found != revision_head():
-        raise StartupError(f"the database is at revision {found or 'none'}, this version reads {revision_head()}")
+        raise unopened(database.url, error) from error
+    require_head(found)
 
 
 def read_log(tx: Tx, session_id: str) -> Log | None:

@@ -71,8 +71,9 @@ class SqliteLock:
         self._watched: list[_File] = []
 
     def acquire(self) -> None:
-        """Raises Held, and OSError where the file cannot be opened to be written."""
+        """The file's folder is made. Raises Held, and OSError where that or the file cannot be written to."""
         try:
+            _make(self._path.parent)
             if sys.platform == "linux" and file_system(self._beside.parent) not in REMOTE:
                 self._lock(self._path, create=self._create)
                 self._watched = list(self._locked)
@@ -141,6 +142,14 @@ class SqliteLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _make(folder: Path) -> None:
+    """Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
 def _found(path: Path) -> list[_File]:

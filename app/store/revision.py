@@ -10,6 +10,8 @@ from pathlib import Path
 
 from sqlalchemy import Connection, column, inspect, select, table
 
+from app.errors import StartupError
+
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 _LINE = re.compile(r'^(down_)?revision = "(\w+)"$', re.MULTILINE)
@@ -18,11 +20,41 @@ _VERSION = table("alembic_version", column("version_num"))
 
 def revision_head() -> str:
     """The revision that this code was written for: the one that no other comes after."""
+    revisions, followed = _named()
+    return max(revisions - followed, default="")
+
+
+def is_newer(revision: str | None) -> bool:
+    """Was the database migrated by code that came after this?"""
+    return bool(revision) and revision not in _named()[0]
+
+
+def require_known(revision: str | None) -> None:
+    """Raises StartupError for a database that a newer version has migrated."""
+    if is_newer(revision):
+        raise StartupError(
+            f"the database is at revision {revision}, this version needs {revision_head()}: a newer version has "
+            "migrated it; run that one, or restore a backup from before (docs/runbook.md)"
+        )
+
+
+def require_head(revision: str | None) -> None:
+    """Raises StartupError, which says how to get there, for a database at another revision than this code's."""
+    require_known(revision)
+    if revision != revision_head():
+        raise StartupError(
+            f"the database is at revision {revision or 'none'}, this version needs {revision_head()}: "
+            "run `turnlog migrate` (in a checkout also `alembic upgrade head`)"
+        )
+
+
+def _named() -> tuple[set[str], set[str]]:
+    """All revisions, and those that another one comes after."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path in (MIGRATIONS / "versions").glob("*.py"):
         for down, revision in _LINE.findall(path.read_text("utf-8")):
             found[bool(down)].add(revision)
-    return max(found[False] - found[True], default="")
+    return found[False], found[True]
 
 
 def revision_of(connection: Connection) -> str | None:

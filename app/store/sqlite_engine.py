@@ -20,8 +20,7 @@ def file_of(url: URL | str) -> Path:
 
 
 def create(url: URL, connections: int) -> AsyncEngine:
-    """For reads and migrations; makes the file's folder."""
-    Path(url.database or "").parent.mkdir(parents=True, exist_ok=True)
+    """For reads and migrations."""
     engine = _engine(url, connections)
 
     @event.listens_for(engine.sync_engine, "connect")

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
+from app.extras import install
 from app.tito import normalise
 from app.tito.compare import Comparator
 from app.tito.extension import Extension, NotAnExtension
@@ -297,7 +298,7 @@ def _transformers() -> ModuleType:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise StartupError("TURNLOG_TOKENIZER needs the package transformers: pip install 'turnlog[tito]'") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs the package transformers: {install('tito')}") from error
 
 
 def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:

@@ -173,26 +173,31 @@ async def _asked(server: ServerProcess, hostile: Hostile) -> dict[str, Any]:
     others = _Others(server)
     body = hostile.body()
     async with await Connection.connect(server.base_url) as connection, others.at_work():
-        path = await hostile.path(connection, OTHER)
+        paths = [await hostile.path(connection, OTHER) for _ in range(hostile.at_once)]
         await connection.request("GET", "/lag")
         began = time.perf_counter()
-        try:
-            status: int | str = (await connection.request(hostile.method, path, body)).status
-        except Broken:
-            status = "cut"
+        statuses = await asyncio.gather(*(_status(server, hostile.method, path, body) for path in paths))
         took = time.perf_counter() - began
         async with await Connection.connect(server.base_url) as another:
             lag, busy = await _lag(another)
     return {
         "request": hostile.name,
         "MiB": round(len(body) / (1 << 20), 1),
-        "status": status,
+        "status": " ".join(sorted(set(statuses))),
         "took ms": took * 1000,
         "lag ms": lag,
         "of which CPU ms": busy,
         "others' slowest ms": others.slowest_s * 1000,
         "others refused": f"{others.refused} of {others.turns}",
     }
+
+
+async def _status(server: ServerProcess, method: str, path: str, body: bytes) -> str:
+    async with await Connection.connect(server.base_url) as connection:
+        try:
+            return str((await connection.request(method, path, body)).status)
+        except Broken:
+            return "cut"
 
 
 async def _held_back(server: ServerProcess, seconds: float) -> dict[str, Any]:

@@ -16,13 +16,14 @@ _SAID = b'{"role":"user","content":"Hello"}'
 
 
 class Hostile(NamedTuple):
-    """`route` is behind a new session's path, or behind nothing."""
+    """`route` is behind a new session's path, or behind nothing. So many are sent `at_once`."""
 
     name: str
     body: Callable[[], bytes]
     route: str = CHAT
     method: str = "POST"
     in_session: bool = True
+    at_once: int = 1
 
     async def path(self, connection: Connection, parent: str) -> str:
         """`parent`: the session at whose engine a new one begins."""
@@ -38,8 +39,8 @@ def _filled(front: bytes, unit: bytes, end: bytes, size: int = SIZE) -> bytes:
     return front + b",".join([unit] * count) + end
 
 
-def _keys(count: int) -> bytes:
-    return b",".join(b'"key%d":1' % number for number in range(count))
+def _keys(count: int, value: bytes = b"1") -> bytes:
+    return b",".join(b'"key%d":%b' % (number, value) for number in range(count))
 
 
 def _chat(field: bytes, unit: bytes, size: int = SIZE) -> bytes:
@@ -69,8 +70,8 @@ def _admins(name: str, body: Callable[[], bytes], route: str) -> Hostile:
     return Hostile(name, body, route, in_session=False)
 
 
-def _reward(count: int) -> Callable[[], bytes]:
-    return lambda: b'{"reward":1,"components":{' + _keys(count) + b"}}"
+def _reward(count: int, value: bytes = b"1") -> Callable[[], bytes]:
+    return lambda: b'{"reward":1,"components":{' + _keys(count, value) + b"}}"
 
 
 def _messages(said: bytes, size: int = SIZE) -> Callable[[], bytes]:
@@ -96,6 +97,7 @@ HOSTILE = (
     Hostile("500,000 tools", lambda: _chat(b"tools", TOOL, 500_000 * (len(TOOL) + 1))),
     Hostile("reward components, 45 MiB", _reward(3_400_000), "/reward", "PUT"),
     Hostile("reward components, 16 MiB", _reward(ALL_KEYS), "/reward", "PUT"),
+    Hostile("components that are no numbers, 1 MiB", _reward(MIB_KEYS - 10_000, b'""'), "/reward", "PUT"),
     Hostile("one message of text", lambda: _message(b'"', WORDS, b'"')),
     Hostile("one message of escapes", lambda: _message(b'"', b"\\n", b'"')),
     Hostile("one message beyond ASCII", lambda: _message(b'"', "é漢".encode(), b'"')),
@@ -116,6 +118,7 @@ HOSTILE = (
     Hostile("a message of brackets and escapes", lambda: _message(_nested(60) + b',"x":"', b"\\n", b'"')),
     Hostile("tool arguments of empty lists", lambda: _arguments("[],")),
     Hostile("four million ids", lambda: _chat(b"input_ids", b"123")),
+    Hostile("four million ids, 8 at once", lambda: _chat(b"input_ids", b"123"), at_once=8),
     Hostile("four million ids as a prompt", _prompt(b"[", b"123,", b"1]"), COMPLETIONS),
     Hostile("a prompt of text", _prompt(b'"', WORDS, b'"'), COMPLETIONS),
     Hostile("a prompt of escapes", _prompt(b'"', b"\\n", b'"'), COMPLETIONS),

@@ -129,7 +129,7 @@ def export(taken: Sequence[Taken], lines: bytes, replay: bool) -> Iterator[str]:
         if not members:
             yield "the export has a row without turns"
             return
-        yield from _row(members[-1], row)
+        yield from _row(members, row)
         if replay:
             for kind in KINDS:
                 yield from _rows(kind, members, row)
@@ -165,10 +165,12 @@ def _number(version: str) -> str:
     return version.lstrip("0") or "0"
 
 
-def _row(last: Taken, row: Mapping[str, Any]) -> Iterator[str]:
-    """What a row says as a whole, by its last turn."""
-    states = {"abort": "aborted", "length": "truncated"}
-    if row["status"] != states.get(last.reading.finish_reason or "", "completed"):
+def _row(members: Sequence[Taken], row: Mapping[str, Any]) -> Iterator[str]:
+    """What a row says as a whole: its status is that of all its turns, the rest its last turn's."""
+    last = members[-1]
+    reasons = {one.reading.finish_reason for one in members}
+    status = "aborted" if "abort" in reasons else "truncated" if "length" in reasons else "completed"
+    if row["status"] != status:
         yield f"the export of turn {last.turn}: status {row['status']}"
     total = len(last.reading.prompt) + len(last.reading.output)
     if {len(row[name]) for name in ("tokens", "logprobs", "loss_mask", "weight_versions")} != {total}:

@@ -52,7 +52,7 @@ def test_six_damaged_pages_are_their_sessions_business(whole: Whole, tmp_path: P
     assert left_out == lost or how == "flipped"
 
 
-@pytest.mark.parametrize("how", ["zeros", "flipped"])
+@pytest.mark.parametrize("how", ["zeros", pytest.param("flipped", marks=pytest.mark.long)])
 @pytest.mark.parametrize("format", [*CONTAINERS[1:], *DOCUMENTS])
 def test_every_format_gives_the_others(whole: Whole, tmp_path: Path, format: str, how: How) -> None:
     """Some look at content that others do not."""
@@ -66,10 +66,10 @@ def test_every_format_gives_the_others(whole: Whole, tmp_path: Path, format: str
 
 @pytest.mark.parametrize("how", ["zeros", "random"])
 @pytest.mark.parametrize("where", WHERE)
-def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str, how: How) -> None:
+def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str, how: How, damage_seeds: range) -> None:
     """The order of commits is that of each session's own events; a lost head is what the log says."""
     before = [row["session_id"] for row in exported(whole.path)]
-    for seed in range(3):
+    for seed in damage_seeds:
         damaged = damaged_list(whole, tmp_path, where, how, seed)
         rows = exported(damaged.path)
         assert others_are_whole(whole.exported, rows, damaged.lost) == damaged.lost
@@ -78,9 +78,11 @@ def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str,
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(whole: Whole, tmp_path: Path, where: str) -> None:
+def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(
+    whole: Whole, tmp_path: Path, where: str, damage_seeds: range
+) -> None:
     """SQLite's pages have no checksums: a key that was changed into another may hide a session without an error."""
-    for seed in range(3):
+    for seed in damage_seeds:
         damaged = damaged_list(whole, tmp_path, where, "flipped", seed)
         rows = [without_cursor(row) for row in exported(damaged.path) if "excluded" not in row]
         for row in rows:

@@ -34,7 +34,8 @@ def idle_connections(port: int) -> Iterator[list[socket.socket]]:
 
 def asked(port: int, path: str, method: str = "GET") -> bytes:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        connection.sendall(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
+        headers = "Host: localhost\r\nConnection: close\r\nContent-Length: 0"
+        connection.sendall(f"{method} {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode())
         came = b""
         while piece := connection.recv(1 << 16):
             came += piece

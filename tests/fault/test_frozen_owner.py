@@ -215,7 +215,7 @@ def test_the_only_process_keeps_its_store_while_it_is_frozen(
         server.signal(signal.SIGSTOP)
         frozen = monotonic()
         tally.tried += 1
-        with pytest.raises(ServerDidNotStart, match="another process serves"):
+        with pytest.raises(ServerDidNotStart, match=r"another process \(pid \d+\) serves"):
             ForkedServer(tmp_path, sqlite_url, []).start()
         sleep(max(LEASE_S + 0.3 - (monotonic() - frozen), 0))
         server.signal(signal.SIGCONT)

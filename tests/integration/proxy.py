@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Any
 
 import httpx
 
@@ -22,6 +24,15 @@ OWN_HEADERS = (
 )
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up, because it was killed or has waited long enough, is no fault of the proxy's."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class RecordingProxy:
     """Forwards to `target`, or where the client of a proxy wants to go; keeps requests' headers and replies' bytes."""
 
@@ -36,13 +47,28 @@ class RecordingProxy:
             disable_nagle_algorithm = True
 
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 recorder.requests.append([(name.lower(), value) for name, value in self.headers.items()])
+                reply = self.forwarded()
+                recorder.replies.append(reply.content)
+                self.answer(reply)
+
+            def do_GET(self) -> None:
+                """What a client that uses a proxy sends; before an engine, only generations are recorded."""
+                if self.path.startswith("http://"):
+                    self.do_POST()
+                else:
+                    self.answer(self.forwarded())
+
+            do_PUT = do_GET
+
+            def forwarded(self) -> httpx.Response:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 url = self.path if self.path.startswith("http://") else target + self.path
                 kept = {"content-type": self.headers.get("content-type", "application/json")}
                 with httpx.Client(trust_env=False, timeout=20) as client:
-                    reply = client.request(self.command, url, content=body, headers=kept)
-                recorder.replies.append(reply.content)
+                    return client.request(self.command, url, content=body, headers=kept)
+
+            def answer(self, reply: httpx.Response) -> None:
                 self.send_response_only(reply.status_code)
                 for name, value in OWN_HEADERS:
                     self.send_header(name, value)
@@ -57,20 +83,10 @@ class RecordingProxy:
                 self.end_headers()
                 self.wfile.write(content)
 
-            def do_GET(self) -> None:
-                """What a client that uses a proxy sends; before an engine, only generations count."""
-                if self.path.startswith("http://"):
-                    self.do_POST()
-                else:
-                    self.send_error(501)
-
-            do_PUT = do_GET
-
             def log_message(self, format: str, *args: object) -> None:
                 """Tests read the recording instead."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
 

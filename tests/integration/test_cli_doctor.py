@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import make_url
 
 from integration.cli import answer, run
-from integration.stand import Stand, until
+from integration.stand import Stand, serving, until
 from ops.simulator.process import SimulatorProcess
 
 Environment = Callable[..., None]
@@ -35,6 +36,30 @@ def test_all_is_well_with_a_server_that_runs(stand: Stand, clean_environment: En
     lines = run("doctor", "--no-generate").stdout.splitlines()
     assert lines[-1].endswith("warnings, 0 problems")
     assert not any("4 tokens" in line for line in lines)
+
+
+def test_the_engines_of_a_running_server_are_those_it_has(stand: Stand, clean_environment: Environment) -> None:
+    """Where it is asked from another shell, the server's own settings are not at hand; the server is."""
+    clean_environment(DATABASE_URL=stand.url, URL=stand.server.base_url)
+    until(lambda: stand.http.get("/ready").status_code == 200)
+    findings = answer("doctor")["findings"]
+    assert [one["what"] for one in findings if one["level"] == "problem"] == []
+    assert whats(findings, f"engine {str(stand.sim.base_url).rstrip('/')}", "ok") == [
+        "it serves simulator, weight version default",
+        "sglang: 4 tokens, each with id and logprob, finish length",
+    ]
+
+
+def test_engines_that_a_server_does_not_tell_are_not_called_missing(
+    sglang: SimulatorProcess, tmp_path: Path, clean_environment: Environment
+) -> None:
+    with serving(tmp_path, sglang.base_url, environment={"TURNLOG_ADMIN_TOKEN": "a" * 20 + "dmin-token"}) as made:
+        clean_environment(DATABASE_URL=made.url, URL=made.server.base_url)
+        until(lambda: made.http.get("/ready").status_code == 200)
+        findings = answer("doctor", code=1)["findings"]
+        assert whats(findings, "server", "problem")[0].startswith("it refuses what an admin may: 401")
+        assert whats(findings, "engines", "problem") == []
+        assert whats(findings, "engines", "warning") == ["none is set here, and the server does not tell its own"]
 
 
 def test_an_engine_that_is_not_what_a_turn_needs(

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from app.errors import AppError
 from app.http import limits, protocol
 from app.http.auth import Guard
+from app.http.doorway import Doorway
 from app.http.limits import Inflight, read_body
 from app.http.protocol import BoundedProtocol
 from app.http.replies import error_parts, send_reply
@@ -374,7 +375,7 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     """uvicorn's five seconds are those of the SDKs' pools: one sends while the other hangs up."""
     config = uvicorn.Config(Application(), log_config=None, ws="none", timeout_keep_alive=given)
     config.load()
-    protocol.bound_connections(LifespanOn(config).receive)
+    protocol.bound_connections(LifespanOn(config).receive, Doorway(time.monotonic))
     assert config.timeout_keep_alive == kept
 
 

@@ -103,6 +103,14 @@ def test_a_large_body_is_refused_before_it_is_read_as_json(stand: Stand, in_piec
     assert talk.types() == ["SessionCreated"]
 
 
+def test_a_body_of_many_values_is_refused_before_each_of_them_is_a_fault(stand: Stand) -> None:
+    many = dict.fromkeys(map(str, range(34_000)), "x")
+    for method, path in (("PUT", f"{stand.talk().path}/reward"), ("POST", "/sessions")):
+        refused = stand.http.request(method, path, json={"components": many})
+        assert error_of(refused) == (400, "invalid_request")
+        assert refused.json()["error"]["message"].startswith("the body has more than ")
+
+
 def test_a_body_may_be_longer_than_what_it_says(stand: Stand) -> None:
     """Escapes and white space, within reason."""
     talk = stand.talk()

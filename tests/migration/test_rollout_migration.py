@@ -129,7 +129,6 @@ def as_expected(url: str) -> None:
         "own": (0, 0, 0, False),
         "p": (1, 0, 1, False),
     }
-    assert [problem for problem in asyncio.run(verify_url(url)).problems if "root" in problem.what] == []
     assert asyncio.run(acked(url)) == 5.0
 
 
@@ -149,6 +148,7 @@ def test_roots_are_filled_in_going_up_down_and_up_again(empty_url: str) -> None:
     command.downgrade(alembic_config(empty_url), "0007")
     migrate(empty_url)
     as_expected(empty_url)
+    assert [problem for problem in asyncio.run(verify_url(empty_url)).problems if "root" in problem.what] == []
 
 
 @pytest.mark.parametrize("revision", ["0007", "0008"])

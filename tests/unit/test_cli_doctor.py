@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -42,15 +43,24 @@ def of(findings: list[dict[str, Any]], area: str, level: str) -> list[str]:
 
 
 def test_every_mistake_in_the_settings_is_found_at_once(clean_environment: Environment) -> None:
-    clean_environment(WORKERS="many", LEASE_S="0", UPSTREMS="http://x", ADMIN_TOKEN="canary,,", CRASH_POINT="nonsense")
+    clean_environment(
+        WORKERS="many", LEASE_S="0", UPSTREMS="http://x", THEME="dark", ADMIN_TOKEN="canary,,", CRASH_POINT="nonsense"
+    )
     findings = examined(code=1)
     problems = " | ".join(of(findings, "settings", "problem"))
     for variable in ("WORKERS", "LEASE_S", "ADMIN_TOKEN", "CRASH_POINT"):
         assert f"TURNLOG_{variable}" in problems
-    [unknown] = [one for one in findings if "UPSTREMS" in one["what"]]
-    assert (unknown["level"], unknown["todo"]) == ("warning", "did you mean TURNLOG_UPSTREAMS?")
+    assert "TURNLOG_UPSTREMS is not a setting: did you mean TURNLOG_UPSTREAMS?" in problems
+    assert of(findings, "settings", "warning") == ["TURNLOG_THEME is not a setting and is ignored"]
     assert "canary" not in json.dumps(findings)
     assert os.environ["TURNLOG_WORKERS"] == "many"
+
+
+def test_loggers_are_left_as_they_were(clean_environment: Environment) -> None:
+    """Who looks into a process's logs afterwards misses no warning."""
+    clean_environment(UPSTREAM_DIALECT="none", THEME="dark")
+    examined(code=1)
+    assert logging.getLogger("turnlog.settings").level == logging.NOTSET
 
 
 def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Path) -> None:
@@ -93,6 +103,24 @@ def test_a_store_of_another_revision(clean_environment: Environment, sqlite_url:
     findings = examined(code=1)
     assert [what.startswith("at revision 0001, ") for what in of(findings, "database", "problem")] == [True]
     assert of(findings, "database", "warning") == [f"{file} may be read by other users; it holds prompts and replies"]
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    [newer] = [one for one in examined(code=1) if (one["area"], one["level"]) == ("database", "problem")]
+    assert newer["what"].startswith("at revision 9999, ")
+    assert "newer version" in newer["todo"]
+
+
+@pytest.mark.parametrize("place", ["file/turnlog.db", "folder"])
+def test_what_cannot_be_a_store(clean_environment: Environment, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / place}")
+    findings = examined(code=1)
+    wrong = of(findings, "disk", "problem") + of(findings, "database", "problem")
+    assert len(wrong) == 1
+    assert "folder" in wrong[0]
+    assert str(tmp_path) in wrong[0]
 
 
 def test_a_file_that_is_no_store(clean_environment: Environment, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from app.crash_points import VARIABLE
 from app.errors import StartupError
-from app.settings import Settings, load_settings
+from app.settings import CLIENTS, OFF, PREFIX, Settings, load_settings, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +69,18 @@ BAD = [
     ("ROLLBACK_WINDOW", "-1"),
     ("ROLLBACK_WINDOW", "1.5"),
     ("ON_DIVERGENCE", "ignore"),
-    ("ON_DIVERGENCE", ""),
     ("CLIENT_REPLY", "short"),
     ("STREAM_KEEPALIVE_S", "-1"),
     ("ON_DISCONNECT", "abort"),
     ("ON_DISCONNECT", "abort_after:"),
-    ("MAX_REQUEST_BYTES", "64MiB"),
+    ("MAX_REQUEST_BYTES", "64M"),
+    ("MAX_REQUEST_BYTES", "64 megabytes"),
+    ("MAX_REQUEST_BYTES", "64MiB,"),
+    ("MAX_REQUEST_BYTES", "1,000,000"),
+    ("MAX_REQUEST_BYTES", "-64MiB"),
+    ("MAX_REQUEST_BYTES", "0.5KiB"),
+    ("MAX_DB_BYTES", "512KiB"),
+    ("WORKER_MEMORY_BYTES", "4Gbit"),
     ("LEASE_S", "0"),
     ("LEASE_S", "inf"),
     ("DATABASE_URL", "sqlite:///x.db"),
@@ -108,6 +115,7 @@ def test_a_bad_value_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, val
         ("DATABASE_URL", "postgresql+psycopg://user:se:s@same@host/db"),
         ("UPSTREAMS", "http://user:sesame@host"),
         ("ENGINE_SESSIONS", "http://user:sesame@host"),
+        ("DATABASE_URL", "postgresql://host/db?user=me&password=sesame"),
     ],
 )
 def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
@@ -158,10 +166,177 @@ def test_a_short_token_is_accepted_with_a_warning(
     assert "sesame" not in caplog.text
 
 
-@pytest.mark.parametrize("name", ["ADMIN_TOKEN", "SESSION_SECRET", "TRUSTED_NETWORKS"])
-def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(f"TURNLOG_{name}", " ")
+@pytest.mark.parametrize("value", ["", " ", "\t"])
+@pytest.mark.parametrize(
+    "variable", [*(PREFIX + name.upper() for name in Settings.model_fields), VARIABLE, "TURNLOG_UPSTREAM", "TURNLOG_X"]
+)
+def test_an_empty_variable_is_not_set(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
     assert load_settings() == Settings()
+    assert caplog.text == ""
+
+
+SIZES = sorted(name for name in Settings.model_fields if name.endswith("_bytes"))
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("value", "bytes_"),
+    [
+        ("1073741824", 1 << 30),
+        ("1_073_741_824", 1 << 30),
+        ("1048576KiB", 1 << 30),
+        ("1024MiB", 1 << 30),
+        (" 1024 mib ", 1 << 30),
+        ("1GiB", 1 << 30),
+        ("1.5GiB", 3 << 29),
+        ("1TiB", 1 << 40),
+        ("1073741824B", 1 << 30),
+        ("2000MB", 2 * 10**9),
+        ("2GB", 2 * 10**9),
+    ],
+)
+def test_a_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, name: str, value: str, bytes_: int) -> None:
+    monkeypatch.setenv(PREFIX + name.upper(), value)
+    assert getattr(load_settings(), name) == bytes_
+
+
+def test_a_bad_size_is_told_what_a_good_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNLOG_MAX_DB_BYTES", "64M")
+    with pytest.raises(StartupError) as caught:
+        load_settings()
+    assert str(caught.value) == (
+        "TURNLOG_MAX_DB_BYTES='64M': accepted is a number of bytes, or a size such as 512KiB, 64MiB or 2GiB, or off"
+    )
+
+
+def test_off_is_for_limits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        variable = PREFIX + name.upper()
+        monkeypatch.setenv(variable, "off")
+        settings, _ = read_settings()
+        assert (settings is not None and getattr(settings, name) is None) >= (variable in OFF)
+        monkeypatch.delenv(variable)
+
+
+def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "WORKERS": "many",
+        "LEASE_S": "0",
+        "REPLAY": "experts,index",
+        "MOE_TOPK": "8",
+        "TOKENIZER": "folder",
+        "UPSTREAM_DIALECT": "vllm",
+        "ADMIN_TOKEN": "sesame,,",
+        "DATABSE_URL": "postgresql+asyncpg://user:sesame@host/db",
+        "CRASH_POINT": "nowhere",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(f"TURNLOG_{name}", value)
+    with pytest.raises(StartupError) as caught:
+        load_settings()
+    lines = caught.value.lines
+    beginnings = (
+        "TURNLOG_DATABSE_URL is not a setting: did you mean TURNLOG_DATABASE_URL?",
+        "TURNLOG_CRASH_POINT='nowhere': accepted is ",
+        "TURNLOG_TOKENIZER: ",
+        "TURNLOG_REPLAY='experts,index': accepted is ",
+        "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: ",
+        "TURNLOG_WORKERS='many': accepted is ",
+        "TURNLOG_LEASE_S='0': accepted is ",
+        "TURNLOG_ADMIN_TOKEN='(not shown)': accepted is ",
+    )
+    assert len(lines) == len(beginnings)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, beginnings, strict=True))
+    assert "sesame" not in str(caught.value)
+    assert caught.value.under("turnlog").splitlines() == [f"turnlog: {line}" for line in lines]
+
+
+def test_a_mistake_elsewhere_is_not_in_the_way_of_who_needs_few(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = Settings(lease_s=9)
+    for name, value in {
+        "WORKERS": "many",
+        "UPSTREAM": "http://a",
+        "X": "y",
+        "CRASH_POINT": "z",
+        "LEASE_S": "9",
+    }.items():
+        monkeypatch.setenv(f"TURNLOG_{name}", value)
+    assert load_settings("database_url", "lease_s") == wanted
+    assert caplog.text == ""
+    monkeypatch.setenv("TURNLOG_DATABSE_URL", "sqlite+aiosqlite:///other.db")
+    with pytest.raises(StartupError, match="did you mean TURNLOG_DATABASE_URL"):
+        load_settings("database_url")
+
+
+MISSPELT = {
+    "UPSTREAM": "UPSTREAMS",
+    "UPSTREMS": "UPSTREAMS",
+    "UPSTREAM_URL": "UPSTREAMS",
+    "DATABSE_URL": "DATABASE_URL",
+    "DATABASE": "DATABASE_URL",
+    "DATABASE_URI": "DATABASE_URL",
+    "TOKENISER": "TOKENIZER",
+    "ADMIN_TOKENS": "ADMIN_TOKEN",
+    "ADMIN_TOKEN_FILE": "ADMIN_TOKEN",
+    "UPSTREAM_TIMEOUT": "UPSTREAM_TIMEOUT_S",
+    "WORKER": "WORKERS",
+    "URLS": "URL",
+}
+
+
+@pytest.mark.parametrize(("name", "meant"), MISSPELT.items())
+def test_a_misspelt_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
+    monkeypatch.setenv(f"TURNLOG_{name}", "sesame")
+    with pytest.raises(StartupError) as caught:
+        load_settings()
+    assert str(caught.value) == f"TURNLOG_{name} is not a setting: did you mean TURNLOG_{meant}?"
+
+
+@pytest.mark.parametrize(
+    "name", ["HOST", "VERSION", "IMAGE", "NAMESPACE", "REPLICAS", "DATA_DIR", "CONFIG", "MAX_TURNS"]
+)
+def test_an_unknown_name_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setenv(f"TURNLOG_{name}", "sesame")
+    assert load_settings() == Settings()
+    assert caplog.messages == [f"TURNLOG_{name} is not a setting of this version and is ignored"]
+
+
+def kubernetes(service: str, port: int) -> dict[str, str]:
+    """What a pod gets for each service of its namespace."""
+    name, address = service.upper().replace("-", "_"), f"10.0.0.1:{port}"
+    return {
+        f"{name}_SERVICE_HOST": "10.0.0.1",
+        f"{name}_SERVICE_PORT": str(port),
+        f"{name}_SERVICE_PORT_HTTP": str(port),
+        f"{name}_PORT": f"tcp://{address}",
+        f"{name}_PORT_{port}_TCP": f"tcp://{address}",
+        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
+        f"{name}_PORT_{port}_TCP_PORT": str(port),
+        f"{name}_PORT_{port}_TCP_ADDR": "10.0.0.1",
+        f"{name}_PORT_{port}_UDP": f"udp://{address}",
+    }
+
+
+@pytest.mark.parametrize("service", ["turnlog", "turnlog-upstream", "turnlog-workers", "turnlog-url", "turnlog-db-1"])
+def test_what_a_cluster_injects_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, service: str
+) -> None:
+    for name, value in kubernetes(service, 8000).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings() == Settings()
+    assert caplog.text == ""
+
+
+def test_no_setting_looks_like_what_a_cluster_injects() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENTS
+    assert not [name for name in known if "_PORT" in name or "_SERVICE_" in name]
 
 
 def test_networks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

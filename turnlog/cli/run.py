@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -19,11 +20,12 @@ INTERRUPTED = 130
 
 
 class Failure(Exception):
-    """Ends the command with one line on standard error and this exit code."""
+    """Ends the command with this exit code and one line on standard error, or a line each for `more`."""
 
-    def __init__(self, message: str, code: int = 1) -> None:
+    def __init__(self, message: str, code: int = 1, more: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.code = code
+        self.lines = (message, *more)
 
 
 class Usage(Failure):
@@ -41,7 +43,8 @@ class Commands(TyperGroup):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except Failure as error:
-            say(str(error))
+            for line in error.lines:
+                say(line)
             raise typer.Exit(error.code) from None
         except BrokenPipeError:
             _drop_output()

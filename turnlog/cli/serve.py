@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,6 +47,7 @@ def serve(
         )
     found = _listening(host, port)
     if migrate:
+        _require_unserved(settings.database_url)
         _upgrade(settings.database_url)
     _greet(settings, found.host, found.port)
     plan = Plan(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
@@ -62,13 +65,11 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Bring the database to this version's revision, as `alembic upgrade head` in the checkout does."""
-    from app.errors import StartupError
     from ops.keeping import settings_for
 
-    try:
-        _upgrade(settings_for(database_url).database_url, revision)
-    except StartupError as error:
-        raise Failure(str(error)) from None
+    with _refusals():
+        url = settings_for(database_url).database_url
+    _upgrade(url, revision)
     from app.store.revision import revision_head
 
     reached = revision_head() if revision == "head" else revision
@@ -85,19 +86,41 @@ def bench(ctx: typer.Context) -> None:
     try:
         from ops.bench.__main__ import main
     except ModuleNotFoundError as error:
-        raise Failure(f"the benchmarks need {error.name}: pip install 'turnlog[bench]'") from None
+        from app.extras import install
+
+        raise Failure(f"the benchmarks need {error.name}: {install('bench')}") from None
     raise typer.Exit(main(ctx.args, "turnlog bench"))
 
 
 def _settings() -> Settings:
-    """Raises Failure with the line that the server would end with."""
-    from app.errors import StartupError
+    """Raises Failure."""
     from app.settings import load_settings
 
-    try:
+    with _refusals():
         return load_settings()
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises Failure with the lines that the server would end with."""
+    from app.errors import StartupError
+
+    try:
+        yield
     except StartupError as error:
-        raise Failure(str(error)) from None
+        raise Failure(error.lines[0], more=error.lines[1:]) from None
+
+
+def _require_unserved(url: str) -> None:
+    """The migration would say that it cannot change the schema, which nobody asked for. Raises Failure."""
+    from app.store.engine import sqlite_lock
+    from app.store.opening import acquire
+
+    lock = sqlite_lock(url)
+    if lock is not None:
+        with _refusals():
+            acquire(lock, url)
+        lock.release()
 
 
 def _listening(host: str, port: int) -> Listening:

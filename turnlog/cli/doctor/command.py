@@ -55,13 +55,13 @@ def _examined(given: Globals, *, generate: bool) -> Iterator[Finding]:
     found, chosen = settings.examine()
     yield from found
     yield from host.limits()
-    yield from server.examine(given.url, given.token, expected=given.url != DEFAULT_URL)
+    told = yield from server.examine(given.url, given.token, expected=given.url != DEFAULT_URL)
     if chosen is None:
         return
     yield from settings.advice(chosen)
     fleet = yield from store.examine(chosen)
     prompts = yield from tokenizer.examine(chosen)
-    yield from asyncio.run(engines.examine(chosen, fleet, prompts, generate=generate))
+    yield from asyncio.run(engines.examine(chosen, fleet, told, prompts, generate=generate))
 
 
 def _print(one: Finding) -> None:

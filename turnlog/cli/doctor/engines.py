@@ -20,6 +20,7 @@ from workers.parse import Parsed, Rejected, parse_reply
 if TYPE_CHECKING:
     from app.settings import Settings
     from app.tito.prompts import Prompts
+    from turnlog.cli.doctor.server import Engines
 
 SHORT_S = 5.0
 """For a question that costs an engine nothing."""
@@ -31,18 +32,21 @@ TOKENS = 4
 MESSAGES = [{"role": "user", "content": "Say hello."}]
 
 
-async def examine(settings: Settings, fleet: Fleet | None, prompts: Prompts | None, *, generate: bool) -> list[Finding]:
-    """Each of the settings and, where the database could be read, of those that were added at run time."""
-    known = (fleet or Fleet()).members(settings.upstreams)
+async def examine(
+    settings: Settings, fleet: Fleet | None, told: Engines, prompts: Prompts | None, *, generate: bool
+) -> list[Finding]:
+    """Each of the settings, of those that a running server told, and, where the database could be read, of those that
+    were added at run time."""
+    known = dict.fromkeys([*(one.url for one in (fleet or Fleet()).members(settings.upstreams)), *(told or ())])
     if not known:
-        return [problem("engines", "there is none", "set TURNLOG_UPSTREAMS, or turnlog engines add URL")]
+        return [_none(told)]
     client = EngineClient(
         connect_timeout_s=min(settings.upstream_connect_timeout_s, SHORT_S),
         timeout_s=GENERATE_S,
         max_bytes=settings.max_upstream_bytes,
     )
     try:
-        looked = await asyncio.gather(*(_look(client, settings, one.url, prompts, generate) for one in known))
+        looked = await asyncio.gather(*(_look(client, settings, url, prompts, generate) for url in known))
     finally:
         await client.close()
     found = [finding for findings in looked for finding in findings]
@@ -52,6 +56,13 @@ async def examine(settings: Settings, fleet: Fleet | None, prompts: Prompts | No
         if gate.is_shut:
             found.append(warning("engines", f"the gate of adapter {name} is shut", f"turnlog resume {name}"))
     return found
+
+
+def _none(told: Engines) -> Finding:
+    if told is None:
+        todo = "set TURNLOG_TOKEN to the server's admin token"
+        return warning("engines", "none is set here, and the server does not tell its own", todo)
+    return problem("engines", "there is none", "set TURNLOG_UPSTREAMS, or turnlog engines add URL")
 
 
 async def _look(

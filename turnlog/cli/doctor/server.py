@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from urllib.parse import urlsplit
 
@@ -14,27 +14,34 @@ from turnlog.cli.run import Failure
 PORTS = {"http": 80, "https": 443}
 
 
-def examine(url: str, token: str | None, *, expected: bool) -> Iterator[Finding]:
-    """Does one answer, is it ready, does it take the token? `expected`: somebody named its address."""
+Engines = tuple[str, ...] | None
+"""Base URLs that a server told; None: it runs, and does not tell."""
+
+
+def examine(url: str, token: str | None, *, expected: bool) -> Generator[Finding, None, Engines]:
+    """Does one answer, is it ready, does it take the token? `expected`: somebody named its address.
+
+    Returns its engines: its settings may be others than those that are examined here.
+    """
     with closing(Remote(url, token)) as server:
-        yield from _examined(server, url, expected)
+        return (yield from _examined(server, url, expected))
 
 
-def _examined(server: Remote, url: str, expected: bool) -> Iterator[Finding]:
+def _examined(server: Remote, url: str, expected: bool) -> Generator[Finding, None, Engines]:
     if not _listens(url):
         what = f"nobody listens at {server.url}"
         yield (
             warning("server", what, "start it, or correct --url") if expected else ok("server", f"{what}: not started")
         )
-        return
+        return ()
     try:
         alive = server.get("/health")
     except (Refused, Unreachable, Failure) as error:
         yield problem("server", f"{error}", "another program has the port, or the server hangs: see its log")
-        return
+        return ()
     if not isinstance(alive, dict) or alive.get("status") != "ok":
         yield problem("server", f"{server.url} is not Turnlog's", "free the port, or choose another: --port")
-        return
+        return ()
     yield ok("server", f"{server.url} answers, {alive.get('in_flight', 0)} turns in flight")
     yield from _pool(alive)
     try:
@@ -43,9 +50,11 @@ def _examined(server: Remote, url: str, expected: bool) -> Iterator[Finding]:
         missing = [name for name, good in error.body.get("checks", {}).items() if not good]
         yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see what is said of these below")
     try:
-        server.get("/engines")
+        listed = server.get("/engines")
     except Refused as error:
         yield problem("server", f"it refuses what an admin may: {error}", "set TURNLOG_TOKEN to its admin token")
+        return None
+    return tuple(one["url"] for one in listed["engines"])
 
 
 def _pool(alive: dict[str, object]) -> Iterator[Finding]:

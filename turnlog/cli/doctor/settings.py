@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import logging
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,42 +20,22 @@ GOOD = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes a goo
 
 
 def examine() -> tuple[list[Finding], Settings | None]:
-    """Every mistake, not only the first; no settings where there is one."""
+    """Every mistake; no settings where there is one."""
     from app import crash_points
-    from app.errors import StartupError
-    from app.settings import CLIENTS, PREFIX, Settings, load_settings
+    from app.settings import known_names, read_settings, unknown_names
 
-    set_here = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENTS
-    found = [_unknown(name, known) for name in sorted(set_here.keys() - known - {crash_points.VARIABLE})]
-    if crash_points.VARIABLE in set_here:
+    found = [
+        warning("settings", f"{name} is not a setting and is ignored", "unset it, or see docs/api.md#settings")
+        for name in unknown_names()
+    ]
+    if os.environ.get(crash_points.VARIABLE, "").strip():
         found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is for tests alone", "unset it"))
-    logging.getLogger("turnlog.settings").setLevel(logging.ERROR)  # unknown variables are told above
-    wrong: list[str] = []
-    settings = None
-    try:
-        while settings is None:
-            try:
-                settings = load_settings()
-            except StartupError as error:
-                wrong.append(str(error))
-                mentioned = [name for name in os.environ if name.startswith(PREFIX) and name in str(error)]
-                if not mentioned:
-                    break
-                for name in mentioned:
-                    del os.environ[name]
-    finally:
-        os.environ.update(set_here)
-    found += [problem("settings", line, "correct or unset the variable (docs/api.md#settings)") for line in wrong]
-    if not wrong:
-        found.append(ok("settings", f"{len(set_here.keys() & known)} set by variables, the others have defaults"))
-    return found, None if wrong else settings
-
-
-def _unknown(name: str, known: set[str] | frozenset[str]) -> Finding:
-    near = difflib.get_close_matches(name, known, 1)
-    meant = f"did you mean {near[0]}?" if near else "unset it, or see docs/api.md#settings"
-    return warning("settings", f"{name} is not a setting and is ignored", meant)
+    settings, mistakes = read_settings()
+    found += [problem("settings", line, "correct or unset the variable (docs/api.md#settings)") for line in mistakes]
+    if not mistakes:
+        count = sum(bool(os.environ.get(name, "").strip()) for name in known_names())
+        found.append(ok("settings", f"{count} set by variables, the others have defaults"))
+    return found, settings
 
 
 def advice(settings: Settings) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ SLOW_SYNC_MS = 20.0
 """Each batch of commits waits for one: disks take under 5 ms, what takes longer is a network or a worn card."""
 
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
+NEWER = "a newer version has migrated it: run that one, or restore a backup from before"
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
@@ -41,6 +42,9 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
     if url.get_backend_name() == "sqlite":
         path = Path(url.database or "").resolve()
         yield from _folder(path)
+        if path.is_dir():
+            yield problem("database", f"{path} is a folder", "name a file in TURNLOG_DATABASE_URL")
+            return None
         if not path.is_file():
             yield ok("database", f"{path} is not there yet: turnlog serve makes it")
             return None
@@ -60,13 +64,15 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
 
 
 def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.revision import revision_head
+    from app.store.revision import is_newer, revision_head
 
     head = revision_head()
     if found == head:
         yield ok("database", f"at revision {head}, as this version needs")
         return True
-    yield problem("database", f"at revision {found or 'none'}, this version needs {head}", MIGRATE)
+    yield problem(
+        "database", f"at revision {found or 'none'}, this version needs {head}", NEWER if is_newer(found) else MIGRATE
+    )
     return False
 
 
@@ -89,6 +95,9 @@ def _folder(path: Path) -> Iterator[Finding]:
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
+    if not folder.is_dir():
+        yield problem("disk", f"{folder} is not a folder", "choose another folder in TURNLOG_DATABASE_URL")
+        return
     if not os.access(folder, os.W_OK | os.X_OK):
         yield problem("disk", f"{folder} cannot be written to by this user", "chown it, or choose another folder")
         return

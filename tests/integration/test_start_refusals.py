@@ -1,0 +1,172 @@
+"""What keeps a server from starting is said in one line that helps, whichever way it is started."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from helpers.databases import Postgres
+from sqlalchemy.engine import make_url
+
+from app.store.engine import sqlite_lock
+from app.store.revision import revision_head
+from integration.cli import started
+from ops.server import ROOT, free_port
+
+PATIENCE_S = 120
+
+
+class Wrong(NamedTuple):
+    """A store that cannot be served, and what the line says: of which, why, and what to do."""
+
+    url: str
+    told: tuple[str, ...]
+
+
+def in_a_file(folder: Path) -> Wrong:
+    (folder / "file").touch()
+    return Wrong(f"sqlite+aiosqlite:///{folder}/file/turnlog.db", (f"{folder}/file: Not a directory", "may write to"))
+
+
+def a_folder(folder: Path) -> Wrong:
+    (folder / "turnlog.db").mkdir()
+    return Wrong(f"sqlite+aiosqlite:///{folder}/turnlog.db", (f"{folder}/turnlog.db: Is a directory", "may write to"))
+
+
+def nowhere(folder: Path) -> Wrong:
+    return Wrong("sqlite+aiosqlite:////proc/nowhere/turnlog.db", ("/proc/nowhere: No such file", "may write to"))
+
+
+def not_writable(folder: Path) -> Wrong:
+    """Not even for root."""
+    return Wrong("sqlite+aiosqlite:////sys/turnlog.db", ("/sys/turnlog.db", "Permission denied", "may write to"))
+
+
+def no_database(folder: Path) -> Wrong:
+    (folder / "turnlog.db").write_bytes(b"something else" * 1000)
+    told = (f"{folder}/turnlog.db: file is not a database", "TURNLOG_DATABASE_URL")
+    return Wrong(f"sqlite+aiosqlite:///{folder}/turnlog.db", told)
+
+
+def unreachable(folder: Path) -> Wrong:
+    port = free_port()
+    told = (f"127.0.0.1:{port}/turnlog", "is PostgreSQL running there", "TURNLOG_DATABASE_URL")
+    return Wrong(f"postgresql+asyncpg://somebody:sesame@127.0.0.1:{port}/turnlog?password=sesame", told)
+
+
+def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[str]]]:
+    """Each way to start, by its name and the exit code that it has to end with."""
+    variables = {"TURNLOG_DATABASE_URL": url}
+    yield "serve", 1, started("serve", "--port", "0", folder=folder, environment=variables)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+    for code, *command in (3, "uvicorn", "app.main:app", "--port", "0"), (1, "alembic", "upgrade", "head"):
+        arguments = [sys.executable, "-m", *map(str, command)]
+        made = subprocess.Popen(
+            arguments, cwd=ROOT, env=kept | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        yield str(command[0]), int(code), made
+
+
+def refusals(url: str, folder: Path) -> dict[str, str]:
+    """The one line of each way to start, with nothing in it that is secret. All are tried at a time."""
+    said = {}
+    with ExitStack() as stack:
+        running = []
+        for name, code, process in processes(url, folder):
+            stack.callback(process.kill)
+            running.append((name, code, process))
+        for name, code, process in running:
+            output = "".join(part or "" for part in process.communicate(timeout=PATIENCE_S))
+            lines = [line for line in output.splitlines() if "turnlog: " in line]
+            assert (process.returncode, len(lines)) == (code, 1), output
+            assert name == "uvicorn" or output == f"{lines[0]}\n"
+            assert "Traceback" not in output
+            assert "sesame" not in output
+            said[name] = lines[0].partition("turnlog: ")[2]
+    return said
+
+
+UNUSABLE = (in_a_file, a_folder, nowhere, not_writable, no_database, unreachable)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc and /sys, and names errors as Linux does")
+@pytest.mark.parametrize("make", UNUSABLE, ids=lambda make: make.__name__)
+def test_a_database_that_cannot_be_opened(tmp_path: Path, make: Callable[[Path], Wrong]) -> None:
+    wrong = make(tmp_path)
+    for name, line in refusals(wrong.url, tmp_path).items():
+        assert line.startswith("the database cannot be opened: "), name
+        assert [part for part in wrong.told if part not in line] == [], (name, line)
+
+
+def test_a_database_that_postgresql_does_not_have(postgres: Postgres, tmp_path: Path) -> None:
+    url = make_url(postgres.url("nowhere")).set(password="sesame").render_as_string(hide_password=False)
+    for line in refusals(url, tmp_path).values():
+        assert "does not exist; is PostgreSQL running there" in line
+
+
+def test_a_store_of_a_newer_version(sqlite_url: str, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    for line in refusals(sqlite_url, tmp_path).values():
+        assert line.startswith(f"the database is at revision 9999, this version needs {revision_head()}")
+        assert "a newer version" in line
+        assert "upgrade head" not in line
+
+
+def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
+    lock = sqlite_lock(sqlite_url)
+    assert lock is not None
+    with lock:
+        said = refusals(sqlite_url, tmp_path)
+    file = make_url(sqlite_url).database
+    for name in ("serve", "uvicorn"):
+        assert said[name].startswith(f"another process (pid {os.getpid()}) serves {file}: ")
+        assert "TURNLOG_DATABASE_URL" in said[name]
+    assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
+
+
+def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
+    process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
+    try:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3
+    [line] = [line for line in said.splitlines() if "the database is at revision none" in line]
+    assert "run `turnlog migrate`" in line
+    done = started("migrate", folder=tmp_path)
+    assert done.wait(PATIENCE_S) == 0, done.communicate()
+    done.communicate()
+
+
+def test_all_wrong_settings_are_told_at_once() -> None:
+    wrong = {"TURNLOG_WORKERS": "many", "TURNLOG_LEASE_S": "0", "TURNLOG_UPSTREAM": "http://127.0.0.1:1"}
+    expected = [
+        "turnlog: TURNLOG_UPSTREAM is not a setting: did you mean TURNLOG_UPSTREAMS?",
+        "turnlog: TURNLOG_WORKERS='many': accepted is a valid integer",
+        "turnlog: TURNLOG_LEASE_S='0': accepted is greater than or equal to 1",
+    ]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+    for arguments in (
+        ["turnlog.cli", "serve", "--port", "0"],
+        ["uvicorn", "app.main:app", "--port", "0"],
+        ["alembic", "upgrade", "head"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            env=kept | wrong,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert (done.returncode, done.stderr.splitlines()) == (1, expected)

@@ -1,0 +1,82 @@
+"""What the extras of the package hold, and how one is told to get them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from app.extras import install
+from ops.server import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def needed(extra: str) -> list[Requirement]:
+    """An extra's packages, with those of the extras that it names, but for the service's own."""
+    found: list[Requirement] = []
+    for one in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        found += [more for name in sorted(one.extras) for more in needed(name)] if one.name == "turnlog" else [one]
+    return found
+
+
+def brought(wanted: list[Requirement]) -> set[str]:
+    """All that is installed with these, as far as it is installed here."""
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while wanted:
+        one = wanted.pop()
+        key = (canonicalize_name(one.name), frozenset(one.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        extras = sorted(one.extras) or [""]
+        more = [Requirement(line) for line in requires(one.name) or []]
+        wanted += [
+            each for each in more if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in extras)
+        ]
+    return {name for name, _ in seen}
+
+
+def test_the_benchmarks_import_nothing_that_their_extra_lacks() -> None:
+    script = "import sys\nbefore = set(sys.modules)\nimport ops.bench.__main__\nprint(*set(sys.modules) - before)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
+    )
+    modules = {name.partition(".")[0] for name in done.stdout.split()}
+    owners = packages_distributions()
+    service = [Requirement(line) for line in PROJECT["dependencies"]]
+    there = brought([*service, *needed("bench")]) | {"turnlog"}
+    lacking = {
+        module: owners[module]
+        for module in modules & owners.keys()
+        if not there & {canonicalize_name(owner) for owner in owners[module]}
+    }
+    assert "playwright" in modules
+    assert lacking == {}
+
+
+@pytest.mark.parametrize("extra", ["tito", "bench"])
+def test_the_advice_names_the_packages_themselves(extra: str) -> None:
+    """Under the name turnlog nothing is published. The extra is that of the installed version."""
+    pip, verb, *packages = shlex.split(install(extra))
+    assert (pip, verb) == ("pip", "install")
+    told = {(canonicalize_name(one.name), str(one.specifier)) for one in map(Requirement, packages)}
+    wanted = {(canonicalize_name(one.name), str(one.specifier)) for one in needed(extra)}
+    assert told
+    assert told <= wanted
+    assert extra != "tito" or told == wanted
+
+
+def test_nobody_is_told_to_install_what_is_not_published() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    code = [path for room in ("app", "turnlog", "ops", "workers") for path in (ROOT / room).rglob("*.py")]
+    wrong = re.compile(r"pip install [^\n]*turnlog\[")
+    assert [str(path) for path in (*pages, *code) if wrong.search(Path(path).read_text())] == []
