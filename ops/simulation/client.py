@@ -72,7 +72,10 @@ def draw_habits(rng: random.Random) -> Habits:
 
 
 class Client:
-    """`pick` gives a process to ask, or None where none is there; the name tells clients of one session apart."""
+    """`pick` gives a process to ask, or None where none is there; the name tells clients of one session apart.
+
+    `wishes` say of a session's turn what session control it asks for, if not every one for the same `control`.
+    """
 
     def __init__(
         self,
@@ -83,10 +86,13 @@ class Client:
         history: History,
         pick: Callable[[], Process | None],
         note: Callable[[str], None],
+        wishes: Callable[[str, str], Mapping[str, Any] | None] = lambda session_id, logical: None,
     ) -> None:
         self.name = name
         self.session_id = session_id
         self.messages: list[Message] = []
+        self.control: Mapping[str, Any] | None = None
+        self._wishes = wishes
         self._habits = habits
         self._rng = rng
         self._history = history
@@ -121,6 +127,16 @@ class Client:
             await STEPS[kind](self, config)
         except GaveUp:
             self._note(f"{self.name} does not know")
+
+    @property
+    def asked(self) -> Process | None:
+        """The process that was asked last, if it still serves."""
+        return self._sticky if self._sticky is not None and self._sticky.serving else None
+
+    async def close(self) -> None:
+        """Raises SessionNotFound, and GaveUp."""
+        with contextlib.suppress(SessionClosed):
+            await self.insist(self._close, TRIES)
 
     async def turn(self, tries: int = TRIES) -> None:
         """One more turn. Raises SessionClosed, SessionNotFound, and GaveUp."""
@@ -181,7 +197,9 @@ class Client:
 
     async def _take(self, messages: Sequence[Message], logical: str, key: str | None, mark: RetryMark) -> TurnReply:
         process = self._process()
-        body = msgspec.json.encode({"model": "simulated", "messages": messages})
+        control = self.control or self._wishes(self.session_id, logical)
+        wish = {} if control is None else {"nvext": {"session_control": control}}
+        body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
         asked_at = self._history.now()
         reader = Reader(lambda size: None)
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")

@@ -9,6 +9,7 @@ from sqlalchemy import func, select
 
 from app.domain.events import SessionConfig
 from app.domain.fleet import Fleet, apply
+from app.errors import SessionClosed
 from app.store import fleet as store
 from app.store.schema import open_turns
 from ops.simulation.client import Client
@@ -50,7 +51,10 @@ class Drill:
         self._history = history
 
     async def run(self, within_s: float) -> None:
-        """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken."""
+        """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken.
+
+        Raises SessionClosed where the janitor found the session idle.
+        """
         await self._client.join(SessionConfig(rollback_window=1, adapter=self._name))
         await self._trainer.insist("pause, for the drill", lambda p: pause(p, self._name, LEASE_S))
         await asyncio.sleep(SEEN_S)
@@ -58,10 +62,13 @@ class Drill:
         await asyncio.sleep(GATED_S)
         self._must(not self._engines.begun[SESSION_ID], "a generation began although its gate was shut for all")
         self._must(not self._claims(), "a turn holds a claim although its gate was shut before it came")
-        self._must(not turn.done(), "a turn did not wait for its gate")
+        closed = turn.exception() if turn.done() else None
+        self._must(not turn.done() or isinstance(closed, SessionClosed), "a turn did not wait for its gate")
         await self._trainer.insist("resume, for the drill", lambda p: resume(p, self._name))
         _, late = await asyncio.wait({turn}, timeout=within_s)
         self._must(not late, f"a turn did not go on within {within_s:g} s after its gate was opened")
+        if isinstance(closed, SessionClosed):
+            raise closed
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
         self._must(not self._engines.paused, f"{self._engines.paused} were never told to go on")

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import hashlib
 import itertools
+import math
 import random
 from array import array
 from collections import Counter
@@ -44,10 +45,15 @@ def token_ids(text: str) -> list[int]:
 
 
 class Engines:
-    """What the engines of a schedule are at, whichever process asked for it. `begun` are the sessions' generations."""
+    """What the engines of a schedule are at, whichever process asked for it.
+
+    `begun` are the sessions' generations, `last` the engines that had the newest of each.
+    """
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
+        self.last: dict[str, str] = {}
+        self._held: dict[tuple[str, str], float] = {}
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
         self._paused: dict[str, asyncio.Event] = {}
 
@@ -77,6 +83,20 @@ class Engines:
     def go_on(self, url: str) -> None:
         if url in self._paused:
             self._paused.pop(url).set()
+
+    def open(self, url: str, name: str, seconds: float) -> bool:
+        """False where the engine holds a session of that name."""
+        if self.holds(url, name):
+            return False
+        self._held[url, name] = asyncio.get_running_loop().time() + seconds
+        return True
+
+    def close(self, url: str, name: str) -> None:
+        self._held.pop((url, name), None)
+
+    def holds(self, url: str, name: str) -> bool:
+        """An engine ends a session by itself after the time that it was given."""
+        return self._held.get((url, name), -math.inf) > asyncio.get_running_loop().time()
 
     @property
     def paused(self) -> list[str]:
@@ -136,6 +156,7 @@ class SimulatedEngine(EngineClient):
         if self._is_shut(adapter):
             self._fault(f"a generation of {session_id} began although the gate of {adapter} was shut")
         self._engines.begun[session_id] += 1
+        self._engines.last[session_id] = engine
         await self._sleep(self._weather.network_s)
         if how == "not_sent":
             raise NotSent("refused")
@@ -159,16 +180,21 @@ class SimulatedEngine(EngineClient):
         bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults / 4
         if bad and self._rng.random() < 0.5:
             raise NotSent("refused")
-        if route == "abort_request":
+        status = 200
+        if route == "open_session":
+            status = 200 if self._engines.open(engine, order["session_id"], order["timeout"]) else 400
+        elif route == "close_session":
+            self._engines.close(engine, order["session_id"])
+        elif route == "abort_request":
             self._engines.abort(engine, order["rid"])
         elif route == "pause_generation":
             self._engines.pause(engine, order["mode"])
         elif route == "continue_generation":
             self._engines.go_on(engine)
-        self._note(f"{engine} is told {route}{': nobody hears of it' if bad else ''}")
+        self._note(f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}")
         if bad:
             raise Lost("reset")
-        return EngineReply(200, [], Body([b"{}"]))
+        return EngineReply(status, [], Body([b"{}"]))
 
     async def _sleep(self, mean_s: float) -> None:
         await asyncio.sleep(self._rng.expovariate(1 / mean_s))

@@ -15,6 +15,7 @@ from app.settings import Settings
 from app.store.dialect import WriteConflict
 from ops.simulation import checks, client, weather
 from ops.simulation.client import Client, GaveUp
+from ops.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from ops.simulation.database import Server
 from ops.simulation.drill import SESSION_ID, Drill, behind
 from ops.simulation.engine import Engines
@@ -29,7 +30,7 @@ HOUR_S = 3600.0
 STORM_S = 40.0
 """How long things go wrong at most; clients are mostly done before."""
 
-PATIENCE_S = 600.0
+PATIENCE_S = 1200.0
 """How long clients may take for what they want to do, all faults included."""
 
 RECOVERY_S = 120.0
@@ -76,7 +77,8 @@ class _Schedule:
         self._alone = rng.random() < 0.35
         self._server = Server(self._loop, rng, store, self._weather)
         store.restart(lambda: wall(self._loop.time()))
-        self._settings = _settings(rng)
+        self._wishes = Wishes(seed)
+        self._settings = _settings(rng, self._wishes.engine_sessions)
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
@@ -124,6 +126,7 @@ class _Schedule:
                 await trainer.put_back()
         except TimeoutError:
             self._history.problem(f"engines could not be put back within {RECOVERY_S:g} s after all faults had ended")
+        await self._names_settle()
         await self._all_go_on(clients)
         await self._drill(trainer)
         for process in self._processes:
@@ -150,7 +153,7 @@ class _Schedule:
         return found
 
     def _client(self, name: str, session_id: str, habits: client.Habits) -> Client:
-        return Client(name, session_id, habits, self._rng, self._history, self._pick, self._note)
+        return Client(name, session_id, habits, self._rng, self._history, self._pick, self._note, self._wishes.of)
 
     def _pick(self) -> Process | None:
         serving = [process for process in self._processes if process is not None and process.serving]
@@ -204,6 +207,9 @@ class _Schedule:
         self._note(f"{process.name} is killed")
         process.kill()
         await self._replace(place)
+
+    async def _kill_again(self, process: Process) -> None:
+        await self._kill(self._processes.index(process), process)
 
     async def _replace(self, place: int) -> None:
         self._processes[place] = None
@@ -265,15 +271,17 @@ class _Schedule:
                 await last.turn()
                 return
             except (SessionClosed, SessionNotFound) as error:
-                if self._history.ended(last.session_id) is None and not checks.is_ended(
-                    self._server.store, last.session_id
-                ):
+                # Where its root is ended, a session is closed, or cannot be created.
+                names = [name for name in (last.session_id, config.parent) if name is not None]
+                told = [name for name in names if self._history.ended(name) is not None]
+                if not told and not any(checks.is_ended(self._server.store, name) for name in names):
                     self._history.problem(f"nobody has ended {last.session_id}, and yet: {error}")
                 return
             except GaveUp:
                 await asyncio.sleep(1.0)
 
     async def _drill(self, trainer: Trainer) -> None:
+        await self._all_agree()
         name = self._rng.choice((*ADAPTERS, None))
         asker = self._client("drill", SESSION_ID, client.Habits())
         drill = Drill(asker, name, trainer, self._engines, self._server.store, self._history)
@@ -282,7 +290,38 @@ class _Schedule:
                 await drill.run(RECOVERY_S)
         except TimeoutError:
             self._history.problem(f"the drill was not over within {2 * RECOVERY_S:g} s")
+        except (SessionClosed, SessionNotFound) as error:
+            self._was_idle(error)
+        await self._control_drill()
         await self._all_agree()
+
+    async def _names_settle(self) -> None:
+        try:
+            async with asyncio.timeout(RECOVERY_S):
+                await settled(self._server.store)
+        except TimeoutError:
+            self._names_left()
+
+    async def _control_drill(self) -> None:
+        asker = self._client("control", CONTROL_SESSION, client.Habits())
+        how = self._rng.choice(HOWS)
+        drill = ControlDrill(asker, how, self._kill_again, self._engines, self._server.store, self._history)
+        try:
+            async with asyncio.timeout(RECOVERY_S):
+                await drill.run()
+        except TimeoutError:
+            self._names_left()
+        except (SessionClosed, SessionNotFound) as error:
+            self._was_idle(error)
+
+    def _names_left(self) -> None:
+        left = rows(self._server.store)
+        self._history.problem(f"names were not ended within {RECOVERY_S:g} s after all faults had ended: {left}")
+
+    def _was_idle(self, error: AppError) -> None:
+        """A process that is still frozen may keep a drill waiting for longer than a session may be idle."""
+        if self._settings.idle_close_s is None:
+            self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
 
     async def _all_agree(self) -> None:
         """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
@@ -319,10 +358,11 @@ class _Errors(logging.Handler):
         self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
 
 
-def _settings(rng: random.Random) -> Settings:
+def _settings(rng: random.Random, engine_sessions: tuple[str, ...]) -> Settings:
     """Whatever the environment says."""
     return Settings.model_construct(
         upstreams=("http://engine-1", "http://engine-2")[: rng.choice((1, 2))],
+        engine_sessions=engine_sessions,
         lease_s=rng.choice((1.0, 2.0, 8.0)),
         replay=rng.choice(((), (), ("routed_experts",))),
         inline_max_bytes=rng.choice((0, 65536)),

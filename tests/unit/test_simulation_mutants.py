@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import msgspec
@@ -21,9 +21,11 @@ from app.service.flights import RetryMark
 from app.service.gates import Gates
 from app.service.pauses import Pauses
 from app.service.placement import Placement
+from app.service.session_control import ControlledTurn, SessionControls
 from app.service.turns import Turns
 from app.store import groups, log_turns, rollouts
 from app.store import statements as sql
+from app.store.affinities import Affinity, Ended, Ending
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
@@ -195,6 +197,39 @@ def a_session_moves_without_a_word(patch: Patch) -> None:
     patch.setattr(Placement, "binding", binding)
 
 
+def a_close_ends_no_name(patch: Patch) -> None:
+    """Nobody tells session control that a session was closed."""
+    patch.setattr(SessionControls, "session_closed", lambda self, session_id, ended: None)
+
+
+def the_dead_keep_their_names(patch: Patch) -> None:
+    """What a process was opening or closing when it died stays so."""
+
+    def may_be_ended(self: Affinity, me: int, in_use: Collection[str]) -> bool:
+        return (self.incarnation == me or self.state == "bound") and self.is_due and self.control_id not in in_use
+
+    patch.setattr(Affinity, "may_be_ended", may_be_ended)
+
+
+def a_name_is_bound_to_nothing(patch: Patch) -> None:
+    """A turn goes where it would without its name."""
+
+    async def place(self: ControlledTurn, ordinary: Any) -> Any:
+        await self._use(ordinary.order.first)
+        return ordinary
+
+    patch.setattr(ControlledTurn, "place", place)
+
+
+def an_engine_is_not_told(patch: Patch) -> None:
+    """A name is ended in the store alone."""
+
+    async def tell(self: SessionControls, ending: Ending) -> None:
+        await self.written(Ended(ending.control_id, self.incarnation))
+
+    patch.setattr(SessionControls, "tell", tell)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_fence_is_not_looked_at,
     the_claim_goes_before_the_commit,
@@ -214,6 +249,10 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     an_append_does_not_look,
     a_lease_never_ends,
     a_session_moves_without_a_word,
+    a_close_ends_no_name,
+    the_dead_keep_their_names,
+    a_name_is_bound_to_nothing,
+    an_engine_is_not_told,
 )
 
 
