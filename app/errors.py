@@ -38,6 +38,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     │   └── BodyGivenUp         503 overloaded            the body came slowly, and its room was needed
     ├── StoreUnavailable        503 store_unavailable
     │   ├── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
+    │   ├── StoreLocked         503 store_unavailable     another program holds the database's lock
     │   └── StoreDamaged        503 store_unavailable     a damaged page that is of no single session
     ├── StoreFull               507 store_full
     ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
