@@ -17,7 +17,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
     ├── RequestTimeout          408 request_timeout       the body did not come in time
     ├── SessionExists           409 session_exists        created before with another body
     │   └── SessionEnded        409 session_closed        created before, and closed or erased since
-    ├── TooManySessions         409 too_many_sessions     a session's token has as many agents' sessions as it may have
+    ├── TooManySessions         409 too_many_sessions     as many below a root as a token may make
     ├── SessionBusy             409 session_busy          another turn of the session is in flight
     ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
     ├── PayloadTombstoned       410 payload_tombstoned    a replay payload behind the rollback window

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -64,8 +64,10 @@ which the loop waits for at each of its steps while a large request is read."""
 
 
 @contextlib.asynccontextmanager
-async def run_services(settings: Settings, release: str, tokens: Tokens, doorway: Doorway) -> AsyncIterator[Services]:
-    """Everything that lives as long as the process. Raises StartupError."""
+async def run_services(
+    settings: Settings, release: str, tokens: Tokens, doorway: Doorway, load_prompts: Callable[[], Prompts | None]
+) -> AsyncIterator[Services]:
+    """Everything that lives as long as the process; `load_prompts` is for a thread. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -76,7 +78,7 @@ async def run_services(settings: Settings, release: str, tokens: Tokens, doorway
         await database.open()
         client = _client(settings)
         stack.push_async_callback(client.close)
-        prompts = await _prompts(settings)
+        prompts = await _prompts(settings, load_prompts)
         registration = Registration(database)
         await registration.attempt()
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
@@ -180,13 +182,12 @@ def _client(settings: Settings) -> EngineClient:
     )
 
 
-async def _prompts(settings: Settings) -> Prompts | None:
+async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
     """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
     family(settings.tito_family)
-    return await asyncio.to_thread(_loaded, settings.tokenizer, settings.tito_family)
+    return await asyncio.to_thread(load)
 
 
-@functools.cache
 def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
     """Raises StartupError."""
     if tokenizer is None:
@@ -212,6 +213,7 @@ class Turnlog(FastAPI):
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._doorway = Doorway(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
+        self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -227,7 +229,7 @@ class Turnlog(FastAPI):
         """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
         load_driver(self._settings.database_url)
         with contextlib.suppress(StartupError):  # the start will say it
-            _loaded(self._settings.tokenizer, self._settings.tito_family)
+            self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._guard.refusal(scope)
@@ -244,7 +246,7 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version, self._tokens, self._doorway)
+                started = run_services(self._settings, self.version, self._tokens, self._doorway, self._load_prompts)
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})

@@ -275,8 +275,9 @@ def load_settings(*names: str) -> Settings:
     Raises StartupError with a line for each mistake, which names variable, value and what is accepted.
     """
     if not names:
-        for name in unknown_names():
-            log.warning("%s is not a setting of this version and is ignored", name)
+        for name, nearest in unknown_names().items():
+            hint = "" if nearest is None else f"; the nearest is {nearest}"
+            log.warning("%s is not a setting of this version and is ignored%s", name, hint)
     settings, mistakes = read_settings(*names)
     if settings is None:
         raise StartupError(*mistakes)
@@ -290,10 +291,10 @@ def known_names() -> frozenset[str]:
     return CLIENTS | {PREFIX + name.upper() for name in Settings.model_fields}
 
 
-def unknown_names() -> list[str]:
-    """Variables that are set and ignored: not even close to one that is known."""
+def unknown_names() -> dict[str, str | None]:
+    """Variables that are set and ignored, as no misspelt settings, each with the setting that is nearest, if any is."""
     found = strangers(os.environ, known_names())
-    return [name for name, meant in found.items() if meant is None and name != crash_points.VARIABLE]
+    return {one.name: one.nearest for one in found if not one.is_misspelt and one.name != crash_points.VARIABLE}
 
 
 def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
@@ -317,7 +318,8 @@ def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
 def _misspelt(names: Collection[str]) -> list[str]:
     wanted = {PREFIX + name.upper() for name in names} or known_names()
     found = strangers(os.environ, known_names())
-    return [f"{name} is not a setting: did you mean {meant}?" for name, meant in found.items() if meant in wanted]
+    slips = [one for one in found if one.is_misspelt and one.nearest in wanted]
+    return [f"{one.name} is not a setting: did you mean {one.nearest}?" for one in slips]
 
 
 def _warn_of_weak(settings: Settings) -> None:

@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 log = logging.getLogger("turnlog.connections")
 
 KEPT_FOR = (b"/health", b"/ready", b"/metrics")
-"""What is answered also on the last descriptors."""
+"""What is answered also on the last descriptors, to GET and HEAD. A root path is not part of it: uvicorn puts that
+before what has been asked for."""
 
 RESERVE, LEAST_RESERVE, MOST_RESERVE = 8, 16, 1024
 """The part of the descriptors, as a divisor, that connections of clients do not get, and its bounds: they are for

@@ -22,7 +22,6 @@ from app.http.auth import unknown_session
 from app.http.sessions import SESSION_ID, CreateSession, new_session
 from app.http.state import Services
 from app.service.flights import TurnReply
-from app.service.sessions import CUT_AT
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.header_sessions")
@@ -58,6 +57,10 @@ CANNOT_TELL = (
 )
 
 MAX_ID = 128
+
+CUT_AT = 95
+"""Characters of a session's id that are left in that of an agent whose own id would make it too long."""
+
 HASH_CHARACTERS = MAX_ID - 1 - CUT_AT
 
 
@@ -107,11 +110,13 @@ class HeaderSession:
     async def _ensure(self, app: Services, holder: str | None) -> None:
         if await app.sessions.config_of(self.session_id) is not None:
             return
-        if holder is not None and self.session_id != holder:
-            await app.sessions.require_room_for_agent(holder, app.settings.max_agent_sessions)
+        maker = None if holder == self.session_id else holder
+        parent = None if self.parent is None else await app.sessions.config_of(self.parent)
+        if maker is not None and parent is None:
+            # A parent that is never made would be a root of its own, whose sessions nobody counts.
+            self.parent, parent = maker, await app.sessions.config_of(maker)
         wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
         new = new_session(wish, app.settings)
-        parent = None if self.parent is None else await app.sessions.config_of(self.parent)
         if parent is not None:
             config = msgspec.structs.replace(
                 new.config,
@@ -122,7 +127,10 @@ class HeaderSession:
                 on_divergence=parent.on_divergence,
             )
             new = msgspec.structs.replace(new, config=config)
-        await app.sessions.ensure(new)
+        if maker is None:
+            await app.sessions.ensure(new)
+        else:
+            await app.sessions.ensure_agents(new, app.settings.max_agent_sessions)
 
     async def explained(self, call: Awaitable[TurnReply]) -> TurnReply:
         """The turn's reply; what may be due to another agent of the same session says so."""

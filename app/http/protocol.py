@@ -134,7 +134,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self.doorway is not None and self._room != "free":
             self.doorway.wait_no_more(self)
-            if not self.url.partition(b"?")[0].endswith(KEPT_FOR):
+            if self.parser.get_method() not in (b"GET", b"HEAD") or self.url.partition(b"?")[0] not in KEPT_FOR:
                 self.turn_away()
                 return
         self._in_head = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -18,7 +19,6 @@ from app.errors import AppError, InvalidRequest
 from app.http.sessions import MAX_INTEGER, NO_NUL
 from app.http.state import services
 from app.service.filters import Filters, Wish
-from app.service.later import loaded
 from app.store import reads
 
 router = APIRouter()
@@ -137,14 +137,17 @@ class _ClosedStream(StreamingResponse):
 
 @router.get("/openapi.json")
 async def openapi_json(request: Request) -> Response:
-    """Made when it is first asked for."""
+    """Made when it is first asked for, on a thread: it takes a while."""
     app: FastAPI = request.app
     if app.openapi_schema is None:
-        await loaded("app.http.openapi")
-        from app.http.openapi import document
-
-        app.openapi_schema = document(app)
+        app.openapi_schema = await asyncio.to_thread(_document, app)
     return Response(msgspec.json.encode(app.openapi_schema), media_type="application/json")
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    from app.http.openapi import document  # most processes are never asked
+
+    return document(app)
 
 
 def require_known(request: Request) -> None:

@@ -25,9 +25,9 @@ from app.export import shapes
 from app.export.row import Fields, Row, Unfit
 from app.service import cursors
 from app.service.exported import Exported
-from app.service.filters import NOT_OF_GROUP, session_excluded
 from app.service.filters import Filters as Filters
 from app.service.filters import Wish as Wish
+from app.service.filters import session_excluded
 from app.service.places import Place, Places
 from app.service.rows import SessionRows, known
 from app.store import group_reads, reads, survey
@@ -192,8 +192,7 @@ class Exporter:
                 every = (row for member in members for row in self._session(member, place, window, wish))
                 rows = (self._shaped(row, wish) for row in every)
             for row in islice(rows, skip, None):
-                reason = row.get(shapes.EXCLUDED)
-                if reason is None or (wish.explain and reason != NOT_OF_GROUP):
+                if wish.explain or row.get(shapes.EXCLUDED) is None:
                     yield row
 
     def _group(self, members: Sequence[Stored], place: Place, window: Cursor, wish: Wish) -> list[Fields]:
@@ -201,18 +200,17 @@ class Exporter:
 
         There is no row of a part of a group: only erased sessions and discarded turns may be missing.
         """
-        every = [one for member in members for one in self._session(member, place, window, wish)]
-        rows = [one for one in every if isinstance(one, Row)]
-        left_out = [one for one in every if not isinstance(one, Row)]
+        found = [list(self._session(member, place, window, wish)) for member in members]
+        rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
+        left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
         total = bool(rows) + len(left_out) if wish.explain else 1
         cursors = [_behind(window, place.at, number, total) for number in range(1, 2 + len(left_out))]
         if not rows:
             return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
         rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
-        missing = next((one for one in left_out if one["turn"] is None and one[shapes.EXCLUDED] != ERASED), None)
+        missing = next(filter(None, map(_missing, members, found)), None)
         if missing is not None:
-            reason = f"a session of the group is left out: {missing['session_id']}: {missing[shapes.EXCLUDED]}"
-            whole = _excluded(place.session_id, cursors[0], reason)
+            whole = _excluded(place.session_id, cursors[0], f"a session of the group is left out: {missing}")
         else:
             whole = self._or_excluded(
                 lambda: self._given(shapes.of_group(wish.shape, rows), rows), place.session_id, cursors[0]
@@ -255,12 +253,17 @@ class Exporter:
             yield self._unreadable(stored.session_id, _behind(window, place.at), error)
 
     def _readable(self, stored: Stored, place: Place, window: Cursor, wish: Wish) -> Iterator[Row | Fields]:
-        """A row, or the reason why there is none, of each live segment, then of each turn that is not live."""
+        """A row, or the reason why there is none, of each live segment, then of each turn that is not live.
+
+        Nothing of a session that nobody asked for: it is met where damage hides which group it is of.
+        """
         session_id, at = stored.session_id, place.at
         if stored.status == "erased":
             yield _excluded(session_id, _behind(window, at), ERASED)
             return
         found = known(stored)
+        if wish.filters.group_id is not None and wish.filters.group_id not in found.groups:
+            return
         reason = session_excluded(found, wish.filters)
         if reason is not None:
             yield _excluded(session_id, _behind(window, at), reason)
@@ -398,6 +401,16 @@ def _behind(window: Cursor, at: Position, number: int = 1, total: int = 1) -> st
     if not window.epoch:
         return ""
     return msgspec.structs.replace(window, at=at, given=number if number < total else None).encode()
+
+
+def _missing(member: Stored, found: Sequence[Row | Fields]) -> str | None:
+    """The session, and why it is not there, which keeps its group from being whole."""
+    if member.status == "erased":
+        return None
+    if not found:
+        return f"{member.session_id}: its log names another group"
+    left_out = (one for one in found if not isinstance(one, Row) and one["turn"] is None)
+    return next((f"{one['session_id']}: {one[shapes.EXCLUDED]}" for one in left_out), None)
 
 
 def _excluded(

@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from app.service.rows import Known
 
 
-NOT_OF_GROUP = "group_id differs"
-"""Of a session that nobody asked for: met where damage hides which group it is of, and not told as left out."""
-
-
 class Filters(msgspec.Struct, frozen=True):
     """Which rows to give; None: any. `since` and `until` are seconds since the epoch of the last commit.
 
@@ -52,12 +48,10 @@ class Wish(msgspec.Struct, frozen=True):
 
 
 def session_excluded(known: Known, filters: Filters) -> str | None:
-    """Why a session gives no row at all."""
+    """Why a session that is of the group asked for, if any is, gives no row at all."""
     session = known.session
     if not session.path:
         return "no committed turn"
-    if filters.group_id is not None and filters.group_id not in known.groups:
-        return NOT_OF_GROUP
     if filters.session_status not in (None, session.status):
         return f"session_status is {session.status}"
     committed = known.times[session.path[-1]]

@@ -9,14 +9,13 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_loaded: set[str] = set()
-
 
 async def loaded(module: str) -> None:
-    """Afterwards an import of it costs nothing."""
-    if module not in _loaded:
-        await asyncio.to_thread(importlib.import_module, module)
-        _loaded.add(module)
+    """Afterwards an import of it costs nothing.
+
+    Also one that another thread is in the middle of, which `sys.modules` has already.
+    """
+    await asyncio.to_thread(importlib.import_module, module)
 
 
 class Later(Generic[T]):
@@ -28,7 +27,8 @@ class Later(Generic[T]):
         self.made: T | None = None
 
     async def __call__(self) -> T:
-        await loaded(self._module)
+        if self.made is None:
+            await loaded(self._module)
         if self.made is None:
             self.made = self._make()
         return self.made

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -60,12 +61,6 @@ from workers.codec import CorruptContent
 
 Clock = Callable[[], float]
 
-FULL_REMEMBERED = 1024
-"""Sessions that are known to have as many agents as they may have."""
-
-CUT_AT = 95
-"""Characters of a session's id that are left in that of an agent whose own id would make it too long."""
-
 FREED_AT_ONCE = 4
 """Chunks, of at most a MiB each, whose pages SQLite overwrites."""
 
@@ -94,7 +89,7 @@ class Sessions:
         self._clock = clock
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
-        self._full: dict[str, None] = {}
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
         """Call `callback` with a session's id, and the fences of turns that it ended, as soon as a close is on disk."""
@@ -160,22 +155,22 @@ class Sessions:
             with contextlib.suppress(SessionExists):
                 await self.create(new)
 
-    async def require_room_for_agent(self, root: str, most: int) -> None:
-        """May a session of an agent of `root` be made, where at most so many may be? Raises TooManySessions.
+    async def ensure_agents(self, new: NewSession, most: int) -> None:
+        """As `ensure`, for who has a session's token: with `most` sessions below its root, a rollout gets no more.
 
-        An id is never free again, so what was full once stays so.
+        They are counted and made one at a time in this process; several processes may each make one too many. Raises
+        TooManySessions.
         """
-        starts = [f"{root}:"] if len(root) <= CUT_AT else [f"{root}:", f"{root[:CUT_AT]}:"]
-        if root not in self._full:
-            found = await self._database.read(
-                lambda c: sum(reads.count_beginning_with(c, start, most) for start in starts)
-            )
-            if found < most:
+        assert new.config.parent is not None
+        root = await self._database.read(partial(rollouts.root_below, parent=new.config.parent))
+        async with self._making.setdefault(root, asyncio.Lock()):
+            if await self._cache.get(new.session_id) is not None:
                 return
-            self._full[root] = None
-            if len(self._full) > FULL_REMEMBERED:
-                del self._full[next(iter(self._full))]
-        raise TooManySessions(f"session {root} has {most} agents' sessions; no more can be made with its token")
+            if await self._database.read(partial(rollouts.count_below, root_id=root, most=most)) >= most:
+                raise TooManySessions(
+                    f"there are {most} sessions below session {root}; no more can be made with a session's token"
+                )
+            await self.ensure(new)
 
     async def assign_reward(
         self, session_id: str, reward: float, components: dict[str, float], turn: int | None

@@ -14,7 +14,7 @@ from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
 from app.domain.session import Session, fold
 from app.store import rollouts
 from app.store.broken import Content
-from app.store.dialect import begins_with, oldest_tx, used_bytes
+from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import (
     blobs,
     chunks,
@@ -100,12 +100,6 @@ def list_heads(
     if before is not None:
         query = query.where(tuple_(sessions.c.created_at, sessions.c.session_id) < before)
     return [Head(*row) for row in connection.execute(query)]
-
-
-def count_beginning_with(connection: Connection, start: str, most: int) -> int:
-    """How many sessions, in whatever state, have ids that begin so; no more than `most` are counted."""
-    found = select(sessions.c.session_id).where(begins_with(sessions.c.session_id, start)).limit(most).subquery()
-    return connection.execute(select(func.count()).select_from(found)).scalar_one()
 
 
 class EventRow(NamedTuple):

@@ -26,6 +26,7 @@ from sqlalchemy import (
     bindparam,
     case,
     exists,
+    func,
     insert,
     literal_column,
     or_,
@@ -176,6 +177,17 @@ def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | N
 
 
 # What can be read.
+
+
+def root_below(connection: Connection, parent: str) -> str:
+    """As `root_for`, of what is committed."""
+    return connection.execute(_root_of, {"sid": parent}).scalar() or parent
+
+
+def count_below(connection: Connection, root_id: str, most: int) -> int:
+    """How many sessions, in whatever state, have this root; no more than `most` are counted."""
+    found = select(sessions.c.session_id).where(sessions.c.root_id == root_id).limit(most).subquery()
+    return connection.execute(select(func.count()).select_from(found)).scalar_one()
 
 
 class Standing(msgspec.Struct, frozen=True):

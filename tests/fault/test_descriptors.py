@@ -17,6 +17,9 @@ from ops.simulator.process import SimulatorProcess
 FILES = 160
 IDLE = FILES
 
+OTHERS = (("/sessions", "GET"), ("/sessions/health", "GET"), ("/v1/metrics", "GET"), ("/health", "POST"))
+"""What is not answered on the last descriptors."""
+
 
 @pytest.fixture
 def server(tmp_path: Path, engine: SimulatorProcess) -> Iterator[ServerProcess]:
@@ -52,9 +55,12 @@ def test_who_finds_no_descriptor_is_told_and_the_last_are_kept(server: ServerPro
             assert asked(server.port, "/health").startswith(b"HTTP/1.1 200")
             metrics = asked(server.port, "/metrics").decode()
             assert metrics.startswith("HTTP/1.1 200")
-            refused = asked(server.port, "/sessions")
-            assert refused.startswith(b"HTTP/1.1 503")
-            assert b'"overloaded"' in refused
+            assert asked(server.port, "/health", "HEAD").startswith(b"HTTP/1.1 200")
+            assert asked(server.port, "/ready?from=probe").startswith(b"HTTP/1.1 200")
+            for path, method in OTHERS:
+                refused = asked(server.port, path, method)
+                assert refused.startswith(b"HTTP/1.1 503"), path
+                assert b'"overloaded"' in refused
             body = {"messages": [{"role": "user", "content": "Hello"}]}
             assert known.post(f"/sessions/{session}/v1/chat/completions", json=body).status_code == 200
         counted = re.search(r"^turnlog_connections_refused_total (\S+)$", metrics, re.MULTILINE)

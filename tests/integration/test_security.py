@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -347,6 +348,32 @@ def test_a_token_makes_so_many_agents_sessions_and_no_more(lenient: Guarded) -> 
     assert lenient.admin.get(f"/sessions/{mine.id}:d").status_code == 404
     by_admin = {"x-session-id": mine.id, "x-turnlog-agent-id": "c"}
     assert lenient.admin.post(CHAT, headers=by_admin, json=body()).status_code == 200
+
+
+@pytest.mark.threat("who holds a session's token takes ids without end")
+def test_neither_many_at_once_nor_unknown_parents_make_more(lenient: Guarded) -> None:
+    mine = lenient.client()
+
+    def ask(number: int) -> httpx.Response:
+        by = {"x-turnlog-parent-session-id": f"{mine.id}:unknown-{number}"} if number % 2 else {}
+        return mine.chat_at(CHAT, headers={"x-session-id": mine.id, "x-turnlog-agent-id": f"a{number}", **by})
+
+    with ThreadPoolExecutor(12) as pool:
+        statuses = [reply.status_code for reply in pool.map(ask, range(12))]
+    assert sorted(statuses) == [200, 200, *[409] * 10]
+
+
+def test_only_sessions_below_the_same_root_are_counted(lenient: Guarded) -> None:
+    alike = uuid.uuid4().hex + "x" * 80
+    for mine in (lenient.client(session_id=f"{alike}-{name}") for name in "ab"):
+        lenient.client(session_id=f"{mine.id}:another")
+        headers = {"x-session-id": mine.id, "x-turnlog-agent-id": "an agent of another name"}
+        assert mine.chat_at(CHAT, headers=headers).status_code == 200
+        below = lenient.client(session_id=f"{mine.id}:below", parent_session_id=mine.id)
+        for one in (mine, below):
+            reply = one.chat_at(CHAT, headers={"x-session-id": one.id, "x-turnlog-agent-id": "more"})
+            assert error_of(reply) == (409, "too_many_sessions")
+            assert mine.id in reply.json()["error"]["message"]
 
 
 def body(**fields: Any) -> dict[str, Any]:

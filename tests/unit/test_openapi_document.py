@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonschema_rs
 import pytest
 import schemathesis
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from app import errors
 from app.errors import AppError
 from app.http import engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
 from app.http.openapi.meanings import ERRORS
 from app.http.openapi.operations import OPERATIONS
-from app.main import create_app
+from app.main import Turnlog, create_app
 from app.settings import Settings
 from app.upstream.engines import PATHS
 
@@ -34,6 +37,29 @@ KIND = re.compile(r":\w+(?=})")
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     return openapi.document(create_app(Settings()))
+
+
+class Watched(Turnlog):
+    """Knows the threads that have looked at its routes."""
+
+    threads: ClassVar[set[int]] = set()
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        self.threads.add(threading.get_ident())
+        return super().routes
+
+
+def test_it_is_made_beside_the_event_loop(document: dict[str, Any]) -> None:
+    app = Watched(Settings(), document["info"]["version"])
+    for router in ROUTERS:
+        app.include_router(router)
+    Watched.threads.clear()
+    asyncio.run(service.openapi_json(Request({"type": "http", "app": app})))
+    assert Watched.threads
+    assert threading.get_ident() not in Watched.threads
+    assert app.openapi_schema is not None
+    assert app.openapi_schema["paths"].keys() == document["paths"].keys()
 
 
 def tree(root: type[AppError]) -> Iterator[type[AppError]]:

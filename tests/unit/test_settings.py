@@ -276,16 +276,17 @@ def test_a_mistake_elsewhere_is_not_in_the_way_of_who_needs_few(
 MISSPELT = {
     "UPSTREAM": "UPSTREAMS",
     "UPSTREMS": "UPSTREAMS",
-    "UPSTREAM_URL": "UPSTREAMS",
     "DATABSE_URL": "DATABASE_URL",
-    "DATABASE": "DATABASE_URL",
-    "DATABASE_URI": "DATABASE_URL",
     "TOKENISER": "TOKENIZER",
     "ADMIN_TOKENS": "ADMIN_TOKEN",
-    "ADMIN_TOKEN_FILE": "ADMIN_TOKEN",
-    "UPSTREAM_TIMEOUT": "UPSTREAM_TIMEOUT_S",
     "WORKER": "WORKERS",
     "URLS": "URL",
+    "UPSTREAMS_": "UPSTREAMS",
+    "ADMINTOKEN": "ADMIN_TOKEN",
+    "UPSTREAM__API_KEY": "UPSTREAM_API_KEY",
+    "MOE_TOP_K": "MOE_TOPK",
+    "IDEL_CLOSE_S": "IDLE_CLOSE_S",
+    "MAX_REQUESTS_BYTES": "MAX_REQUEST_BYTES",
 }
 
 
@@ -297,15 +298,30 @@ def test_a_misspelt_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert str(caught.value) == f"TURNLOG_{name} is not a setting: did you mean TURNLOG_{meant}?"
 
 
-@pytest.mark.parametrize(
-    "name", ["HOST", "VERSION", "IMAGE", "NAMESPACE", "REPLICAS", "DATA_DIR", "CONFIG", "MAX_TURNS"]
-)
+NEAREST = dict.fromkeys(
+    ("HOST", "VERSION", "IMAGE", "NAMESPACE", "REPLICAS", "DATA_DIR", "CONFIG", "MAX_TURNS", "LOG_FILE")
+) | {
+    "MAX_REPLAY_BYTES": "MAX_UPSTREAM_BYTES",
+    "BASE_URL": "DATABASE_URL",
+    "TEST_DATABASE_URL": "DATABASE_URL",
+    "UI_TOKEN": "TOKEN",
+    "MAX_BYTES": "MAX_DB_BYTES",
+    "UPSTREAM_URL": "UPSTREAMS",
+    "DATABASE": "DATABASE_URL",
+    "DATABASE_URI": "DATABASE_URL",
+    "ADMIN_TOKEN_FILE": "ADMIN_TOKEN",
+    "UPSTREAM_TIMEOUT": "UPSTREAM_TIMEOUT_S",
+}
+
+
+@pytest.mark.parametrize(("name", "nearest"), NEAREST.items())
 def test_an_unknown_name_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, nearest: str | None
 ) -> None:
     monkeypatch.setenv(f"TURNLOG_{name}", "sesame")
     assert load_settings() == Settings()
-    assert caplog.messages == [f"TURNLOG_{name} is not a setting of this version and is ignored"]
+    hint = "" if nearest is None else f"; the nearest is TURNLOG_{nearest}"
+    assert caplog.messages == [f"TURNLOG_{name} is not a setting of this version and is ignored{hint}"]
 
 
 def kubernetes(service: str, port: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ ERRORS: Mapping[str, str] = {
     "not_found": "what the path or the body names is not there",
     "session_closed": "closed or erased",
     "session_exists": "created before, with another body",
-    "too_many_sessions": "the session has as many agents' sessions as its token may make",
+    "too_many_sessions": "the rollout has as many sessions below its root as a session's token may make",
     "session_busy": "another turn of the session is in flight",
     "claim_lost": "the claim passed to another process meanwhile",
     "payload_tombstoned": "a replay payload behind the rollback window",

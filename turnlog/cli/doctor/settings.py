@@ -25,8 +25,12 @@ def examine() -> tuple[list[Finding], Settings | None]:
     from app.settings import known_names, read_settings, unknown_names
 
     found = [
-        warning("settings", f"{name} is not a setting and is ignored", "unset it, or see docs/api.md#settings")
-        for name in unknown_names()
+        warning(
+            "settings",
+            f"{name} is not a setting and is ignored" + (f"; the nearest is {nearest}" if nearest else ""),
+            "unset it, or see docs/api.md#settings",
+        )
+        for name, nearest in unknown_names().items()
     ]
     if os.environ.get(crash_points.VARIABLE, "").strip():
         found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is for tests alone", "unset it"))
