@@ -75,14 +75,11 @@ def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Pop
 
 
 def refusals(url: str, folder: Path) -> dict[str, str]:
-    """The one line of each way to start, with nothing in it that is secret. All are tried at a time."""
+    """The one line of each way to start, with nothing in it that is secret. One after the other: a file's lock is one's."""
     said = {}
     with ExitStack() as stack:
-        running = []
         for name, code, process in processes(url, folder):
             stack.callback(process.kill)
-            running.append((name, code, process))
-        for name, code, process in running:
             output = "".join(part or "" for part in process.communicate(timeout=PATIENCE_S))
             lines = [line for line in output.splitlines() if "turnlog: " in line]
             assert (process.returncode, len(lines)) == (code, 1), output
