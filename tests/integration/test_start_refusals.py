@@ -75,7 +75,7 @@ def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Pop
 
 
 def refusals(url: str, folder: Path) -> dict[str, str]:
-    """The one line of each way to start, with nothing in it that is secret. One after the other: a file's lock is one's."""
+    """The one line of each way to start, with nothing secret in it. One after the other, as they share a file."""
     said = {}
     with ExitStack() as stack:
         for name, code, process in processes(url, folder):
