@@ -151,6 +151,8 @@ def _readable_places(connection: Connection, session_id: str, types: Sequence[st
         rows = attempt(connection, lambda again: again.execute(numbered).all())
     except PageDamaged:
         return [], []
+    if not all(isinstance(row[0], int) for row in rows):  # changed bytes of an index may be another type's
+        return [], []
 
     def read(again: Connection, first: int, last: int) -> list[tuple[str, Position]]:
         query = select(events.c.type, events.c.tx, events.c.position).where(own, events.c.seq.between(first, last))
@@ -180,7 +182,8 @@ def _places_by_row(connection: Connection, wanted: Collection[int]) -> dict[int,
             break
         if not page:
             break
-        found.update((row[0], Position(row[1], row[2])) for row in page if row[0] in rows)
+        numbers = [row for row in page if row[0] in rows and isinstance(row[1], int) and isinstance(row[2], int)]
+        found.update((row[0], Position(row[1], row[2])) for row in numbers)
         after = Position(page[-1][1], page[-1][2])
     return found
 
