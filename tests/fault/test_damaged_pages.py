@@ -77,7 +77,7 @@ def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str,
         assert sound == [name for name in before if name not in damaged.lost]
 
 
-@pytest.mark.long  # one of some hundred kinds of damage gave a row that is neither the session's nor an older one
+@pytest.mark.long  # rarely a row is as old as an earlier reward, of which `is_older` does not know
 @pytest.mark.parametrize("where", WHERE)
 def test_changed_bytes_in_a_list_give_nothing_wrong_and_are_found(
     whole: Whole, tmp_path: Path, where: str, damage_seeds: range
