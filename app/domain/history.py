@@ -17,13 +17,11 @@ import msgspec
 from app.domain import bounds
 from app.domain.events import Matcher
 from app.domain.session import Session, Turn
+from app.domain.split import LONG, quoted_parts
 from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.depth import MAX_DEPTH, too_deep
 
 Message = Mapping[str, Any]
-
-LONG = 1 << 20
-"""Characters of a text that are encoded in one go: a few milliseconds."""
 
 
 def digest(data: bytes) -> str:
@@ -48,11 +46,8 @@ def _members_of(value: Any) -> Iterable[Any]:
 
 def _encoded(value: Any) -> Iterator[bytes]:
     """As msgspec encodes it, keys in order, but a long text in pieces: others may run between them."""
-    if isinstance(value, str) and len(value) > LONG:
-        yield b'"'
-        for start in range(0, len(value), LONG):
-            yield msgspec.json.encode(value[start : start + LONG])[1:-1]
-        yield b'"'
+    if isinstance(value, str):
+        yield from quoted_parts(value)
     elif isinstance(value, Mapping):
         for index, key in enumerate(sorted(value)):
             yield (b"," if index else b"{") + msgspec.json.encode(key) + b":"

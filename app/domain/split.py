@@ -14,7 +14,7 @@ from app.domain.bounds import FEW
 from workers import scan
 
 LONG = 1 << 20
-"""Bytes that are decoded in one go, whatever they hold."""
+"""Bytes that are decoded, and characters of a text that are encoded, in one go, whatever they hold."""
 
 AT_ONCE = 256 << 10
 """Bytes of many small values that are decoded in one go: some milliseconds."""
@@ -63,10 +63,18 @@ def items(raw: bytes) -> list[msgspec.Raw]:
 
 def quoted(text: str) -> bytes:
     """A text as JSON."""
+    return b"".join(quoted_parts(text))
+
+
+def quoted_parts(text: str) -> Iterator[bytes]:
+    """A text as JSON, a long one in pieces: others may run between them."""
     if len(text) <= LONG:
-        return msgspec.json.encode(text)
-    pieces = (msgspec.json.encode(text[start : start + LONG])[1:-1] for start in range(0, len(text), LONG))
-    return b'"%b"' % b"".join(pieces)
+        yield msgspec.json.encode(text)
+        return
+    yield b'"'
+    for start in range(0, len(text), LONG):
+        yield msgspec.json.encode(text[start : start + LONG])[1:-1]
+    yield b'"'
 
 
 def parts(text: bytes) -> Iterator[bytes]:
