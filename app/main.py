@@ -17,43 +17,46 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
+from app.api import engines as engine_routes
+from app.api import fleet as fleet_routes
+from app.api import groups, service, sessions, signin, skyrl
+from app.api import metrics as metrics_route
+from app.api.auth import Guard
+from app.api.connection import bound_connections
+from app.api.connection_limit import ConnectionLimit
+from app.api.error_handlers import handle_faults
+from app.api.limits import RequestMemory
+from app.api.page import files as ui_files
+from app.api.page import live as ui_live
+from app.api.page import routes as ui
+from app.api.replies import error_parts, send_reply
+from app.api.request_ids import RequestIds
+from app.api.security_headers import hardened
+from app.api.state import Services
+from app.api.tokens import Tokens
+from app.api.turns import TurnRoutes
+from app.assembly import Assembly
 from app.errors import AppError, StartupError
+from app.event_loop_lag import LoopLag
+from app.export.exports import Exports
+from app.export.feed import Feed
+from app.export.session_samples import Samples
 from app.extras import install
-from app.http import engines as engine_routes
-from app.http import fleet as fleet_routes
-from app.http import groups, service, sessions, signin, skyrl, ui, ui_files, ui_live
-from app.http import metrics as metrics_route
-from app.http.auth import Guard
-from app.http.doorway import Doorway
-from app.http.faults import handle_faults
-from app.http.hardened import hardened
-from app.http.limits import Inflight
-from app.http.protocol import bound_connections
-from app.http.replies import error_parts, send_reply
-from app.http.request_ids import RequestIds
-from app.http.state import Services
-from app.http.tokens import Tokens
-from app.http.turns import TurnRoutes
+from app.fleet.health import HealthWatch
+from app.lazy_import import LazyImport
 from app.metrics import Metrics
-from app.service.assembly import Assembly
-from app.service.counted import Counted
-from app.service.exports import Exports
-from app.service.feed import Feed
-from app.service.lag import LoopLag
-from app.service.later import Later
-from app.service.registration import Registration
-from app.service.samples import Samples
-from app.service.stages import Recent
+from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
+from app.store.cached_figures import CachedFigures
 from app.store.engine import Database, load_driver
 from app.tito.families import family
+from app.turn.stages import Recent
 from app.upstream.client import EngineClient
-from app.upstream.health import HealthWatch
 from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.service.page import Page
+    from app.api.page.page import Page
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -65,7 +68,11 @@ which the loop waits for at each of its steps while a large request is read."""
 
 @contextlib.asynccontextmanager
 async def run_services(
-    settings: Settings, release: str, tokens: Tokens, doorway: Doorway, load_prompts: Callable[[], Prompts | None]
+    settings: Settings,
+    release: str,
+    tokens: Tokens,
+    doorway: ConnectionLimit,
+    load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
     """Everything that lives as long as the process; `load_prompts` is for a thread. Raises StartupError."""
     for told in settings.warnings:
@@ -97,7 +104,7 @@ async def run_services(
         stack.push_async_callback(health.stop)
         stack.push_async_callback(pool.stop, 0)
         stack.push_async_callback(made.drain)
-        counted = Counted(database, time.monotonic)
+        counted = CachedFigures(database, time.monotonic)
         stack.push_async_callback(counted.stop)
         lag = LoopLag(time.monotonic)
         stack.push_async_callback(lag.stop)
@@ -125,7 +132,7 @@ async def run_services(
             feed=Feed(database, made.writer, exporter),
             samples=Samples(made.cache, made.token_in, release),
             pool=pool,
-            inflight=Inflight(settings.inflight_bytes, settings.max_request_bytes),
+            inflight=RequestMemory(settings.inflight_bytes, settings.max_request_bytes),
             followers=made.followers,
             metrics=metrics,
             counted=counted,
@@ -134,12 +141,12 @@ async def run_services(
             tokens=tokens,
             doorway=doorway,
             lag=lag,
-            page=Later("app.service.page", lambda: _page(database, registration, made, metrics, release)),
+            page=LazyImport("app.api.page.page", lambda: _page(database, registration, made, metrics, release)),
         )
 
 
 def _page(database: Database, registration: Registration, made: Assembly, metrics: Metrics, release: str) -> Page:
-    from app.service.page import page_of  # nobody may ever look
+    from app.api.page.page import page_of  # nobody may ever look
 
     return page_of(
         database=database,
@@ -211,7 +218,7 @@ class Turnlog(FastAPI):
         self._turns = TurnRoutes()
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
-        self._doorway = Doorway(time.monotonic)
+        self._doorway = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 

@@ -1,4 +1,4 @@
-"""What this process counts for Prometheus. What is only looked at when somebody asks is in `app/http/metrics.py`.
+"""What this process counts for Prometheus. What is only looked at when somebody asks is in `app/api/metrics.py`.
 
 Labels have few values, all of them known here or set by an operator: never a session, a model, or a name that a client
 chose. With several processes (`app/metric_files.py`) counters and histograms add up over all of them, those that have
@@ -16,7 +16,7 @@ from typing import get_args, get_type_hints
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import AppError, EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized
-from app.service.stages import NEW_TURNS, OUTCOMES, Recent, Stages, TurnStage
+from app.turn.stages import NEW_TURNS, OUTCOMES, Recent, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
 """Before the next import: prometheus_client looks for the variable once."""
@@ -182,7 +182,7 @@ class Metrics:
         return Counter(name, help_text, labels, registry=self.registry)
 
     def turn_ended(self, outcome: str, stages: Stages) -> None:
-        """As `app.service.stages.Observer`."""
+        """As `app.turn.stages.Observer`."""
         self.recent.turn_ended(outcome, stages)
         self._outcomes[outcome].inc()
         if outcome in NEW_TURNS:

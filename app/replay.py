@@ -25,11 +25,11 @@ from sqlalchemy.engine import make_url
 
 from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
-from app.service.inspection import described, event_fields, fold_at
-from app.service.rebuild import examined, mended, refuse_if_served
+from app.sessions.inspection import described, event_fields, fold_at
+from app.sessions.projections import examined, mended, refuse_if_served
 from app.settings import Settings, load_settings
 from app.store.engine import Database
-from app.store.heads import Examined, require_revision
+from app.store.projections import Examined, require_revision
 
 PROGRESS_S = 5.0
 """How often a long run says where it is."""

@@ -28,8 +28,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from app.errors import StartupError
 from app.store.dialect import PRAGMAS
 from app.store.engine import Database
-from app.store.heads import require_revision
 from app.store.ports import LOCKED_S
+from app.store.projections import require_revision
 from app.store.salvage import Damage
 from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, turns
 from app.store.sqlite import CHECKPOINT_BYTES, GIVE_BACK_PAGES

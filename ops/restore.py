@@ -23,10 +23,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from app.errors import StartupError
-from app.service.rebuild import refuse_if_served
+from app.sessions.projections import refuse_if_served
 from app.store import restored
 from app.store.engine import ROOT, Database, create_engine
-from app.store.heads import require_revision
+from app.store.projections import require_revision
 from app.store.revision import revision_head
 from ops.keeping import (
     DONE,

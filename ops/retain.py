@@ -14,10 +14,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from app.service.cache import SessionCache
-from app.service.follow import Followers
-from app.service.janitor import REST_S, Janitor
-from app.service.sessions import Sessions
+from app.sessions.cache import SessionCache
+from app.sessions.followers import Followers
+from app.sessions.janitor import REST_S, Janitor
+from app.sessions.lifecycle import Sessions
 from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from app.http.openapi import document
-from app.http.openapi.meanings import ERRORS
-from app.http.openapi.schemas import JSON
+from app.api.openapi import document
+from app.api.openapi.meanings import ERRORS
+from app.api.openapi.schemas import JSON
 from app.main import create_app
 from app.settings import Settings
 from ops.server import ROOT

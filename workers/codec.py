@@ -77,7 +77,7 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     cuts: list[Cut] = []
 
 
-class Said(msgspec.Struct, frozen=True):
+class Messages(msgspec.Struct, frozen=True):
     """The messages of a Wire: what the request added, and the reply's."""
 
     messages: list[bytes]
@@ -157,11 +157,11 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
         raise CorruptContent(f"not {kind.__name__}: {error}") from error
 
 
-def unpack_said(frame: bytes | None) -> Said:
+def unpack_messages(frame: bytes | None) -> Messages:
     """What was said in a turn, from its packed Wire; a large reply is not unpacked for it. Raises CorruptContent."""
     if frame is None or frame[:1] not in (APART, _UNCHECKED):
         wire = unpack(frame, Wire)
-        return Said(wire.messages, wire.message)
+        return Messages(wire.messages, wire.message)
     packed, size, check, body = _apart(frame)
     try:
         if not 0 <= size <= min(zstandard.frame_content_size(body), MAX_RAW):
@@ -169,14 +169,14 @@ def unpack_said(frame: bytes | None) -> Said:
         raw = _decompressor().decompressobj(write_size=max(size, 1)).decompress(body[:packed])
         if check is not None and zlib.crc32(raw) != check:
             raise CorruptContent("what was said is not what was stored")
-        return msgspec.msgpack.decode(raw, type=Said)
+        return msgspec.msgpack.decode(raw, type=Messages)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
         raise CorruptContent(f"not what was said: {error}") from error
 
 
 def _pack_apart(wire: Wire) -> bytes:
     """One zstd frame in which what was said ends with a block, so that it can be unpacked without the rest."""
-    said = msgspec.msgpack.encode(Said(wire.messages, wire.message))
+    said = msgspec.msgpack.encode(Messages(wire.messages, wire.message))
     rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
     compressing = _compressor().compressobj(size=len(said) + len(rest))
     first = compressing.compress(said) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -188,7 +188,7 @@ def _unpack_apart(frame: bytes) -> Any:
     """The Wire; typed so, because `unpack` returns what it is asked for."""
     _, size, _, body = _apart(frame)
     raw = memoryview(decompress(body))
-    said = msgspec.msgpack.decode(raw[:size], type=Said)
+    said = msgspec.msgpack.decode(raw[:size], type=Messages)
     rest = msgspec.msgpack.decode(raw[size:], type=Wire)
     return msgspec.structs.replace(rest, messages=said.messages, message=said.message)
 

@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     sent: bytes = b""
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
     """Where the value of a payload stands in the engine's body: [start, end)."""
 
     kind: str
@@ -50,7 +50,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class Done(msgspec.Struct, frozen=True, array_like=True):
+class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
 
     `output_ids` are there where the prompt was sent as ids: so will the next one be. A reply that is `miscounted` is
@@ -68,14 +68,14 @@ class Done(msgspec.Struct, frozen=True, array_like=True):
     facts: bytes
     wire: bytes
     payloads: list[payloads.Stored]
-    places: list[Place]
+    places: list[PayloadRange]
     cached_tokens: int | None = None
     output_ids: bytes = b""
     miscounted: str | None = None
 
 
 _JOB = msgspec.msgpack.Decoder(Job)
-_DONE = msgspec.msgpack.Decoder(Done)
+_DONE = msgspec.msgpack.Decoder(WorkerResult)
 
 
 def run(job: bytes | memoryview, body: memoryview) -> bytes:
@@ -87,11 +87,11 @@ def encode(job: Job) -> bytes:
     return msgspec.msgpack.encode(job)
 
 
-def decode_done(result: bytes) -> Done:
+def decode_done(result: bytes) -> WorkerResult:
     return _DONE.decode(result)
 
 
-def work(job: Job, body: memoryview) -> Done:
+def work(job: Job, body: memoryview) -> WorkerResult:
     """Raises Rejected, naming the first rule that the reply breaks."""
     found = _parsed(job, body)
     parsed = found.parsed
@@ -117,7 +117,7 @@ def work(job: Job, body: memoryview) -> Done:
         instead = bytes(text) if cut.form == "text" else b""
         edits += [_Edit(value.start, value.end, cut, instead) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
-    return Done(
+    return WorkerResult(
         dialect=parsed.dialect,
         message=parsed.message,
         base=parsed.base,
@@ -152,7 +152,7 @@ def base64_bytes(body: memoryview) -> int:
 class _Value(NamedTuple):
     """A payload's value: its place in the body, and [start, end) of what stands for it in the parsed text."""
 
-    place: Place
+    place: PayloadRange
     start: int
     end: int
 
@@ -195,7 +195,7 @@ def _mark(number: int) -> bytes:
     return f'"@turnlog:{number}@"'.encode()
 
 
-def _seek_all(body: memoryview, kind: str) -> Iterator[Place]:
+def _seek_all(body: memoryview, kind: str) -> Iterator[PayloadRange]:
     """The values behind what looks like the payload's key."""
     at = 0
     for _ in range(COPIES):
@@ -206,7 +206,7 @@ def _seek_all(body: memoryview, kind: str) -> Iterator[Place]:
         at = place.end
 
 
-def _seek(body: memoryview, kind: str, start: int) -> Place | None:
+def _seek(body: memoryview, kind: str, start: int) -> PayloadRange | None:
     """The value behind the first thing from `start` on that looks like the payload's key."""
     key = _find(body, f'"{kind}"'.encode(), start)
     if key < 0:
@@ -225,7 +225,7 @@ def _seek(body: memoryview, kind: str, start: int) -> Place | None:
         end = _find(body, closing, start) + len(closing)
     else:
         return None
-    return Place(kind, start, end) if end > start else None
+    return PayloadRange(kind, start, end) if end > start else None
 
 
 def _find(body: memoryview, needle: bytes, start: int) -> int:
@@ -237,7 +237,7 @@ def _find(body: memoryview, needle: bytes, start: int) -> int:
     return -1
 
 
-def _marked(body: memoryview, places: list[Place]) -> bytes:
+def _marked(body: memoryview, places: list[PayloadRange]) -> bytes:
     """The body with a mark in each of these places, which are in order."""
     parts: list[bytes | memoryview] = []
     done = 0
@@ -249,7 +249,7 @@ def _marked(body: memoryview, places: list[Place]) -> bytes:
     return b"".join((*parts, body[done:]))
 
 
-def _values(parsed: Parsed, text: bytes, places: list[Place], body: memoryview) -> list[_Value] | None:
+def _values(parsed: Parsed, text: bytes, places: list[PayloadRange], body: memoryview) -> list[_Value] | None:
     """The payloads in the parser's order, if the marks are just those. A backslash: a string was cut short."""
     marks = {_mark(number): place for number, place in enumerate(places)}
     values: list[_Value] = []
@@ -265,10 +265,10 @@ def _values(parsed: Parsed, text: bytes, places: list[Place], body: memoryview) 
     return None if marks else values
 
 
-def _place(text: bytes, kind: str, raw: msgspec.Raw) -> Place:
+def _place(text: bytes, kind: str, raw: msgspec.Raw) -> PayloadRange:
     """A raw value is a view into the text it was decoded from."""
     start = _address(raw) - _address(text)
-    return Place(kind, start, start + len(memoryview(raw)))
+    return PayloadRange(kind, start, start + len(memoryview(raw)))
 
 
 def _address(buffer: msgspec.Raw | bytes) -> int:

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from workers.join_rows import join_rows
-from workers.join_text import Said, Stop, joined_message, raw_text, stop_across, token_texts
+from workers.join_text import MessageParts, Stop, joined_message, raw_text, stop_across, token_texts
 from workers.parse import REPLAY, Protocol, Rejected, Span
 from workers.parse_json import NULL, Fields, is_null, object_at, typed
 
@@ -141,8 +141,8 @@ def _fields(home: Fields, name: str) -> Fields:
     return {} if raw is None or is_null(raw) else object_at(raw, name)
 
 
-def _said(reply: _Reply) -> Said:
-    return Said.of(_fields(reply.choice, "message"), reply.choice)
+def _said(reply: _Reply) -> MessageParts:
+    return MessageParts.of(_fields(reply.choice, "message"), reply.choice)
 
 
 class _Joint:

@@ -65,7 +65,7 @@ class Stop(NamedTuple):
         return whole[: self.at + (len(self.text.encode()) if keeps else 0)]
 
 
-class Said(NamedTuple):
+class MessageParts(NamedTuple):
     """One generation's message; `matched` is the stop token or string that ended it, where the engine names it."""
 
     fields: Fields
@@ -76,7 +76,7 @@ class Said(NamedTuple):
     matched: Any
 
     @classmethod
-    def of(cls, message: Fields, choice: Fields) -> Said:
+    def of(cls, message: Fields, choice: Fields) -> MessageParts:
         """The message was judged, but for its calls: what is no call is none."""
         content, reasoning = (_text(message.get(name)) for name in ("content", "reasoning_content"))
         try:
@@ -137,7 +137,7 @@ def stop_across(texts: Sequence[Sequence[bytes]], stops: Sequence[str]) -> Stop 
     return min(found, key=lambda stop: stop.tokens, default=None)
 
 
-def raw_text(said: Said, texts: Sequence[bytes] | None) -> bytes | None:
+def raw_text(said: MessageParts, texts: Sequence[bytes] | None) -> bytes | None:
     """A generation's text from its tokens; None where the message shows that they do not tell it.
 
     Tokens that are shown apart may lack the spaces between them. What ended the generation is no part of it.
@@ -158,7 +158,7 @@ def raw_text(said: Said, texts: Sequence[bytes] | None) -> bytes | None:
 
 
 def joined_message(
-    saids: Sequence[Said],
+    saids: Sequence[MessageParts],
     texts: Sequence[Sequence[bytes] | None],
     *,
     stop: Stop | None,
@@ -189,7 +189,7 @@ def joined_message(
     return message, bool(calls)
 
 
-def _rebuilt(said: Said, before: bytes) -> bytes:
+def _rebuilt(said: MessageParts, before: bytes) -> bytes:
     """What a generation's text must have been, by its message, behind `before`."""
     if not before:
         if not said.reasoning:
@@ -202,7 +202,7 @@ def _rebuilt(said: Said, before: bytes) -> bytes:
     return (said.reasoning + said.content).encode()
 
 
-def _parted(whole: str, saids: Sequence[Said]) -> tuple[str, str]:
+def _parted(whole: str, saids: Sequence[MessageParts]) -> tuple[str, str]:
     """Reasoning and content, if the engine tells them apart: the first that said anything shows it."""
     first = next((said for said in saids if said.content or said.reasoning), saids[0])
     hidden = whole.startswith(OPEN) and not any(OPEN in said.content for said in saids)
@@ -217,7 +217,9 @@ def _parted(whole: str, saids: Sequence[Said]) -> tuple[str, str]:
     return reasoning, content.removeprefix("\n").removeprefix("\n")
 
 
-def _called(content: str, saids: Sequence[Said], made: list[_Made], name: bytes) -> tuple[str, list[dict[str, Any]]]:
+def _called(
+    content: str, saids: Sequence[MessageParts], made: list[_Made], name: bytes
+) -> tuple[str, list[dict[str, Any]]]:
     """The content without the calls in it, and those; all of it content where one is not whole.
 
     Or where a generation shows a whole one as content: its engine does not parse calls.

@@ -115,7 +115,7 @@ def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["dri
     return parent.segment + 1, "drift" if plan.base_messages else "divergence"
 
 
-class Messages(typing.Protocol):
+class HashedMessages(typing.Protocol):
     """A request's messages as the log keeps them: how many there are, and hashes of them."""
 
     def __len__(self) -> int: ...
@@ -130,7 +130,7 @@ def commit_turn(
     opened: TurnOpened,
     fence: int,
     plan: Plan,
-    incoming: Messages,
+    incoming: HashedMessages,
     reply: Reply,
     *,
     blobs: TurnBlobs,

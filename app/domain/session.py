@@ -106,8 +106,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
     `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
-    is the leaf. `tip` is when the last event was written: with `version` it tells this log from another that has
-    as many events. `blobs` are the per-session blobs that a turn may refer to again. `payloads` are the replay
+    is the leaf. `last_event_at` is when the last event was written: with `version` it tells this log from another that
+    has as many events. `blobs` are the per-session blobs that a turn may refer to again. `payloads` are the replay
     payloads, by turn, that have not been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that
     of the root of its rollout.
     """
@@ -118,7 +118,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     config: SessionConfig
     body_hash: str
     created_at: float
-    tip: float
+    last_event_at: float
     metadata: BlobRef | None = None
     turns: tuple[Turn, ...] = ()
     path: tuple[int, ...] = ()
@@ -190,13 +190,15 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             config=event.config,
             body_hash=event.body_hash,
             created_at=recorded.at,
-            tip=recorded.at,
+            last_event_at=recorded.at,
             metadata=event.metadata,
             blob_count=0 if event.metadata is None else 1,
         )
     if seq != session.version + 1:
         raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")
-    return msgspec.structs.replace(session, version=seq, tip=recorded.at, **_changes(session, event, recorded))
+    return msgspec.structs.replace(
+        session, version=seq, last_event_at=recorded.at, **_changes(session, event, recorded)
+    )
 
 
 def fold(session_id: str, events: Iterable[Recorded], session: Session | None = None) -> Session | None:

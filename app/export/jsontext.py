@@ -12,10 +12,7 @@ import numpy as np
 import orjson
 import pybase64
 
-
-def in_one_line(raw: bytes) -> bytes:
-    """The same JSON without line breaks, which can only stand between its tokens."""
-    return raw.replace(b"\n", b" ").replace(b"\r", b" ")
+from app.domain.json_lines import in_one_line
 
 
 def encode(value: object) -> bytes:

@@ -167,7 +167,7 @@ class _OfNames(BaseOperation, frozen=True):
     """Of no session in particular: it comes alone. A binding that a power cut takes back is made anew."""
 
     durable: ClassVar[bool] = False
-    brief: ClassVar[bool] = True
+    runs_inline: ClassVar[bool] = True
 
     @property
     def session_id(self) -> str:

@@ -55,7 +55,7 @@ DEFERRED = Deferred()
 
 def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
     """The outcomes in the same order. What is of no session in particular comes alone."""
-    if not tx.far or not operations[0].session_id:
+    if not tx.is_remote or not operations[0].session_id:
         return [operation.apply(tx) for operation in operations]
     return _Batch(tx, operations).run()
 
@@ -120,7 +120,7 @@ class _Batch:
         given = {
             "sids": [claim.session_id for _, claim in claims],
             "expected": [claim.expected for _, claim in claims],
-            "tips": [claim.tip for _, claim in claims],
+            "tips": [claim.last_event_at for _, claim in claims],
         }
         won = {row[0] for row in tx.all(_claim_heads, given)}
         taken = [(place, claim) for place, claim in claims if claim.session_id in won]
@@ -191,12 +191,12 @@ def _given(**types: tuple[str, Any]) -> TableValuedAlias:
 _known = select(sessions.c.session_id).where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
 _lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked=True)
 
-_claims = _given(sid=("sids", Text), expected=("expected", BigInteger), tip=("tips", Double))
+_claims = _given(sid=("sids", Text), expected=("expected", BigInteger), last_event_at=("tips", Double))
 _claim_heads = (
     update(sessions)
     .where(
         sessions.c.session_id == _claims.c.sid,
-        *sql.claimable(_claims.c.expected, _claims.c.tip),
+        *sql.claimable(_claims.c.expected, _claims.c.last_event_at),
     )
     .values(version=sessions.c.version + 1, open_turns=1)
     .returning(sessions.c.session_id)

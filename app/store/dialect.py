@@ -151,11 +151,11 @@ def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
 class Tx(Protocol):
     """A write transaction as the log sees it; what it runs is Core, what it returns plain rows.
 
-    `far`: a statement is a round trip to a server, so that one for many operations is worth its while.
+    `is_remote`: a statement is a round trip to a server, so that one for many operations is worth its while.
     """
 
     @property
-    def far(self) -> bool: ...
+    def is_remote(self) -> bool: ...
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None: ...
 
@@ -187,7 +187,7 @@ class Tx(Protocol):
 class AlchemyTx:
     """Through SQLAlchemy's own execution, for what is not hot; the database numbers events."""
 
-    far = False
+    is_remote = False
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -225,7 +225,7 @@ class SqliteTx:
     `next_position` is the number of the next event; a rolled-back transaction leaves a gap, never a repeat.
     """
 
-    far = False
+    is_remote = False
 
     def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
         self._cursor = connection.cursor()

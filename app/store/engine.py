@@ -22,7 +22,7 @@ from sqlalchemy.sql import Executable
 
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import reads, sqlite_engine
-from app.store.aio import AsyncEngine, create_async_engine
+from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.broken import BrokenRow, damage
 from app.store.dialect import (
     ConnectionLost,
@@ -39,7 +39,7 @@ from app.store.ports import Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
     Patience,
-    PostgresGlance,
+    PostgresAutocommit,
     PostgresWriter,
     answered,
     is_lost,
@@ -181,7 +181,7 @@ class Database:
         self._patience = Patience()
         self._writing = None if self.is_sqlite else _postgres_engine(make_url(url), LANES + SPARE_WRITERS)
         self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._patience, committed)
-        self._glance = None if self.is_sqlite else PostgresGlance(self.engine)
+        self._autocommit = None if self.is_sqlite else PostgresAutocommit(self.engine)
         self._opened = False
         self.unreadable = Unreadable()
 
@@ -261,8 +261,8 @@ class Database:
             if self._sqlite is not None and self._opened:
                 await self._sqlite.close()
         finally:
-            if self._glance is not None:
-                await self._glance.close()
+            if self._autocommit is not None:
+                await self._autocommit.close()
             await _dispose(self.engine)
             if self._writing is not None:
                 await _dispose(self._writing)
@@ -328,13 +328,13 @@ class Database:
                 raise ConnectionLost(type(error).__name__) from error
             raise
 
-    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows of one statement that is asked many times a second. Raises as `read`."""
-        if self._glance is None:
+        if self._autocommit is None:
             return await self.read(lambda connection: connection.execute(statement, parameters).all())
-        glance = self._glance
+        read_autocommit = self._autocommit
         try:
-            return await self._patience.trying(lambda: glance.all(statement, parameters))
+            return await self._patience.trying(lambda: read_autocommit.all(statement, parameters))
         except _FAULTS as error:
             raise await self._meaning(error) from error
 
@@ -343,14 +343,14 @@ class Database:
         function: Callable[[Tx], T],
         *,
         durable: bool,
-        brief: bool = False,
+        runs_inline: bool = False,
         size: int = 0,
         until: float | None = None,
     ) -> T:
         """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
 
         What is not durable survives the process, not the machine: right for claims, which mean nothing
-        after either. `brief` says that it takes less than a millisecond, `size` about how many bytes of
+        after either. `runs_inline` says that it takes less than a millisecond, `size` about how many bytes of
         content it writes. `until`, in the loop's time: how long SQLite's lock is waited for, by default LOCKED_S.
         Raises StoreFull, StoreUnavailable, StoreLocked, StoreLost, StoreDamaged where it needs a damaged page; nothing
         is written then; WriteConflict where trying again is safe.
@@ -359,7 +359,9 @@ class Database:
             raise StoreFull(NO_ROOM)
         try:
             if self._sqlite is not None:
-                return await self._sqlite.write(function, durable=durable, brief=brief, size=size, until=until)
+                return await self._sqlite.write(
+                    function, durable=durable, runs_inline=runs_inline, size=size, until=until
+                )
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
         except StoreLost as error:

@@ -91,7 +91,7 @@ class AppendFleet(BaseOperation, frozen=True):
     expected: int
     event: FleetEvent
     lease_s: float | None = None
-    brief: ClassVar[bool] = True
+    runs_inline: ClassVar[bool] = True
 
     @property
     def session_id(self) -> str:

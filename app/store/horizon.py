@@ -19,7 +19,7 @@ SETTLE_S = 1.0
 PAUSE_S = 0.01
 
 
-async def settle(database: Database) -> None:
+async def wait_for_horizon(database: Database) -> None:
     """Wait until the transactions that run now have ended, but no longer than SETTLE_S. Raises StoreUnavailable."""
     if database.is_sqlite:
         return

@@ -29,11 +29,11 @@ Result = TypeVar("Result", covariant=True)
 class Operation(Protocol[Result]):
     """What it is about to write: `size` is about how many bytes.
 
-    `durable` says that an acknowledgement rests on it, `brief` that it takes some tens of microseconds.
+    `durable` says that an acknowledgement rests on it, `runs_inline` that it takes some tens of microseconds.
     """
 
     durable: ClassVar[bool]
-    brief: ClassVar[bool]
+    runs_inline: ClassVar[bool]
 
     @property
     def session_id(self) -> str: ...
@@ -127,7 +127,7 @@ class BaseOperation(msgspec.Struct, frozen=True):
     """An operation that writes little and is acknowledged; those that differ say so."""
 
     durable: ClassVar[bool] = True
-    brief: ClassVar[bool] = False
+    runs_inline: ClassVar[bool] = False
 
     @property
     def size(self) -> int:

@@ -47,7 +47,7 @@ class Busy(msgspec.Struct, frozen=True):
 
 
 class Claim(BaseOperation, frozen=True):
-    """Take the session's one open turn, at exactly the version that the caller knows, written at `tip`.
+    """Take the session's one open turn, at exactly the version that the caller knows, written at `last_event_at`.
 
     The time tells two logs apart that have as many events: after a crash of PostgreSQL claims, which are not
     synced, may be gone, and other events in their places. A claim whose holder is dead is abandoned in the log on
@@ -55,10 +55,10 @@ class Claim(BaseOperation, frozen=True):
     """
 
     durable: ClassVar[bool] = False
-    brief: ClassVar[bool] = True
+    runs_inline: ClassVar[bool] = True
     session_id: str
     expected: int
-    tip: float
+    last_event_at: float
     at: float
     event: TurnOpened
     lease_s: float
@@ -68,7 +68,7 @@ class Claim(BaseOperation, frozen=True):
         return self.expected + 1
 
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
-        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected, "tip": self.tip}):
+        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected, "tip": self.last_event_at}):
             return self.why_not(tx)
         tx.insert(sql.insert_open_turn, [self.open_row()])
         appended = append(tx, self.session_id, self.fence, self.at, [self.event])
@@ -208,7 +208,7 @@ class Release(BaseOperation, frozen=True):
     """End the open turn without a commit."""
 
     durable: ClassVar[bool] = False
-    brief: ClassVar[bool] = True
+    runs_inline: ClassVar[bool] = True
     session_id: str
     fence: int
     incarnation: int

@@ -52,14 +52,14 @@ class Database(Protocol):
         or_else: Callable[[Connection], T] | None = None,
     ) -> T: ...
 
-    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 
     async def write(
         self,
         function: Callable[[Tx], T],
         *,
         durable: bool,
-        brief: bool = False,
+        runs_inline: bool = False,
         size: int = 0,
         until: float | None = None,
     ) -> T: ...

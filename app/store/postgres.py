@@ -26,7 +26,7 @@ from sqlalchemy.sql import Executable, Insert
 
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.aio import AsyncConnection, AsyncEngine
+from app.store.async_engine import AsyncConnection, AsyncEngine
 from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, Tx
 from app.store.ports import Committed
 from app.store.schema import events
@@ -94,7 +94,7 @@ class CommitUnknown(Exception):
 class PostgresTx:
     """A transaction on the driver's own connection, called from a greenlet as if it were synchronous."""
 
-    far = True
+    is_remote = True
 
     def __init__(self, connection: AdaptedConnection, compiler: Compiler) -> None:
         self._connection = connection
@@ -290,7 +290,7 @@ class PostgresWriter:
         return PostgresTx(adapted, self._compiler)
 
 
-class PostgresGlance:
+class PostgresAutocommit:
     """Single statements without a transaction, on a connection that is kept: a quarter of what a read costs."""
 
     def __init__(self, engine: AsyncEngine) -> None:

@@ -29,7 +29,7 @@ from app.store.schema import (
 )
 from app.store.statements import is_idle
 from workers import codec
-from workers.codec import CorruptContent, Facts, Said, Wire
+from workers.codec import CorruptContent, Facts, Messages, Wire
 
 SNAPSHOT_FORMAT = "session-6"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
@@ -157,7 +157,7 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
     snapshot = load_snapshot(connection, session_id)
     if snapshot is not None:
         rows = event_rows(connection, session_id, after=snapshot.version - 1)
-        if rows and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.tip):
+        if rows and (rows[0].seq, rows[0].at) == (snapshot.version, snapshot.last_event_at):
             return snapshot, rows[1:]
     return None, event_rows(connection, session_id)
 
@@ -221,9 +221,9 @@ def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
     return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
 
 
-def unpack_said(frames: Frames, numbers: Sequence[int]) -> dict[int, Said]:
+def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Messages]:
     """The messages of some turns. Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack_said(frames.get(number, (None, None))[1]) for number in numbers}
+    return {number: codec.unpack_messages(frames.get(number, (None, None))[1]) for number in numbers}
 
 
 def unpack_wires(frames: Frames, numbers: Sequence[int]) -> dict[int, Wire]:

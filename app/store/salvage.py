@@ -15,10 +15,10 @@ import msgspec
 from sqlalchemy import Connection, Table, func, insert, select, tuple_
 
 from app.domain.events import TurnCommitted, UnknownEvent
-from app.store import heads
+from app.store import projections as heads
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids
 from app.store.dialect import AlchemyTx
-from app.store.heads import Log
+from app.store.projections import Log
 from app.store.reads import EventRow, decode_events
 from app.store.rollouts import root_in_logs
 from app.store.schema import (

@@ -104,14 +104,14 @@ class SqliteWriter:
         self._thread.join()
 
     async def write(
-        self, function: Callable[[Tx], T], *, durable: bool, brief: bool, size: int, until: float | None
+        self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool, size: int, until: float | None
     ) -> T:
         """Run `function`, which writes about `size` bytes, in one transaction.
 
         Raises StoreLocked where somebody else holds the lock `until` then, in the loop's time, by default for LOCKED_S;
         sqlite3.Error, OSError, StoreLost. Nothing is written then.
         """
-        if brief and not durable and not self._on_thread:
+        if runs_inline and not durable and not self._on_thread:
             with contextlib.suppress(StoreLocked):
                 return self._transact(function, durable)
         result = await self._patiently(lambda: self._transact(function, durable), until)

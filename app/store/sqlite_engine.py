@@ -9,7 +9,7 @@ from urllib.parse import quote
 from sqlalchemy import Connection, event
 from sqlalchemy.engine import URL, make_url
 
-from app.store.aio import AsyncEngine, create_async_engine
+from app.store.async_engine import AsyncEngine, create_async_engine
 from app.store.dialect import FILE_PRAGMAS, PRAGMAS, READER_CACHE
 from app.store.ports import LOCKED_S
 

@@ -35,9 +35,11 @@ lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam(
 """Whoever changes a session and its open turns locks the head first; two who differ would wait for each other."""
 
 
-def claimable(expected: ColumnElement[int], tip: ColumnElement[float]) -> list[ColumnElement[bool]]:
-    """Of heads: open, without an open turn, and their last event is number `expected`, written at `tip`."""
-    last = exists().where(events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == tip)
+def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
+    """Of heads: open, without an open turn, and their last event is number `expected`, written at `last_event_at`."""
+    last = exists().where(
+        events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == last_event_at
+    )
     return [sessions.c.version == expected, sessions.c.open_turns == 0, sessions.c.status == "open", last]
 
 

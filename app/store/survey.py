@@ -12,7 +12,8 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, Integer, literal_column, select, tuple_
 
 from app.domain.events import UnknownEvent
-from app.store import group_reads, heads, heads_view
+from app.store import group_reads, heads_view
+from app.store import projections as heads
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.group_reads import Attempt

@@ -25,10 +25,10 @@ from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUna
 from app.store import reads
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import Tx, WriteConflict
+from app.store.event_counters import EventCounters
 from app.store.log import Appended, Operation
 from app.store.log_turns import AbandonDead
 from app.store.ports import LOCKED_S, Database
-from app.store.tally import Tally
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ class Writer:
 
     def __init__(self, database: Database) -> None:
         self.counters = Counters()
-        self.tally = Tally()
+        self.tally = EventCounters()
         self._database = database
         self._queue: deque[_Entry] = deque()
         self._wide: deque[_Entry] = deque()
@@ -248,10 +248,12 @@ class Writer:
 
         durable = any(operation.durable for operation in operations)
         size = sum(operation.size for operation in operations)
-        brief = len(operations) <= BRIEF and all(operation.brief for operation in operations)
+        runs_inline = len(operations) <= BRIEF and all(operation.runs_inline for operation in operations)
         for tried in range(1, CONFLICT_TRIES + 1):
             try:
-                outcomes = await self._database.write(run, durable=durable, brief=brief, size=size, until=until)
+                outcomes = await self._database.write(
+                    run, durable=durable, runs_inline=runs_inline, size=size, until=until
+                )
                 break
             except WriteConflict as error:
                 log.info("a batch of %d met another process's and is tried again: %s", len(operations), error)

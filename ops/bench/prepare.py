@@ -18,14 +18,14 @@ from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, join_object, parse_chat
 from app.domain.session import Session
-from app.service.asking import Ask, outgoing
-from app.service.cache import Live, SessionCache
-from app.service.claims import Opening
-from app.service.token_in import TAIL, TokenIn
+from app.sessions.cache import CacheEntry, SessionCache
 from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.prompts import Prompts
+from app.turn.claims import ClaimedTurn
+from app.turn.engine_request import EngineRequestOptions, engine_request
+from app.turn.token_in import TAIL, TokenIn
 from app.upstream.dialects import complete
 from ops.bench.client import Connection
 from ops.bench.latency import timed
@@ -220,18 +220,18 @@ class _Steps:
         incoming.check(session.leaf)
         return request, incoming
 
-    async def _prepare(self, live: Live, request: ChatRequest, incoming: Incoming) -> bytes:
+    async def _prepare(self, live: CacheEntry, request: ChatRequest, incoming: Incoming) -> bytes:
         """The body for the engine."""
         session = live.session
         plan = incoming.join(session)
         opened = decide.open_turn(session, plan, incarnation=1, body_hash=request.body_hash, retry_key=None)
-        opening = Opening(live, session, plan, opened, session.version + 1, session.tip)
-        sending = outgoing(session, request, self._settings, None, "auto")
+        opening = ClaimedTurn(live, session, plan, opened, session.version + 1, session.last_event_at)
+        sending = engine_request(session, request, self._settings, None, "auto")
         stored = await self._cache.messages(live, plan.parent)
         template = self._token_in.check(request)
         assert template is not None
         prompt = await self._token_in.built(opening, template, incoming, sending)
-        ask = Ask(opening.rid, b"", 0, frozenset())
+        ask = EngineRequestOptions(opening.rid, b"", 0, frozenset())
         return sending.body(ask, [stored, *incoming.new(plan)], None, prompt)
 
     async def _require_right_ids(self, body: bytes) -> None:

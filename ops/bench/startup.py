@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app.domain.events import BlobRef, Event, SessionConfig, SessionCreated, TurnCommitted, TurnOpened, VersionSpan
-from app.service.recovery import register
+from app.sessions.recovery import register
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import Create

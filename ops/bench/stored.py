@@ -19,7 +19,7 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.history import canonical_hash, decode_message
-from app.service.recovery import register
+from app.sessions.recovery import register
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create

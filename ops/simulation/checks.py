@@ -21,12 +21,13 @@ from app.domain.events import (
 )
 from app.domain.session import Session, fold
 from app.errors import SessionUnreadable
-from app.service import transcript
-from app.service.flights import hash_key
-from app.store import heads, reads
+from app.sessions import transcript
+from app.store import projections as heads
+from app.store import reads
 from app.store.engine import Database as RealDatabase
 from app.store.ports import Database
 from app.store.schema import open_turns
+from app.turn.in_flight import hash_key
 from ops.simulation.history import Acknowledged, History
 from ops.simulation.store import MemoryDatabase, MemoryStore
 from ops.verify import TABLES, verify

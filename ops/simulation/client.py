@@ -20,9 +20,9 @@ from app.errors import (
     SessionExists,
     SessionNotFound,
 )
-from app.service.flights import Reader, RetryMark, TurnReply, hash_key
-from app.service.sessions import NewSession
-from app.service.stages import Stages
+from app.sessions.lifecycle import NewSession
+from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.turn.stages import Stages
 from ops.simulation.engine import Message, digest
 from ops.simulation.history import Acknowledged, Fact, History, Seen
 from ops.simulation.process import Disconnected, Process
@@ -201,7 +201,7 @@ class Client:
         wish = {} if control is None else {"nvext": {"session_control": control}}
         body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
         asked_at = self._history.now()
-        reader = Reader(lambda size: None)
+        reader = Waiter(lambda size: None)
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")
         work = process.call(
             lambda: process.turns.take(self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)),

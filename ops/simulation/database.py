@@ -74,7 +74,7 @@ class SimulatedDatabase:
     ) -> T:
         return await self._ask(lambda: self._server.store.read(function))
 
-    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
     async def write(
@@ -82,7 +82,7 @@ class SimulatedDatabase:
         function: Callable[[Tx], T],
         *,
         durable: bool,
-        brief: bool = False,
+        runs_inline: bool = False,
         size: int = 0,
         until: float | None = None,
     ) -> T:
@@ -96,7 +96,7 @@ class SimulatedDatabase:
                 raise WriteConflict("another process's transaction came first")
             return server.store.transact(function, durable=durable)
 
-        if self.is_sqlite and brief and not durable and not self._under_way:
+        if self.is_sqlite and runs_inline and not durable and not self._under_way:
             self._require_up()
             return transact()
         self._under_way += 1

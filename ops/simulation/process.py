@@ -7,17 +7,17 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from app.assembly import DRAIN_S, Assembly
 from app.domain.fleet import Fleet
 from app.errors import AppError
-from app.service.assembly import DRAIN_S, Assembly
-from app.service.cache import SessionCache
-from app.service.engine_pool import EnginePool
-from app.service.pauses import Pauses
-from app.service.recovery import written
-from app.service.sessions import Sessions
-from app.service.turns import Turns
+from app.fleet.engine_pool import EnginePool
+from app.fleet.pauses import Pauses
+from app.sessions.cache import SessionCache
+from app.sessions.lifecycle import Sessions
+from app.sessions.recovery import written
 from app.settings import Settings
 from app.store import incarnations
+from app.turn.turns import Turns
 from ops.simulation import service
 from ops.simulation.database import Server, SimulatedDatabase
 from ops.simulation.engine import Engines, SimulatedEngine

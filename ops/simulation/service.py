@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import insert
 
-from app.service.assembly import Assembly
+from app.assembly import Assembly
 from app.store import incarnations, reads, schema
 from app.store.dialect import Tx, now
 from app.store.log_sessions import SaveSnapshot

@@ -119,7 +119,7 @@ class MemoryDatabase:
         await asyncio.sleep(0)
         return self._store.read(function)
 
-    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return await self.read(lambda connection: connection.execute(statement, parameters).all())
 
     async def write(
@@ -127,7 +127,7 @@ class MemoryDatabase:
         function: Callable[[Tx], T],
         *,
         durable: bool,
-        brief: bool = False,
+        runs_inline: bool = False,
         size: int = 0,
         until: float | None = None,
     ) -> T:

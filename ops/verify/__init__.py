@@ -14,7 +14,8 @@ import msgspec
 from sqlalchemy import Connection
 
 from app.errors import StoreDamaged
-from app.store import damaged, heads
+from app.store import damaged
+from app.store import projections as heads
 from app.store.engine import Database
 from ops.keeping import DONE, NOT_ALL_WELL, Outcome, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns

@@ -9,11 +9,11 @@ from itertools import combinations
 from app.domain.events import ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Session
 from app.errors import SessionUnreadable
-from app.service.transcript import stored_reply
-from app.store import heads
+from app.sessions.transcript import stored_reply
+from app.store import projections as heads
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.heads import Log
+from app.store.projections import Log
 from ops.verify.report import Acknowledged, Report
 
 

@@ -24,11 +24,12 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.session import Session, fold
-from app.service.replay import keys_of
-from app.store import heads, reads
+from app.sessions.replay_payloads import keys_of
+from app.store import projections as heads
+from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
-from app.store.heads import Log
+from app.store.projections import Log
 from app.store.reads import ChunkKey
 from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
 from ops.verify.report import Report
@@ -188,7 +189,7 @@ class SessionCheck:
     def _snapshot(self, session: Session) -> None:
         """One whose last event a crash of the database took back is passed over when a session is read, and here."""
         start = reads.load_snapshot(self._connection, self._session_id)
-        if start is None or all((one.seq, one.at) != (start.version, start.tip) for one in self._log):
+        if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
         self._must(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 from integration.stand import Stand
 
-from app.export.shapes import CONTAINERS, DOCUMENTS, SHAPES
+from app.export.formats import CONTAINERS, DOCUMENTS, SHAPES
 
 STORE, ANSWERS, ABOUT = "turnlog.db", "answers", "about.json"
 

@@ -11,13 +11,13 @@ from helpers.store import LEASE_S, Store
 
 from app.domain.control import Action, SessionControl
 from app.domain.fleet import EngineListed
-from app.service.cache import SessionCache
-from app.service.placement import Place
-from app.service.session_control import ControlledTurn, SessionControls
+from app.fleet.engines import Engines, Order
+from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
+from app.turn.placement import EngineChoice
+from app.turn.session_control import ControlledTurn, SessionControls
 from app.upstream.client import EngineClient
-from app.upstream.engines import Engines, Order
 from app.upstream.sessions import EngineSessions
 from ops.simulator.process import SimulatorProcess
 
@@ -69,7 +69,7 @@ def turn(controls: SessionControls, action: Action | None) -> ControlledTurn:
 
 async def sent(of: ControlledTurn, url: str) -> None:
     """All but the generation."""
-    place = await of.place(Place(Order(url, list)))
+    place = await of.place(EngineChoice(Order(url, list)))
     if place.control is not None:
         await place.control.prepare(url)
 

@@ -8,9 +8,9 @@ import pytest
 from helpers.log import BODY, created, float64, int32
 from helpers.store import Store
 
-from app.service import export_preview
-from app.service.export import Wish
-from app.service.export_preview import Preview, Previews
+from app.export import preview as export_preview
+from app.export.exporter import ExportQuery
+from app.export.preview import Preview, Previews
 from app.store.log_sessions import Create
 from workers import codec
 from workers.codec import Facts, Wire
@@ -47,7 +47,7 @@ def reasons(*previews: Preview) -> Counter[str]:
 
 
 async def test_reasons_are_counted_by_kind_and_examples_say_all(store: Store) -> None:
-    found = await (await filled(store)).of(Wish(), None)
+    found = await (await filled(store)).of(ExportQuery(), None)
     assert (found.rows, found.sessions, found.tokens, found.sampled_tokens) == (4, 4, 12, 8)
     assert (found.scanned, found.complete, found.cursor) == (SESSIONS, True, None)
     assert reasons(found) == {"no committed turn": 4, "unreadable": 4}
@@ -61,12 +61,12 @@ async def test_what_does_not_fit_one_answer_is_another_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     previews = await filled(store)
-    whole = await previews.of(Wish(), None)
+    whole = await previews.of(ExportQuery(), None)
     monkeypatch.setattr(export_preview, limit, 0)
-    monkeypatch.setattr("app.service.places.PAGE", 5)
-    parts = [await previews.of(Wish(), None)]
+    monkeypatch.setattr("app.export.pages.PAGE", 5)
+    parts = [await previews.of(ExportQuery(), None)]
     while not parts[-1].complete:
-        parts.append(await previews.of(Wish(), parts[-1].cursor))
+        parts.append(await previews.of(ExportQuery(), parts[-1].cursor))
     assert len(parts) > 2
     assert sum(part.rows for part in parts) == whole.rows
     assert sum(part.tokens for part in parts) == whole.tokens
@@ -77,7 +77,7 @@ async def test_what_does_not_fit_one_answer_is_another_one(
 async def test_few_examples_stand_for_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_preview, "EXAMPLES", 2)
     monkeypatch.setattr(export_preview, "MAX_REASONS", 1)
-    found = await (await filled(store)).of(Wish(), None)
+    found = await (await filled(store)).of(ExportQuery(), None)
     assert sorted(missing.count for missing in found.missing) == [4, 4]
     assert all(len(missing.examples) == 2 for missing in found.missing)
     assert export_preview.OTHER in reasons(found)

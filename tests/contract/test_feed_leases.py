@@ -13,8 +13,8 @@ from helpers.log import rolled_back
 from helpers.store import Store
 
 from app.domain.events import VersionSpan
-from app.service.export import Exporter
-from app.service.feed import Ask, Feed
+from app.export.exporter import Exporter
+from app.export.feed import Feed, FeedQuery
 from app.store.engine import Database
 
 pytestmark = pytest.mark.anyio
@@ -74,7 +74,7 @@ def feed_over(made: Groups) -> Feed:
 
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:
     """The reply's lines; there is no content in this store, so sessions are left out of them with a reason."""
-    lines = await feed.hand_out(Ask(consumer, size, 60.0, **wish))
+    lines = await feed.hand_out(FeedQuery(consumer, size, 60.0, **wish))
     return [json.loads(line) for line in b"".join([piece async for piece in lines]).splitlines()]
 
 

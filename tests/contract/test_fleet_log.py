@@ -25,10 +25,11 @@ from app.domain.fleet import (
     FleetResumed,
     fold,
 )
-from app.service.claims import rid_of
-from app.service.fleet import STALE_S, FleetState
-from app.service.gates import Gates
-from app.service.pauses import Pauses
+from app.domain.rids import rid_of
+from app.fleet.engines import Engines
+from app.fleet.gates import Gates
+from app.fleet.pauses import Pauses
+from app.fleet.state import STALE_S, FleetState
 from app.store import fleet as log
 from app.store.dialect import Parameters, Row
 from app.store.engine import Database
@@ -36,7 +37,6 @@ from app.store.schema import fleet_events
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
 from app.upstream.control import EngineControl
-from app.upstream.engines import Engines
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.anyio
@@ -68,7 +68,7 @@ async def states(database: Database) -> AsyncIterator[Sequence[FleetState]]:
 
 
 async def stored(database: Database) -> list[FleetEvent]:
-    seen = log.seen(await database.glance(log.SINCE, {"known": 0}))
+    seen = log.seen(await database.read_autocommit(log.SINCE, {"known": 0}))
     assert [placed.seq for placed in seen.events] == list(range(1, len(seen.events) + 1)), "a gap"
     return [placed.event for placed in seen.events]
 
@@ -206,12 +206,12 @@ class Far:
         await asyncio.sleep(1.5 * STALE_S)
         return await self._database.read(function)
 
-    async def glance(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         await asyncio.sleep(1.5 * STALE_S)
         if self.faults:
             self.faults -= 1
             raise RuntimeError("not to be thought of")
-        return await self._database.glance(statement, parameters)
+        return await self._database.read_autocommit(statement, parameters)
 
 
 async def test_a_slow_database_lets_turns_pass_and_is_still_asked(postgres_store: Store) -> None:
@@ -346,7 +346,7 @@ async def test_a_lease_that_was_made_longer_is_the_longer_one(states: Sequence[F
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.service.pauses.AGAIN_S", 1.0)
+    monkeypatch.setattr("app.fleet.pauses.AGAIN_S", 1.0)
     rid = rid_of("s", 2)
     await postgres_store.create("s")
     with SimulatorProcess() as engine:
@@ -368,5 +368,5 @@ async def test_what_another_process_begins_before_it_knows_is_aborted_too(
 async def test_the_fold_of_all_events_is_what_a_process_has(states: Sequence[FleetState], database: Database) -> None:
     for name in ("a", "b", "a", "a"):
         await states[1].append(lambda fleet, name=name: toggled(fleet, name), lease_s=600)  # type: ignore[misc]
-    seen = log.seen(await database.glance(log.SINCE, {"known": 0}))
+    seen = log.seen(await database.read_autocommit(log.SINCE, {"known": 0}))
     assert await states[0].refresh() == fold(seen.events)

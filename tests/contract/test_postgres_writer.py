@@ -184,8 +184,8 @@ async def test_a_row_that_is_held_too_long_is_unavailable(
 async def test_a_claim_on_another_log_of_the_same_length_is_stale(store: Store) -> None:
     """As after a crash that undid what was not synced, and other events in its place."""
     await store.create("s", at=1.0)
-    assert await store.submit(claim("s", 1, store.me, tip=1.5)) == Stale()
-    assert isinstance(await store.submit(claim("s", 1, store.me, tip=1.0)), Appended)
+    assert await store.submit(claim("s", 1, store.me, last_event_at=1.5)) == Stale()
+    assert isinstance(await store.submit(claim("s", 1, store.me, last_event_at=1.0)), Appended)
 
 
 async def test_a_batch_in_sets_gives_each_operation_its_own_outcome(store: Store) -> None:

@@ -10,7 +10,7 @@ from helpers.log import opened
 from helpers.store import Store, add_incarnation, silence_incarnation
 
 from app.domain.events import TurnAbandoned
-from app.service.recovery import Recovery
+from app.sessions.recovery import Recovery
 from app.store.log import Appended
 from app.store.log_turns import Busy, Claim
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.store import Store
 
-from app.service.cache import SessionCache
+from app.sessions.cache import SessionCache
 from app.store.engine import Database
 
 pytestmark = pytest.mark.anyio

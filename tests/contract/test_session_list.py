@@ -15,8 +15,9 @@ from sqlalchemy import insert
 
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
-from app.service.session_list import Asked, SessionList, SessionRow, Sort
-from app.store import heads, heads_view
+from app.sessions.session_list import Asked, SessionList, SessionRow, Sort
+from app.store import heads_view
+from app.store import projections as heads
 from app.store.log_sessions import Create
 from app.store.schema import sessions
 

@@ -391,7 +391,7 @@ async def test_the_sweep_abandons_all_dead_claims_and_only_those(store: Store) -
 async def test_release_in_a_batch_frees_for_a_claim_in_the_same_batch(store: Store) -> None:
     await store.create("s")
     await store.claim("s", 1)
-    freed, taken = await store.together(release("s", 2, store.me), claim("s", 3, store.me, tip=3.0))
+    freed, taken = await store.together(release("s", 2, store.me), claim("s", 3, store.me, last_event_at=3.0))
     assert isinstance(freed, Appended)
     assert isinstance(taken, Appended)
     await store.head_equals_fold("s")

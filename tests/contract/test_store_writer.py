@@ -27,7 +27,7 @@ class Broken:
     """Writes a session and then raises: our own mistake, not a client's."""
 
     durable: ClassVar[bool] = True
-    brief: ClassVar[bool] = False
+    runs_inline: ClassVar[bool] = False
     session_id = ""
     size = 100
 
@@ -43,7 +43,7 @@ class Holding:
     """Keeps SQLite's writing thread until it is let go; only what is durable runs there."""
 
     durable: ClassVar[bool] = True
-    brief: ClassVar[bool] = False
+    runs_inline: ClassVar[bool] = False
     session_id = ""
     size = 0
 

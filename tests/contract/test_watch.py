@@ -12,12 +12,12 @@ from helpers.log import BODY
 from helpers.store import Store, reward
 from sqlalchemy import insert, update
 
+from app.api.page import live as ui_live
+from app.api.page import watch as watching
+from app.api.page.watch import Listener, Watch
+from app.api.state import Services
 from app.errors import InvalidRequest, Overloaded
-from app.http import ui_live
-from app.http.state import Services
-from app.service import watch as watching
-from app.service.session_list import SessionList, SessionRow
-from app.service.watch import Listener, Watch
+from app.sessions.session_list import SessionList, SessionRow
 from app.store.dialect import Tx
 from app.store.engine import Database
 from app.store.schema import events, sessions, store_meta

@@ -15,7 +15,7 @@ from integration.reading import read
 from integration.routing import BOTH
 from integration.stand import serving
 
-from app.service.export import Exporter, Wish
+from app.export.exporter import Exporter, ExportQuery
 from app.store.engine import Database
 from fault.test_damage import is_older
 
@@ -47,7 +47,7 @@ def exported(path: Path, **wanted: Any) -> list[Row]:
         database = Database(f"sqlite+aiosqlite:///{path}")
         await database.open()
         try:
-            started = await Exporter(database, "test").start(Wish(explain=True, **wanted), None)
+            started = await Exporter(database, "test").start(ExportQuery(explain=True, **wanted), None)
             return b"".join([piece async for piece in started.pieces])
         finally:
             await database.close()

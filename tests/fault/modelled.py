@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
+from app.assembly import Assembly
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
-from app.service.assembly import Assembly
-from app.service.fleet import POLL_S
-from app.service.flights import Reader, RetryMark, TurnReply, hash_key
-from app.service.stages import Stages
+from app.fleet.state import POLL_S
 from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.ports import Database as Port
+from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers
@@ -90,9 +90,9 @@ class Mortal:
         self._require_life()
         return await self._database.read(function, **options)
 
-    async def glance(self, statement: Any, parameters: Any) -> Any:
+    async def read_autocommit(self, statement: Any, parameters: Any) -> Any:
         self._require_life()
-        return await self._database.glance(statement, parameters)
+        return await self._database.read_autocommit(statement, parameters)
 
     async def write(self, function: Callable[..., Any], *, durable: bool, **rest: Any) -> Any:
         self._require_life()
@@ -158,7 +158,7 @@ class Node:
         mark = RetryMark(None if key is None else hash_key(key))
         return asyncio.ensure_future(
             self.service.turns.take(
-                session.id, "chat", body, [], mark, Reader(lambda size: None), Stages(time.monotonic)
+                session.id, "chat", body, [], mark, Waiter(lambda size: None), Stages(time.monotonic)
             )
         )
 

@@ -19,7 +19,7 @@ from integration.stand import WEATHER, Stand, error_of, serving, user
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import AppError, StartupError
-from app.service.export import Exporter, Wish
+from app.export.exporter import Exporter, ExportQuery
 from app.store.engine import Database
 from fault.agents import Agent
 from fault.damage import LOG, PLACES, Damage, choose, flipped
@@ -186,7 +186,7 @@ def whole_export(path: Path) -> dict[str, Row] | None:
         database = Database(f"sqlite+aiosqlite:///{path}")
         await database.open()
         try:
-            started = await Exporter(database, "test").start(Wish(explain=True, replay=True), None)
+            started = await Exporter(database, "test").start(ExportQuery(explain=True, replay=True), None)
             return b"".join([piece async for piece in started.pieces])
         finally:
             await database.close()

@@ -12,8 +12,8 @@ from helpers.store import Store, reward
 from integration.test_damaged_export import add, excluded, rows_of
 
 from app.errors import SessionUnreadable
-from app.service.cache import SessionCache
-from app.service.export import Wish
+from app.export.exporter import ExportQuery
+from app.sessions.cache import SessionCache
 from app.store.engine import Database
 from app.store.log import Appended
 from ops.verify import verify_url
@@ -60,7 +60,7 @@ def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str
         database = Database(cluster.url)
         await database.open()
         async with Store.over(database) as store:
-            rows = await rows_of(store, Wish(explain=True, advantage="grpo"))
+            rows = await rows_of(store, ExportQuery(explain=True, advantage="grpo"))
             lost = excluded(rows)
             assert sorted({row["session_id"] for row in rows}) == NAMES
             assert len(lost) < SESSIONS / 2

@@ -17,9 +17,9 @@ import pytest
 from helpers.looking import value
 from integration.stand import Stand, error_of, serving, until, user
 
-from app.service.turns import Turns
 from app.store import writer
 from app.store.log_turns import Release
+from app.turn.turns import Turns
 from fault.agents import Agent, Agents, Health
 from fault.hosted import hosted
 from fault.locks import file_locked, locked

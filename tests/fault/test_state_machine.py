@@ -38,9 +38,9 @@ from app.errors import (
     SessionClosed,
     SessionEnded,
 )
-from app.service.flights import TurnReply
-from app.service.sessions import NewSession
+from app.sessions.lifecycle import NewSession
 from app.store import incarnations
+from app.turn.in_flight import TurnReply
 from fault.modelled import Engine, Flight, Message, Model, Node, Place, Turn
 from fault.table import Tally
 from ops.simulation.engine import digest

@@ -10,7 +10,7 @@ from collections.abc import Collection
 import httpx
 from integration.stand import Stand
 
-from app.store import heads
+from app.store import projections as heads
 from app.store.engine import Database
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify

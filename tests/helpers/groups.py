@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import select, update
 
-from app.service.feed import settle
+from app.sessions.groups import settle_groups
 from app.store import group_reads
 from app.store.dialect import now
 from app.store.group_reads import Candidate
@@ -41,8 +41,8 @@ class Groups:
             await self.create(group_id, f"{group_id}-{number}", number)
             await self.finish(f"{group_id}-{number}", float(number))
 
-    async def settle(self) -> None:
-        await settle(self.store.database, self.store.writer)
+    async def settle_groups(self) -> None:
+        await settle_groups(self.store.database, self.store.writer)
 
     async def row(self, group_id: str) -> Any:
         await self.settle()

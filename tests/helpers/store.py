@@ -34,10 +34,17 @@ def create(session_id: str, *, body_hash: str = BODY, blob: StoredBlob | None = 
 
 
 def claim(
-    session_id: str, expected: int, incarnation: int, *, turn: int = 1, parent: int = 0, tip: float = 1.0, **kw: Any
+    session_id: str,
+    expected: int,
+    incarnation: int,
+    *,
+    turn: int = 1,
+    parent: int = 0,
+    last_event_at: float = 1.0,
+    **kw: Any,
 ) -> Claim:
-    """`tip` is by default when sessions are created here."""
-    return Claim(session_id, expected, tip, 2.0, opened(turn, parent, incarnation, **kw), LEASE_S)
+    """`last_event_at` is by default when sessions are created here."""
+    return Claim(session_id, expected, last_event_at, 2.0, opened(turn, parent, incarnation, **kw), LEASE_S)
 
 
 def commit(
@@ -107,8 +114,10 @@ class Store:
     async def claim(self, session_id: str, expected: int, **kw: Any) -> Any:
         """By a process that knows the event at `expected`, if there is one."""
         query = select(events.c.at).where(events.c.session_id == session_id, events.c.seq == expected)
-        tip = await self.database.read(lambda connection: connection.execute(query).scalar())
-        return await self.submit(claim(session_id, expected, kw.pop("incarnation", self.me), tip=tip or 0.0, **kw))
+        last_event_at = await self.database.read(lambda connection: connection.execute(query).scalar())
+        return await self.submit(
+            claim(session_id, expected, kw.pop("incarnation", self.me), last_event_at=last_event_at or 0.0, **kw)
+        )
 
     async def commit(self, session_id: str, fence: int, **kw: Any) -> Any:
         return await self.submit(commit(session_id, fence, kw.pop("incarnation", self.me), **kw))

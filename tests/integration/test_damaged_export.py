@@ -16,8 +16,8 @@ from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
 
 from app.domain.events import BlobRef
-from app.service.export import Exporter, Filters, Wish
-from app.service.feed import Ask, Feed
+from app.export.exporter import Exporter, ExportQuery, Filters
+from app.export.feed import Feed, FeedQuery
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
@@ -66,7 +66,7 @@ async def damage(store: Store, table: Table, *where: Any, **values: Any) -> None
     await store.database.write(lambda tx: tx.run(change, {}), durable=True)
 
 
-async def rows_of(store: Store, wish: Wish, cursor: str | None = None) -> list[Row]:
+async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) -> list[Row]:
     started = await Exporter(store.database, "test").start(wish, cursor)
     return read(wish.format, b"".join([piece async for piece in started.pieces]))
 
@@ -74,7 +74,7 @@ async def rows_of(store: Store, wish: Wish, cursor: str | None = None) -> list[R
 async def handed_out(store: Store, shape: str) -> dict[str, Row]:
     """The feed's groups, given to the same consumer each time."""
     feed = Feed(store.database, store.writer, Exporter(store.database, "test"))
-    lines = b"".join([piece async for piece in await feed.hand_out(Ask("trainer", 9, 60.0, shape=shape))])
+    lines = b"".join([piece async for piece in await feed.hand_out(FeedQuery("trainer", 9, 60.0, shape=shape))])
     return {line["group_id"]: line for line in map(json.loads, lines.splitlines())}
 
 
@@ -87,12 +87,12 @@ async def test_a_reward_that_cannot_be_read_leaves_out_its_session_alone(store: 
         await add(store, name, "g", value)
     await add(store, "alone", "h", 1.0)
     await damage(store, events, events.c.session_id == "bad", events.c.type == "RewardAssigned", data=b"{")
-    rows = await rows_of(store, Wish(advantage="grpo", explain=True))
+    rows = await rows_of(store, ExportQuery(advantage="grpo", explain=True))
     assert excluded(rows).keys() == {"bad"}
     assert excluded(rows)["bad"].startswith("unreadable: ")
     told = {row["session_id"]: row["advantage"] for row in rows if "excluded" not in row}
     assert (told["a"], told["c"]) == pytest.approx((-(0.5**0.5), 0.5**0.5), abs=1e-5), "of the others' rewards"
-    rows = await rows_of(store, Wish(shape="atropos", advantage="grpo", explain=True))
+    rows = await rows_of(store, ExportQuery(shape="atropos", advantage="grpo", explain=True))
     assert [row["session_ids"] for row in rows if "excluded" not in row] == [["alone"]]
     assert excluded(rows).keys() == {"bad", "c"}, "the session, and at its last one's place the group"
     for shape in ("turnlog", "atropos"):
@@ -107,7 +107,7 @@ async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: St
     await add(store, "good", "h", 0.0)
     await damage(store, blobs, blobs.c.session_id == "bad", **({} if gone else {"data": b"\0"}))
     for format, shape in LAZY:
-        rows = await rows_of(store, Wish(format=format, shape=shape, explain=True, advantage="grpo"))
+        rows = await rows_of(store, ExportQuery(format=format, shape=shape, explain=True, advantage="grpo"))
         assert len(rows) == 2, (format, shape, rows)
         assert excluded(rows).keys() == {"bad"}, (format, shape)
         assert excluded(rows)["bad"].startswith("unreadable: ")
@@ -122,14 +122,14 @@ async def test_a_session_whose_head_is_gone_is_left_out_alone(sqlite_store: Stor
     await add(sqlite_store, "good", None, 1.0)
     await damage(sqlite_store, sessions, sessions.c.session_id == "bad")
     for shape in ("turnlog", "atropos"):
-        rows = await rows_of(sqlite_store, Wish(shape=shape, explain=True))
+        rows = await rows_of(sqlite_store, ExportQuery(shape=shape, explain=True))
         assert (excluded(rows), len(rows)) == ({"bad": "unreadable: the log is empty"}, 2)
 
 
 async def test_a_time_that_no_calendar_has_is_a_reason(sqlite_store: Store) -> None:
     await add(sqlite_store, "bad", requested_at=1e308)
     await add(sqlite_store, "good")
-    rows = await rows_of(sqlite_store, Wish(format="atif", explain=True))
+    rows = await rows_of(sqlite_store, ExportQuery(format="atif", explain=True))
     assert (excluded(rows), len(rows)) == ({"bad": "a time of it is out of range"}, 2)
 
 
@@ -137,7 +137,7 @@ async def test_a_segment_that_cannot_be_read_does_not_take_those_before_it(sqlit
     """Samples are made one at a time, each when its row is."""
     await add(sqlite_store, "one")
     await segment(sqlite_store, "one", suffix_tokens=5)
-    first, second = await rows_of(sqlite_store, Wish(explain=True))
+    first, second = await rows_of(sqlite_store, ExportQuery(explain=True))
     assert (first["segment"], first["tokens"], first["final"]) == (0, [1, 2, 3], False)
     assert second["excluded"].startswith("unreadable: turn 2 has 1 + 2 tokens")
 
@@ -147,7 +147,7 @@ async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store)
     await segment(sqlite_store, "one", suffix_tokens=50)
     await sqlite_store.submit(reward("one", 1.0))
     for shape, last in (("turnlog", "final"), ("skyrl", "is_last_step")):
-        row, missing = await rows_of(sqlite_store, Wish(shape=shape, max_seq_len=10, explain=True))
+        row, missing = await rows_of(sqlite_store, ExportQuery(shape=shape, max_seq_len=10, explain=True))
         assert row[last] is False, shape
         assert missing["excluded"] == "no turn within max_seq_len"
 
@@ -155,8 +155,8 @@ async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store)
 async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_advantages(store: Store) -> None:
     for name, group, value in (("a", "g", 0.0), ("c", None, None), ("b", "g", 1.0), ("d", None, None)):
         await add(store, name, group, value)
-    grouped = Wish(shape="atropos", advantage="grpo", explain=True)
-    single = Wish(advantage="grpo")
+    grouped = ExportQuery(shape="atropos", advantage="grpo", explain=True)
+    single = ExportQuery(advantage="grpo")
     pinned = (await Exporter(store.database, "test").start(single, None)).cursor
     before = await rows_of(store, single, pinned)
     page = await rows_of(store, grouped)
@@ -173,7 +173,7 @@ async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_adva
 async def test_a_filter_that_leaves_out_a_session_leaves_out_its_group(sqlite_store: Store) -> None:
     for name, group, value in (("a", "g", 0.0), ("b", "g", 1.0), ("c", "h", 1.0)):
         await add(sqlite_store, name, group, value)
-    wish = Wish(Filters(min_reward=0.5), shape="atropos", advantage="grpo", explain=True)
+    wish = ExportQuery(Filters(min_reward=0.5), shape="atropos", advantage="grpo", explain=True)
     rows = await rows_of(sqlite_store, wish)
     assert [row["session_ids"] for row in rows if "excluded" not in row] == [["c"]]
     assert excluded(rows) == {
@@ -201,7 +201,7 @@ async def test_a_group_is_looked_up_and_read_once_however_many_sessions_it_has(s
     for group, size in (("small", 2), ("large", 9)):
         for number in range(size):
             await add(sqlite_store, f"{group}-{number}", group, float(number))
-        wish = Wish(Filters(group_id=group), shape="atropos", advantage="grpo")
+        wish = ExportQuery(Filters(group_id=group), shape="atropos", advantage="grpo")
         with statements(sqlite_store.database) as seen:
             [row] = await rows_of(sqlite_store, wish)
         assert len(row["session_ids"]) == size
@@ -231,13 +231,13 @@ async def test_an_erase_between_two_statements_of_an_export_is_not_half_seen(pos
             thread.join(20)
 
     event.listen(database.engine.sync_engine, "before_cursor_execute", erase)
-    [row] = await rows_of(postgres_store, Wish(explain=True))
+    [row] = await rows_of(postgres_store, ExportQuery(explain=True))
     assert row["tokens"] == [1, 2, 3], "as it was when the reading began"
     event.remove(database.engine.sync_engine, "before_cursor_execute", erase)
     head = await postgres_store.head("one")
     assert head is not None
     assert head.status == "erased"
-    assert excluded(await rows_of(postgres_store, Wish(explain=True))) == {"one": "erased"}
+    assert excluded(await rows_of(postgres_store, ExportQuery(explain=True))) == {"one": "erased"}
 
 
 def test_a_forged_cursor_and_an_impossible_group_are_400(stand: Stand) -> None:

@@ -12,7 +12,7 @@ from helpers.store import Store
 from sqlalchemy import update
 
 from app.domain.events import BlobRef, RewardAssigned, VersionSpan
-from app.service.export import Exporter, Filters, Wish
+from app.export.exporter import Exporter, ExportQuery, Filters
 from app.store.log import Appended, StoredBlob
 from app.store.log_sessions import AssignReward, Create
 from app.store.log_turns import Commit
@@ -89,7 +89,7 @@ async def reward(store: Store, session_id: str, value: float) -> None:
     assert isinstance(await store.submit(AssignReward(session_id, 4.0, RewardAssigned(value, {}, None))), Appended)
 
 
-async def rows_of(store: Store, wish: Wish, cursor: str | None = None) -> list[Row]:
+async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) -> list[Row]:
     started = await Exporter(store.database, "test").start(wish, cursor)
     return read(wish.format, b"".join([piece async for piece in started.pieces]))
 
@@ -98,26 +98,26 @@ async def rows_of(store: Store, wish: Wish, cursor: str | None = None) -> list[R
 async def test_trimmed_tokens_are_in_no_shape_and_all_stay_in_step(store: Store, shape: str) -> None:
     await add(store, "glm", TRIMMED)
     await reward(store, "glm", 1.0)
-    [row] = await rows_of(store, Wish(shape=shape))
+    [row] = await rows_of(store, ExportQuery(shape=shape))
     tokens, mask, logprobs = parts(shape, row)
     assert (tokens, mask) == (TOKENS, MASK)
     assert np.array_equal(np.array(logprobs, np.float32), np.array(LOGPROBS, np.float32))
     for format in CONTAINERS[1:]:
-        assert differences([row], await rows_of(store, Wish(shape=shape, format=format))) == []
+        assert differences([row], await rows_of(store, ExportQuery(shape=shape, format=format))) == []
 
 
 async def test_a_trimmed_tokens_version_and_span_go_with_it(store: Store) -> None:
     await add(store, "glm", TRIMMED)
-    [row] = await rows_of(store, Wish())
+    [row] = await rows_of(store, ExportQuery())
     assert row["weight_versions"] == [-1, -1, -1, 1, 1, -1, -1, 2, 2, -1, 3]
     assert [(span["start"], span["output_start"], span["end"]) for span in row["turns"]] == [
         (0, 3, 5),
         (5, 7, 9),
         (9, 10, 11),
     ]
-    [prime] = await rows_of(store, Wish(shape="prime-rl"))
+    [prime] = await rows_of(store, ExportQuery(shape="prime-rl"))
     assert len(prime["temperatures"]) == len(TOKENS)
-    [document] = await rows_of(store, Wish(format="atif"))
+    [document] = await rows_of(store, ExportQuery(format="atif"))
     metrics = [step["metrics"] for step in document["steps"] if "metrics" in step]
     assert [one["completion_token_ids"] for one in metrics] == [[10, 11], [12, 13], [14]]
 
@@ -125,10 +125,10 @@ async def test_a_trimmed_tokens_version_and_span_go_with_it(store: Store) -> Non
 async def test_a_cut_behind_a_turn_keeps_its_last_tokens_which_nothing_trims(store: Store) -> None:
     await add(store, "glm", TRIMMED)
     for length, expected in ((6, [*TOKENS[:5], 99]), (10, [*TOKENS[:9], 99]), (11, TOKENS)):
-        [row] = await rows_of(store, Wish(max_seq_len=length))
+        [row] = await rows_of(store, ExportQuery(max_seq_len=length))
         assert row["tokens"] == expected
         assert row["status"] == ("completed" if length == 11 else "truncated")
-    assert await rows_of(store, Wish(max_seq_len=5)) == []
+    assert await rows_of(store, ExportQuery(max_seq_len=5)) == []
 
 
 async def test_tokens_that_do_not_add_up_are_left_out_with_the_reason_and_others_are_not(store: Store) -> None:
@@ -136,10 +136,10 @@ async def test_tokens_that_do_not_add_up_are_left_out_with_the_reason_and_others
     await add(store, "good", TRIMMED)
     wrong = Facts(int32([1, 1]), int32([2]), float64([-1.0]))
     await damage(store, "bad", wrong)
-    rows = await rows_of(store, Wish(explain=True))
+    rows = await rows_of(store, ExportQuery(explain=True))
     assert [(row["session_id"], row.get("excluded", "")[:10]) for row in rows] == [("bad", "unreadable"), ("good", "")]
     assert "hash" in rows[0]["excluded"]
-    assert [row["session_id"] for row in await rows_of(store, Wish())] == ["good"]
+    assert [row["session_id"] for row in await rows_of(store, ExportQuery())] == ["good"]
 
 
 async def damage(store: Store, session_id: str, facts: Facts) -> None:
@@ -155,7 +155,7 @@ async def test_groups_stand_at_the_place_of_their_last_session(store: Store) -> 
     for name, group_id in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("c", None), ("b2", "b"), ("late", "a")):
         await add(store, name, TRIMMED, group_id)
         await reward(store, name, float(len(name)))
-    wish = Wish(shape="atropos", explain=True)
+    wish = ExportQuery(shape="atropos", explain=True)
     rows = await rows_of(store, wish)
     assert [row["session_ids"] for row in rows] == [["c"], ["b1", "b2"], ["a1", "a2", "late"]]
     for place, row in enumerate(rows):
@@ -172,7 +172,7 @@ async def test_groups_stand_at_the_place_of_their_last_session(store: Store) -> 
     fresh = await rows_of(store, wish)
     assert [row["session_ids"] for row in fresh] == [["c"], ["a1", "a2", "late"], ["b1", "b2"]]
     assert fresh[-1]["scores"] == [9.0, 2.0]
-    chosen = await rows_of(store, Wish(Filters(group_id="b"), shape="atropos"))
+    chosen = await rows_of(store, ExportQuery(Filters(group_id="b"), shape="atropos"))
     assert [row["session_ids"] for row in chosen] == [["b1", "b2"]]
 
 
@@ -187,7 +187,7 @@ async def test_grpo_is_numpys_on_both_databases(store: Store) -> None:
     await reward(store, "alone", 1.0)
     values = np.array(list(given.values()))
     expected = dict(zip(given, (values - values.mean()) / (values.std(ddof=1) + 1e-6), strict=True))
-    rows: list[dict[str, Any]] = await rows_of(store, Wish(advantage="grpo"))
+    rows: list[dict[str, Any]] = await rows_of(store, ExportQuery(advantage="grpo"))
     found = {row["session_id"]: row.get("advantage") for row in rows}
     assert {name: found[name] for name in given} == pytest.approx(expected, rel=1e-12)
     assert found["unrewarded"] is found["alone"] is None

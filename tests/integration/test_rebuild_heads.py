@@ -18,7 +18,7 @@ from helpers.store import Store, create, end_incarnation
 from sqlalchemy import select
 
 from app.replay import main
-from app.service import rebuild
+from app.sessions import projections as rebuild
 from app.store.engine import Database
 from app.store.schema import group_changes, open_turns, sessions
 from integration.filled import execute, fill, opened

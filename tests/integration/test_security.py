@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
+from app.fleet.engines import PATHS
 from app.main import create_app
 from app.settings import Settings
-from app.upstream.engines import PATHS
 from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Client, Guarded, bearer, guarded_serving, raw
 from integration.places import Places
 from integration.stand import error_of, user

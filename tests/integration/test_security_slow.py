@@ -15,14 +15,15 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
+from app.api import connection as protocol
+from app.api import limits
+from app.api.auth import Guard
+from app.api.connection import BoundedProtocol
+from app.api.connection_limit import ConnectionLimit
+from app.api.limits import RequestMemory, read_body
+from app.api.replies import error_parts, send_reply
+from app.api.tokens import Tokens
 from app.errors import AppError, BodyGivenUp
-from app.http import limits, protocol
-from app.http.auth import Guard
-from app.http.doorway import Doorway
-from app.http.limits import Inflight, read_body
-from app.http.protocol import BoundedProtocol
-from app.http.replies import error_parts, send_reply
-from app.http.tokens import Tokens
 from ops.server import KeptServer, ServerProcess
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +40,7 @@ class Application:
     def __init__(self) -> None:
         self.guard = Guard(Tokens(()))
         self.released = asyncio.Event()
-        self.inflight = Inflight(1 << 20)
+        self.inflight = RequestMemory(1 << 20)
         self.sent_all = False
         self.asked: list[str] = []
 
@@ -192,7 +193,7 @@ async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
 ) -> None:
     """Half of the room at most, which was all of it."""
     monkeypatch.setattr(limits, "SMALL", 20)
-    application.inflight = Inflight(4 * LARGEST, clock=lambda: 0.0)
+    application.inflight = RequestMemory(4 * LARGEST, clock=lambda: 0.0)
     head = BODY.replace(b"10", b"1000")
     async with contextlib.AsyncExitStack() as stack:
         held = []
@@ -228,7 +229,7 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
     """Without tokens, or behind a proxy, everybody has the same address."""
     monkeypatch.setattr(limits, "SMALL", 20)
     now = 0.0
-    application.inflight = Inflight(4 * LARGEST, clock=lambda: now)
+    application.inflight = RequestMemory(4 * LARGEST, clock=lambda: now)
     head = BODY.replace(b"10", b"1000")
     async with connected(port) as (first, to_first), connected(port) as (second, to_second):
         for writer, size in ((to_first, 999), (to_second, 1998)):
@@ -255,7 +256,7 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
 async def test_a_body_that_is_given_up_as_its_end_comes_is_given_up() -> None:
     """Its room is another's by then."""
     now = 0.0
-    inflight = Inflight(LARGEST, clock=lambda: now)
+    inflight = RequestMemory(LARGEST, clock=lambda: now)
     end = asyncio.Event()
     parts = iter([b"x" * LARGEST, b""])
 
@@ -435,7 +436,7 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     """uvicorn's five seconds are those of the SDKs' pools: one sends while the other hangs up."""
     config = uvicorn.Config(Application(), log_config=None, ws="none", timeout_keep_alive=given)
     config.load()
-    protocol.bound_connections(LifespanOn(config).receive, Doorway(time.monotonic))
+    protocol.bound_connections(LifespanOn(config).receive, ConnectionLimit(time.monotonic))
     assert config.timeout_keep_alive == kept
 
 

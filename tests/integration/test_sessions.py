@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from app.http.sessions import CreateSession
+from app.api.sessions import CreateSession
 from integration.stand import FIRST_TURN, Stand, error_of, until, user
 
 

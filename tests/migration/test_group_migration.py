@@ -14,7 +14,7 @@ from sqlalchemy import Table, column, select, table
 
 from app.domain import upcast
 from app.domain.events import Event, VersionSpan, name_of
-from app.service.feed import settle
+from app.sessions.groups import settle_groups
 from app.store import group_reads
 from app.store.engine import Database, create_engine
 from app.store.schema import groups, sessions
@@ -94,7 +94,7 @@ async def settled(url: str) -> int | None:
     await database.open()
     try:
         async with Store.over(database) as store:
-            await settle(database, store.writer)
+            await settle_groups(database, store.writer)
             return await database.read(group_reads.newest_version)
     finally:
         await database.close()

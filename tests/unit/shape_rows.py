@@ -85,7 +85,7 @@ def rows(
         config=SessionConfig(rollback_window=1, group_id=group_id, attempt=attempt),
         body_hash="00",
         created_at=1_000.0,
-        tip=1_000.0,
+        last_event_at=1_000.0,
         path=tuple(content),
         reward=None if reward is None else Reward(reward, {"exact": reward}),
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from app.http.auth import HOLDER, PEER, Guard, route_path
-from app.http.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
-from app.http.tokens import Tokens
+from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path
+from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
+from app.api.tokens import Tokens
 
 ADMIN = "admin-token-of-the-tests"
 NOW = 1_800_000_000.0
@@ -209,7 +209,7 @@ def test_an_admin_token_is_enough_from_anywhere(headers: Pairs) -> None:
         for path in ("/sessions", "/fleet/pause", "/nowhere", "/sessions/a/v1/chat/completions", ""):
             scope = asked(path, method, headers, client=("203.0.113.9", 1), server=None, host="turnlog.example")
             assert status(WITH_TOKEN, scope) == 0
-            assert HOLDER not in scope
+            assert TOKEN_SESSION not in scope
 
 
 @pytest.mark.threat("who has no token uses a server that has one")
@@ -276,7 +276,7 @@ OWN_ROUTES = [
 def test_a_sessions_token_is_for_its_own_routes(method: str, path: str) -> None:
     scope = asked(path, method, of("a"))
     assert status(WITH_TOKEN, scope) == 0
-    assert scope[HOLDER] == "a"
+    assert scope[TOKEN_SESSION] == "a"
 
 
 ADMINS_ROUTES = [

@@ -1,15 +1,15 @@
-"""`Chain` against a plain dictionary of histories."""
+"""`PrefixBuffer` against a plain dictionary of histories."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.service.chain import Chain
+from app.sessions.prefix_buffer import PrefixBuffer
 
 
 def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
-    transcript = Chain()
+    transcript = PrefixBuffer()
     transcript.extend(0, 1, b"a")
     transcript.extend(1, 2, b"b")
     assert (transcript.upto(1), transcript.upto(2), len(transcript)) == (b"a", b"a,b", 3)
@@ -22,7 +22,7 @@ def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
 
 
 def test_a_trim_leaves_out_the_parents_last_items_and_its_end() -> None:
-    chain = Chain()
+    chain = PrefixBuffer()
     chain.extend(0, 1, b"1,2,3")
     chain.extend(1, 2, b"7,8", 1)
     assert (chain.upto(1), chain.upto(2)) == (None, b"1,2,7,8")
@@ -33,7 +33,7 @@ def test_a_trim_leaves_out_the_parents_last_items_and_its_end() -> None:
 
 
 def test_a_turn_without_items_leaves_no_comma() -> None:
-    chain = Chain()
+    chain = PrefixBuffer()
     chain.extend(0, 1, b"")
     chain.extend(1, 2, b"5")
     chain.extend(2, 3, b"")
@@ -44,7 +44,7 @@ def test_a_turn_without_items_leaves_no_comma() -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:
-    transcript, histories = Chain(), {0: [0]}
+    transcript, histories = PrefixBuffer(), {0: [0]}
     for turn, drawn in enumerate(parents, 1):
         parent = drawn % turn
         histories[turn] = [*histories[parent], turn]
@@ -60,7 +60,7 @@ def test_what_it_knows_is_right(parents: list[int]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 1)), max_size=8))
 def test_what_it_knows_of_trimmed_items_is_right(steps: list[tuple[int, int, int]]) -> None:
-    chain, whole = Chain(), {0: [""][:0]}
+    chain, whole = PrefixBuffer(), {0: [""][:0]}
     for turn, (drawn, count, wish) in enumerate(steps, 1):
         parent = drawn % turn
         trimmed = min(wish, len(whole[parent])) if parent else 0

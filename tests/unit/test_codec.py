@@ -19,7 +19,7 @@ from workers.codec import (
     MAX_RAW,
     CorruptContent,
     Facts,
-    Said,
+    Messages,
     Wire,
     compress,
     content_hash,
@@ -29,7 +29,7 @@ from workers.codec import (
     prompt_ids_separator,
     render_ids,
     unpack,
-    unpack_said,
+    unpack_messages,
 )
 
 FACTS = Facts(b"abcd" * 50, b"efgh", b"12345678")
@@ -62,32 +62,32 @@ RANDOM_JSON = b'"' + random.Random(1).randbytes(200).hex().encode() + b'"'
 def test_what_was_said_is_unpacked_alone(wire: Wire) -> None:
     frame = pack(wire)
     assert unpack(frame, Wire) == wire
-    assert unpack_said(frame) == Said(wire.messages, wire.message)
+    assert unpack_messages(frame) == Messages(wire.messages, wire.message)
     assert (frame[:1] == APART) == (wire is LARGE)
 
 
 def test_a_large_wire_of_an_earlier_version_is_read() -> None:
     frame = compress(msgspec.msgpack.encode(LARGE))
     assert unpack(frame, Wire) == LARGE
-    assert unpack_said(frame) == Said(LARGE.messages, LARGE.message)
+    assert unpack_messages(frame) == Messages(LARGE.messages, LARGE.message)
 
 
 def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> None:
     frame = pack(LARGE)
-    assert unpack_said(frame[: len(frame) // 2]) == Said(LARGE.messages, LARGE.message)
+    assert unpack_messages(frame[: len(frame) // 2]) == Messages(LARGE.messages, LARGE.message)
     with pytest.raises(CorruptContent):
         unpack(frame[: len(frame) // 2], Wire)
 
 
 def test_a_flipped_bit_in_what_was_said_is_found_without_the_rest() -> None:
-    said = Said([RANDOM_JSON], LARGE.message)
+    said = Messages([RANDOM_JSON], LARGE.message)
     frame = pack(msgspec.structs.replace(LARGE, messages=said.messages))
     silent = 0
     for bit in range(8 * len(frame)):
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         try:
-            silent += unpack_said(bytes(damaged)) != said
+            silent += unpack_messages(bytes(damaged)) != said
         except CorruptContent:
             continue
     assert silent == 0
@@ -97,7 +97,7 @@ def test_no_damage_of_a_packed_wire_is_more_than_corrupt() -> None:
     frame = pack(LARGE)
     for at in range(min(len(frame), 64)):
         for damaged in (frame[:at], frame[:at] + bytes([frame[at] ^ 0x10]) + frame[at + 1 :]):
-            for read in (unpack_said, lambda data: unpack(data, Wire)):
+            for read in (unpack_messages, lambda data: unpack(data, Wire)):
                 with contextlib.suppress(CorruptContent):
                     read(damaged)
 
@@ -212,4 +212,4 @@ def test_what_was_said_in_a_frame_of_an_earlier_version_is_read() -> None:
     frame = pack(LARGE)
     earlier = b"\x01" + frame[1:9] + frame[13:]
     assert unpack(earlier, Wire) == LARGE
-    assert unpack_said(earlier) == unpack_said(frame)
+    assert unpack_messages(earlier) == unpack_messages(frame)

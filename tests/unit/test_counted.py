@@ -5,7 +5,7 @@ import time
 import pytest
 from helpers.store import Store, create
 
-from app.service.counted import FRESH_S, Counted
+from app.store.cached_figures import FRESH_S, CachedFigures
 from app.store.engine import Database
 from ops.server import reserve_port
 
@@ -24,7 +24,7 @@ class Clock:
 
 async def test_figures_are_read_again_when_they_are_old(sqlite_store: Store) -> None:
     clock = Clock()
-    counted = Counted(sqlite_store.database, clock)
+    counted = CachedFigures(sqlite_store.database, clock)
     first = await counted.now()
     assert first is not None
     assert (first.sessions, first.open_turns) == ({"open": 0, "closed": 0, "erased": 0}, 0)
@@ -40,7 +40,7 @@ async def test_figures_are_read_again_when_they_are_old(sqlite_store: Store) -> 
 async def test_who_asks_does_not_wait_for_a_database_that_is_away() -> None:
     owner = Clock()
     database = Database(f"postgresql+asyncpg://nobody@127.0.0.1:{reserve_port(owner)}/nothing")
-    counted = Counted(database, time.monotonic)
+    counted = CachedFigures(database, time.monotonic)
     assert await counted.now() is None
     assert not counted.is_up
     assert counted.is_reading, "it did not wait until the database was given up"

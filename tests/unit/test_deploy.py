@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from app.service.assembly import DRAIN_S
+from app.assembly import DRAIN_S
 from app.settings import PREFIX, Settings
 from turnlog.cli.commands import app
 from turnlog.cli.serve import STOP_S
@@ -258,8 +258,8 @@ def test_the_wheel_serves_where_no_checkout_is(tmp_path: Path) -> None:
     subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(source)], check=True, timeout=300)
     [wheel] = wheels.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300)
-    assert {path.name for path in (installed / "app/http/static").iterdir()} == {
-        path.name for path in (ROOT / "app/http/static").iterdir()
+    assert {path.name for path in (installed / "app/api/page/static").iterdir()} == {
+        path.name for path in (ROOT / "app/api/page/static").iterdir()
     }
     for words in (["migrate"], ["verify"], ["doctor", "--no-generate", "--json"]):
         done = subprocess.run(

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from app.http.doorway import LEAST_RESERVE, MOST_RESERVE, TELL_EVERY_S, Doorway
+from app.api.connection_limit import LEAST_RESERVE, MOST_RESERVE, TELL_EVERY_S, ConnectionLimit
 
 
 class Clock:
@@ -27,17 +27,17 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
 
 
 def test_it_takes_what_the_system_allows(limited: dict[str, tuple[int, int]]) -> None:
-    Doorway(Clock()).open()
+    ConnectionLimit(Clock()).open()
     assert limited["limit"] == (1024, 1024)
     limited["limit"] = (1024, resource.RLIM_INFINITY)
-    Doorway(Clock()).open()
+    ConnectionLimit(Clock()).open()
     assert limited["limit"] == (1 << 20, resource.RLIM_INFINITY)
 
 
 @pytest.mark.parametrize(("limit", "reserve"), [(64, LEAST_RESERVE), (1024, 128), (1 << 16, MOST_RESERVE)])
 def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limit: int, reserve: int) -> None:
     limited["limit"] = (limit, limit)
-    doorway = Doorway(Clock())
+    doorway = ConnectionLimit(Clock())
     doorway.open()
     for descriptor, room in (
         (5, "free"),
@@ -52,7 +52,7 @@ def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limi
 
 def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    doorway = Doorway(clock)
+    doorway = ConnectionLimit(clock)
     with caplog.at_level(logging.WARNING, "turnlog.connections"):
         for _ in range(5):
             doorway.refuse()

@@ -11,9 +11,9 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamUnreachable
+from app.fleet.engines import Engines
+from app.fleet.member import Member
 from app.upstream.client import EngineClient, EngineError, Lost, NotSent, Withheld
-from app.upstream.engines import Engines
-from app.upstream.member import Member
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio

@@ -11,19 +11,19 @@ import pytest
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
 import app
-from app.export import shapes
+from app.export import formats
 
 DOCS = Path(app.__file__).parents[1] / "docs" / "export.md"
 
 SNIPPETS = dict(re.findall(r"```python\n# (\w+)\n(.*?)```", DOCS.read_text(), re.DOTALL))
 
 
-@pytest.mark.parametrize("format", shapes.CONTAINERS)
+@pytest.mark.parametrize("format", formats.CONTAINERS)
 def test_a_snippet_reads_its_format(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [*rows(TWO_TURNS, routing=experts(5)), *rows(TWO_SEGMENTS, session_id="t")]
-    writer = shapes.open_writer(format, "miles", explain=False)
+    writer = formats.open_writer(format, "miles", explain=False)
     try:
-        pieces = [*writer.write([shapes.of_row(format, "miles", row) for row in given]), *writer.finish()]
+        pieces = [*writer.write([formats.of_row(format, "miles", row) for row in given]), *writer.finish()]
     finally:
         writer.close()
     (tmp_path / f"rows{writer.suffix}").write_bytes(b"".join(pieces))
@@ -38,5 +38,5 @@ def test_a_snippet_reads_its_format(format: str, tmp_path: Path, monkeypatch: py
 
 def test_every_shape_and_format_is_in_the_docs() -> None:
     text = DOCS.read_text()
-    assert [format for format in shapes.FORMATS if f"`{format}`" not in text] == []
-    assert [shape for shape in shapes.SHAPES if f"| `{shape}` |" not in text] == []
+    assert [format for format in formats.FORMATS if f"`{format}`" not in text] == []
+    assert [shape for shape in formats.SHAPES if f"| `{shape}` |" not in text] == []

@@ -11,8 +11,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, experts, rows
 
-from app.export.miles import samples_body
 from app.export.row import Routing
+from app.export.shapes.miles import samples_body
 
 DTYPES = {
     "tokens": "int64",

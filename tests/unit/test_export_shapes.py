@@ -17,10 +17,11 @@ from shape_rows import TWO_SEGMENTS, TWO_TURNS, Expected, Given, conversations, 
 
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
-from app.export import jsontext, miles, shapes, skyrl, slime, turnlog, verl
+from app.export import formats, jsontext
 from app.export.columns import ITEMS, Column, depth
 from app.export.containers.writer import EXCLUSION
 from app.export.row import Routing, Row, Unfit
+from app.export.shapes import miles, skyrl, slime, turnlog, verl
 
 JSON = dict[str, Any]
 
@@ -29,7 +30,7 @@ TRAINERS = {"slime": slime.fields, "miles": miles.fields, "verl": verl.fields, "
 
 def read(shape: str, row: Row) -> JSON:
     """As a reader of NDJSON has it."""
-    found: JSON = json.loads(jsontext.encode(shapes.of_row("ndjson", shape, row)))
+    found: JSON = json.loads(jsontext.encode(formats.of_row("ndjson", shape, row)))
     return found
 
 
@@ -152,19 +153,19 @@ def test_an_advantage_is_handed_on(shape: str) -> None:
     assert (with_one["advantage"], without.get("advantage")) == (-0.5, None)
 
 
-@pytest.mark.parametrize("shape", [name for name, entry in shapes.SHAPES.items() if entry.of_row is not None])
+@pytest.mark.parametrize("shape", [name for name, entry in formats.SHAPES.items() if entry.of_row is not None])
 def test_every_field_has_a_column(shape: str) -> None:
     (row,) = rows(TWO_TURNS, advantage=0.5, routing=experts(5))
-    assert set(shapes.of_row("parquet", shape, row)) <= set(shapes.SHAPES[shape].columns)
+    assert set(formats.of_row("parquet", shape, row)) <= set(formats.SHAPES[shape].columns)
 
 
 def leaves(column: Column) -> list[str]:
     return [column] if isinstance(column, str) else [leaf for inner in column.values() for leaf in leaves(inner)]
 
 
-@pytest.mark.parametrize("shape", shapes.SHAPES)
+@pytest.mark.parametrize("shape", formats.SHAPES)
 def test_columns_are_of_types_that_there_are(shape: str) -> None:
-    for name, column in shapes.SHAPES[shape].columns.items():
+    for name, column in formats.SHAPES[shape].columns.items():
         for leaf in leaves(column):
             dimensions, item = depth(leaf)
             assert item in (ITEMS if dimensions else {"text", "json", "bytes", "bool", "int64", "float64"}), name
@@ -364,10 +365,10 @@ class TestSkyrl:
 
 class TestRegistry:
     def test_what_there_is(self) -> None:
-        for format in shapes.FORMATS:
-            shapes.require(format, "turnlog")
-        for shape in shapes.SHAPES:
-            shapes.require("ndjson", shape)
+        for format in formats.FORMATS:
+            formats.require(format, "turnlog")
+        for shape in formats.SHAPES:
+            formats.require("ndjson", shape)
 
     @pytest.mark.parametrize(
         ("format", "shape", "named"),
@@ -375,26 +376,26 @@ class TestRegistry:
     )
     def test_what_there_is_not_is_named(self, format: str, shape: str, named: str) -> None:
         with pytest.raises(InvalidRequest, match=f"{named} .*(parquet|skyrl)"):
-            shapes.require(format, shape)
+            formats.require(format, shape)
 
-    @pytest.mark.parametrize("format", shapes.FORMATS)
+    @pytest.mark.parametrize("format", formats.FORMATS)
     def test_a_writer_of_each(self, format: str) -> None:
         (row,) = rows(TWO_TURNS)
-        writer = shapes.open_writer(format, "turnlog", True)
-        left_out = {"session_id": "s", "segment": 0, "turn": 1, shapes.EXCLUDED: "rolled back", "cursor": "c"}
+        writer = formats.open_writer(format, "turnlog", True)
+        left_out = {"session_id": "s", "segment": 0, "turn": 1, formats.EXCLUDED: "rolled back", "cursor": "c"}
         try:
-            pieces = [*writer.write([shapes.of_row(format, "turnlog", row), left_out]), *writer.finish()]
+            pieces = [*writer.write([formats.of_row(format, "turnlog", row), left_out]), *writer.finish()]
         finally:
             writer.close()
         assert b"rolled back" in b"".join(pieces) or format == "parquet"
 
     def test_only_atropos_takes_groups(self) -> None:
-        assert [shape for shape in shapes.SHAPES if shapes.takes_groups(shape)] == ["atropos"]
-        assert shapes.of_group("atropos", rows(TWO_TURNS))["group_id"] == "g"
+        assert [shape for shape in formats.SHAPES if formats.takes_groups(shape)] == ["atropos"]
+        assert formats.of_group("atropos", rows(TWO_TURNS))["group_id"] == "g"
         with pytest.raises(ValueError, match="whole group"):
-            shapes.of_row("ndjson", "atropos", rows(TWO_TURNS)[0])
+            formats.of_row("ndjson", "atropos", rows(TWO_TURNS)[0])
         with pytest.raises(ValueError, match="one row"):
-            shapes.of_group("verl", rows(TWO_TURNS))
+            formats.of_group("verl", rows(TWO_TURNS))
 
 
 def test_the_versions_of_a_long_session_take_no_time() -> None:

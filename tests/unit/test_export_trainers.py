@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
-from app.export import shapes
+from app.export import formats
 from app.export.row import Row
 
 JSON = dict[str, Any]
@@ -25,16 +25,16 @@ NO_SKYRL = "skyrl is not installed (it needs Python 3.12): see 'Trainers' packag
 
 def exported(format: str, shape: str, given: Sequence[Row]) -> list[JSON]:
     """Through the file: what a trainer's script reads."""
-    writer = shapes.open_writer(format, shape, explain=False)
+    writer = formats.open_writer(format, shape, explain=False)
     try:
-        pieces = [*writer.write([shapes.of_row(format, shape, row) for row in given]), *writer.finish()]
+        pieces = [*writer.write([formats.of_row(format, shape, row) for row in given]), *writer.finish()]
     finally:
         writer.close()
     data = b"".join(pieces)
     if format == "ndjson":
         return [json.loads(line) for line in data.splitlines()]
     found: list[JSON] = pq.read_table(BytesIO(data)).to_pylist()
-    columns = shapes.SHAPES[shape].columns
+    columns = formats.SHAPES[shape].columns
     for row in found:
         row.update({name: json.loads(value) for name, value in row.items() if columns[name] == "json"})
     return found
@@ -103,7 +103,7 @@ class TestSkyrl:
         """The columns, as `GeneratorOutput` has them."""
         from skyrl.train.generators.base import TrajectoryID
 
-        columns: JSON = {name: [row.get(name) for row in found] for name in shapes.SHAPES["skyrl"].columns}
+        columns: JSON = {name: [row.get(name) for row in found] for name in formats.SHAPES["skyrl"].columns}
         columns["trajectory_ids"] = [TrajectoryID(**one) for one in columns["trajectory_ids"]]
         routed = columns["rollout_expert_indices"]
         columns["rollout_expert_indices"] = None if None in routed else [np.array(one, np.uint8) for one in routed]

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from app.service.flights import Cut, Flight, RetryMark
+from app.turn.in_flight import InFlightTurn, RetryMark, TurnCut
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_up() -> None:
-    flight = Flight(RetryMark(), "00")
+    flight = InFlightTurn(RetryMark(), "00")
     working, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
     cleaned = []
 
@@ -26,7 +26,7 @@ async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_u
             cleaned.append(True)
 
     async def cut_work() -> int:
-        with pytest.raises(Cut), flight.may_be_cut():
+        with pytest.raises(TurnCut), flight.may_be_cut():
             await work()
         task = asyncio.current_task()
         assert task is not None

@@ -10,8 +10,8 @@ from helpers.store import Store
 
 from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
 from app.errors import Overloaded
-from app.service.fleet import FleetState
-from app.service.gates import AT_ONCE, REST_S, Gates
+from app.fleet.gates import AT_ONCE, REST_S, Gates
+from app.fleet.state import FleetState
 
 pytestmark = pytest.mark.anyio
 

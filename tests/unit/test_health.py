@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from app.domain.fleet import EngineListed
-from app.upstream import health
+from app.fleet import health
+from app.fleet.engines import Engines
+from app.fleet.health import HealthWatch
+from app.fleet.member import Member
 from app.upstream.client import EngineClient
-from app.upstream.engines import Engines
-from app.upstream.health import HealthWatch
-from app.upstream.member import Member
 
 pytestmark = pytest.mark.anyio
 

@@ -10,10 +10,10 @@ from ops.server import ROOT
 FIRST_USED_LATER = {
     "alembic": "a migration",
     "app.export.containers.parquet": "an export",
-    "app.export.shapes": "an export",
-    "app.http.openapi": "the document",
-    "app.service.export": "an export",
-    "app.service.page": "the page",
+    "app.export.formats": "an export",
+    "app.api.openapi": "the document",
+    "app.export.exporter": "an export",
+    "app.api.page.page": "the page",
     "jinja2": "a tokenizer",
     "pyarrow": "an export",
     "pygments": "a terminal",
@@ -41,8 +41,8 @@ def test_a_start_imports_what_it_needs_and_no_more() -> None:
 
 def test_the_engine_without_the_orm_is_the_one_with_it() -> None:
     """In either order: whoever wants the ORM gets all of it."""
-    same = "assert asynchronous.AsyncEngine is aio.AsyncEngine and asynchronous.AsyncSession"
-    ours, theirs = "from app.store import aio", "from sqlalchemy.ext import asyncio as asynchronous"
+    same = "assert asynchronous.AsyncEngine is async_engine.AsyncEngine and asynchronous.AsyncSession"
+    ours, theirs = "from app.store import async_engine", "from sqlalchemy.ext import asyncio as asynchronous"
     for first, second in ((ours, theirs), (theirs, ours)):
         assert "sqlalchemy.orm" in imported(f"{first}\n{second}\n{same}")
 

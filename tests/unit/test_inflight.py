@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
+from app.api.limits import HELD_S, SMALL, BodyReservation, RequestMemory
 from app.errors import BodyGivenUp, Overloaded
-from app.http.limits import HELD_S, SMALL, Inflight, Room
 
 LIMIT = 64 * SMALL
 
@@ -17,12 +17,12 @@ class Held:
 
     def __init__(self, *bodies: tuple[str, str, int]) -> None:
         self.now = 100.0
-        self.inflight = Inflight(LIMIT, clock=lambda: self.now)
+        self.inflight = RequestMemory(LIMIT, clock=lambda: self.now)
         self.given_up: list[str] = []
         self.stack = contextlib.ExitStack()
         self.rooms = {name: self.begin(name, peer, size) for name, peer, size in bodies}
 
-    def begin(self, name: str, peer: str, size: int) -> Room:
+    def begin(self, name: str, peer: str, size: int) -> BodyReservation:
         room = self.stack.enter_context(self.inflight.room(name, peer))
         room.begin(lambda: self.given_up.append(name))
         room.arrive(size)
@@ -38,7 +38,7 @@ class Held:
 
 
 def test_all_bodies_together_have_a_limit() -> None:
-    inflight = Inflight(LIMIT)
+    inflight = RequestMemory(LIMIT)
     with inflight.room() as room, inflight.room() as other:
         room.arrive(LIMIT - 10)
         other.grow(10)
@@ -51,7 +51,7 @@ def test_all_bodies_together_have_a_limit() -> None:
 
 @pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
 def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
-    inflight = Inflight(LIMIT)
+    inflight = RequestMemory(LIMIT)
     with inflight.room("s", "p") as room, inflight.room("s", "q") as same, inflight.room("t", "p") as other:
         room.arrive(LIMIT // 4)
         room.arrived()
@@ -68,7 +68,7 @@ def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
 @pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
 def test_an_address_has_a_share_of_what_has_not_ended() -> None:
     """All harnesses may be behind one address: what is whole is not its share, nor is what is small."""
-    inflight = Inflight(LIMIT)
+    inflight = RequestMemory(LIMIT)
     rooms = [inflight.room(None, "p") for _ in range(5)]
     with rooms[0] as first, rooms[1] as second, rooms[2] as third, rooms[3] as small, inflight.room(None, "q") as far:
         first.arrive(LIMIT // 4)
@@ -83,13 +83,13 @@ def test_an_address_has_a_share_of_what_has_not_ended() -> None:
 
 
 def test_one_request_of_the_largest_size_is_never_too_much_for_a_share() -> None:
-    inflight = Inflight(LIMIT, LIMIT - 1)
+    inflight = RequestMemory(LIMIT, LIMIT - 1)
     with inflight.room("s", "p") as room:
         room.arrive(LIMIT - 1)
 
 
 def test_nobody_is_remembered() -> None:
-    inflight = Inflight(LIMIT)
+    inflight = RequestMemory(LIMIT)
     for name in ("a", "b"):
         with inflight.room(name, name) as room:
             room.arrive(5)

@@ -15,7 +15,7 @@ from replies import PLACE, body_of, drop, put
 
 from workers import codec, job, payloads
 from workers.codec import Facts, Wire
-from workers.job import WINDOW, Done, Job
+from workers.job import WINDOW, Job, WorkerResult
 from workers.parse import REPLAY, Known, Rejected, token_text
 from workers.payloads import Want
 
@@ -42,15 +42,15 @@ def a_job(*wants: Want, dialect: Any = "auto", known: Known | None = None) -> Jo
     return Job(dialect, known, list(wants), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
 
 
-def done_of(body: bytes, *wants: Want, **fields: Any) -> Done:
+def done_of(body: bytes, *wants: Want, **fields: Any) -> WorkerResult:
     return job.work(a_job(*(wants or BOTH), **fields), memoryview(body))
 
 
-def wire_of(done: Done) -> Wire:
+def wire_of(done: WorkerResult) -> Wire:
     return codec.unpack(done.wire, Wire)
 
 
-def pasted(done: Done, kinds: tuple[str, ...] = REPLAY) -> bytes:
+def pasted(done: WorkerResult, kinds: tuple[str, ...] = REPLAY) -> bytes:
     """The reply as it would be given again."""
     wire, facts = wire_of(done), codec.unpack(done.facts, Facts)
     values: dict[str, bytes] = {}
@@ -73,7 +73,7 @@ def vllm(rows: Any = ROWS) -> bytes:
     return body_of("vllm", put("choices.0.routed_experts", base64.b64encode(raw).decode()))
 
 
-def check(body: bytes, done: Done, **values: str) -> None:
+def check(body: bytes, done: WorkerResult, **values: str) -> None:
     """The values of these kinds, and nothing else, were taken out where they stand."""
     assert pasted(done) == body
     assert {place.kind: body[place.start : place.end].decode() for place in done.places} == values

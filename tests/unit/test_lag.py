@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from app.service import lag
-from app.service.lag import SPAN_S, SPANS, LoopLag
+from app import event_loop_lag as lag
+from app.event_loop_lag import SPAN_S, SPANS, LoopLag
 
 
 class Clock:

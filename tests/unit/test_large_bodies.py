@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from app.service.large_bodies import BYTES_A_SECOND, LargeBodies, large_bytes
+from app.turn.large_bodies import BYTES_A_SECOND, LargeBodies, large_bytes
 
 pytestmark = pytest.mark.anyio
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.upstream.member import Member, is_lower
+from app.fleet.member import Member, is_lower
 
 
 def failing(member: Member, *times: float) -> Member:

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     print(metric_files.folder())
 """
 
-HOLDER = """
+TOKEN_SESSION = """
 import sys
 from pathlib import Path
 from app.metric_files import Presence
@@ -44,7 +44,7 @@ sys.stdin.read()
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that is present in the folder."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    command = [sys.executable, "-c", TOKEN_SESSION, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"

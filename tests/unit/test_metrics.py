@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from app import errors
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics
-from app.service.stages import OUTCOMES, Recent, Stages, TurnStage
-from app.store.tally import Tally
+from app.store.event_counters import EventCounters
+from app.turn.stages import OUTCOMES, Recent, Stages, TurnStage
 
 LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
 
@@ -99,7 +99,7 @@ def test_series_that_alerts_rest_on_are_there_before_the_first_of_them(metrics: 
 
 
 def test_what_is_appended_is_tallied_by_type_and_reason() -> None:
-    tally = Tally()
+    tally = EventCounters()
     events = (
         TurnAbandoned(2, 7, "disconnect"),
         TurnRejected(3, 9, "upstream_invalid"),

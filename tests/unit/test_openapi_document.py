@@ -16,13 +16,16 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from app import errors
+from app.api import engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl
+from app.api.openapi.meanings import ERRORS
+from app.api.openapi.operations import OPERATIONS
+from app.api.page import files as ui_files
+from app.api.page import live as ui_live
+from app.api.page import routes as ui
 from app.errors import AppError
-from app.http import engines, fleet, groups, metrics, openapi, service, sessions, signin, skyrl, ui, ui_files, ui_live
-from app.http.openapi.meanings import ERRORS
-from app.http.openapi.operations import OPERATIONS
+from app.fleet.engines import PATHS
 from app.main import Turnlog, create_app
 from app.settings import Settings
-from app.upstream.engines import PATHS
 
 ROUTERS: tuple[APIRouter, ...] = (
     *(module.router for module in (engines, fleet, groups, metrics, service, sessions, signin, skyrl, ui, ui_live)),

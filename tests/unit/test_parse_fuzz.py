@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from replies import DEEP, SHAPES, body_of
 
 from app.domain.history import canonical_hash, decode_message
-from app.http.stream import as_stream
+from app.protocols.stream import as_stream
 from workers.codec import Wire, paste, unpack
 from workers.job import Job, work
 from workers.parse import MAX_TOKEN_ID, Parsed, Rejected, parse_reply

@@ -10,11 +10,11 @@ from app.domain.events import AffinityBound, SessionConfig
 from app.domain.fleet import EngineListed
 from app.domain.session import Affinity, Session
 from app.errors import SessionUnreadable
-from app.service.cache import Live
-from app.service.claims import Opening
-from app.service.placement import Place, Placement
+from app.fleet.engines import Engines
+from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.upstream.engines import Engines
+from app.turn.claims import ClaimedTurn
+from app.turn.placement import EngineChoice, Placement
 
 pytestmark = pytest.mark.anyio
 
@@ -36,9 +36,9 @@ class Others:
     """The parents that a sub-agent may have; an id with a `!` is damaged."""
 
     def __init__(self, *sessions: Session) -> None:
-        self._sessions = {one.session_id: Live(one) for one in sessions}
+        self._sessions = {one.session_id: CacheEntry(one) for one in sessions}
 
-    async def current(self, session_id: str) -> Live | None:
+    async def current(self, session_id: str) -> CacheEntry | None:
         if "!" in session_id:
             raise SessionUnreadable(f"session {session_id} is damaged")
         return self._sessions.get(session_id)
@@ -58,8 +58,8 @@ class Placed:
             lambda: self.now,
         )
 
-    async def place(self, of: Session, idle_s: float = 0.0) -> Place:
-        opening = Opening(None, of, None, None, 1, self.now - idle_s)  # type: ignore[arg-type]
+    async def place(self, of: Session, idle_s: float = 0.0) -> EngineChoice:
+        opening = ClaimedTurn(None, of, None, None, 1, self.now - idle_s)  # type: ignore[arg-type]
         return await self._placement.place(opening)
 
     async def bound(self, of: Session, answered: str | None = None, idle_s: float = 0.0) -> AffinityBound | None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.errors import ClientGone
-from app.service.flights import Cut, Flight, Reader, RetryMark, TurnReply
+from app.turn.in_flight import InFlightTurn, RetryMark, TurnCut, TurnReply, Waiter
 
 pytestmark = pytest.mark.anyio
 
@@ -16,14 +16,14 @@ class Watched:
     """Readers, and which of them somebody has begun to watch."""
 
     def __init__(self) -> None:
-        self.watched: list[Reader] = []
+        self.watched: list[Waiter] = []
 
-    def reader(self) -> Reader:
-        return Reader(lambda size: None, self.watched.append)
+    def reader(self) -> Waiter:
+        return Waiter(lambda size: None, self.watched.append)
 
 
-def flight() -> Flight:
-    return Flight(RetryMark(), "00")
+def flight() -> InFlightTurn:
+    return InFlightTurn(RetryMark(), "00")
 
 
 async def test_nobody_is_watched_but_while_a_flight_is_held() -> None:
@@ -57,7 +57,7 @@ async def test_a_held_flight_ends_with_its_last_reader() -> None:
     assert held.cut is None
     readers[1].hang_up()
     assert held.cut == "disconnect"
-    with pytest.raises(Cut):
+    with pytest.raises(TurnCut):
         await task
 
 

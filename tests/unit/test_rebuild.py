@@ -17,8 +17,8 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.session import fold
-from app.service.inspection import described
-from app.store.heads import HEAD, OPEN_TURN, Log
+from app.sessions.inspection import described
+from app.store.projections import HEAD, OPEN_TURN, Log
 from app.store.schema import open_turns, sessions
 
 

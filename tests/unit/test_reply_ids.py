@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from app.domain.rids import rid_of
 from app.errors import UpstreamInvalid
-from app.service.claims import rid_of
-from app.service.generation import _require_own
+from app.turn.generation import _require_own
 from app.upstream.body import Body
 
 OWN, OTHER = rid_of("s", 2), rid_of("s", 3)

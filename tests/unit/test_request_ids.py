@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from app.http.request_ids import RequestIds
+from app.api.request_ids import RequestIds
 from app.logs import CURRENT, About
 
 Headers = list[tuple[bytes, bytes]]

@@ -7,7 +7,7 @@ import string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.service.claims import RID_CHARACTERS, RID_MARK, rid_of
+from app.domain.rids import RID_CHARACTERS, RID_MARK, rid_of
 
 SESSIONS = st.text(string.ascii_letters + string.digits + "._:-", min_size=1, max_size=128)
 FENCES = st.integers(1, 2**63 - 1)

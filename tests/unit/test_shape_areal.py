@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from shape_rows import TWO_TURNS, Given, conversations, expected, lists, rows
 
-from app.export import areal
 from app.export.row import Unfit
+from app.export.shapes import areal
 
 TENSORS = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 

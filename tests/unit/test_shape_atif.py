@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, lists, rows
 
-from app.export import atif, jsontext
+from app.export import jsontext
 from app.export.row import Row, Unfit
+from app.export.shapes import atif
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

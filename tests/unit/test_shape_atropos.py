@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, lists, rows
 
-from app.export import atropos, jsontext
+from app.export import jsontext
 from app.export.row import Row, Unfit
+from app.export.shapes import atropos
 
 ABSENT = "atroposlib is not installed: pip install torch==2.13.0 atroposlib"
 

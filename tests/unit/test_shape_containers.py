@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_tensors
 from shape_rows import Given, conversations, expected, experts, lists, rows
 
-from app.export import shapes
+from app.export import formats
 from app.export.row import Fields, Unfit
 
 NAMES = ("trl", "tinker", "areal", "prime-rl", "atropos")
@@ -26,11 +26,11 @@ def made(name: str, conversation: list[Given], advantage: float | None) -> Field
     """Raises Unfit."""
     routing = experts(len(expected(conversation).tokens))
     found = rows(conversation, advantage=advantage, routing=routing, metadata={"env_name": "math"})
-    return shapes.of_group(name, found) if shapes.takes_groups(name) else shapes.of_row("ndjson", name, found[0])
+    return formats.of_group(name, found) if formats.takes_groups(name) else formats.of_row("ndjson", name, found[0])
 
 
 def written(format: str, name: str, fields: Fields) -> bytes:
-    writer = shapes.open_writer(format, name, explain=False)
+    writer = formats.open_writer(format, name, explain=False)
     try:
         return b"".join([*writer.write([fields]), *writer.finish()])
     finally:
@@ -51,7 +51,7 @@ def _arrays(value: Any) -> Any:
 
 
 def from_parquet(data: bytes, name: str) -> dict[str, Any]:
-    columns = shapes.SHAPES[name].columns
+    columns = formats.SHAPES[name].columns
     (row,) = pq.read_table(io.BytesIO(data)).to_pylist()
     return {key: json.loads(value) if columns[key] == "json" and value else value for key, value in row.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, lists, rows
 
-from app.export import messages
+from app.export.shapes import messages
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 

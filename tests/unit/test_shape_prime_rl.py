@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, experts, lists, rows
 
-from app.export import jsontext, prime_rl
+from app.export import jsontext
 from app.export.row import Routing, Unfit
+from app.export.shapes import prime_rl
 
 
 class Experts(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from shape_rows import TWO_TURNS, Given, conversations, expected, lists, rows
 
-from app.export import tinker as shape
 from app.export.row import Unfit
+from app.export.shapes import tinker as shape
 
 
 def test_two_turns() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from shape_rows import TWO_TURNS, Given, conversations, expected, lists, rows
 
-from app.export import trl
 from app.export.row import Unfit
+from app.export.shapes import trl
 
 ABSENT = "trl is not installed: pip install torch==2.13.0 trl==1.16.0"
 

@@ -14,15 +14,10 @@ from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
 from app.errors import AppError
-from app.service import claims, turns
-from app.service.cache import Live, SessionCache
-from app.service.fleet import FleetState
-from app.service.flights import RetryMark
-from app.service.gates import Gates
-from app.service.pauses import Pauses
-from app.service.placement import Placement
-from app.service.session_control import ControlledTurn, SessionControls
-from app.service.turns import Turns
+from app.fleet.gates import Gates
+from app.fleet.pauses import Pauses
+from app.fleet.state import FleetState
+from app.sessions.cache import CacheEntry, SessionCache
 from app.store import groups, log_turns, rollouts
 from app.store import statements as sql
 from app.store.affinities import Affinity, Ended, Ending
@@ -32,6 +27,11 @@ from app.store.log import Appended, advance_head, refused
 from app.store.log_sessions import Close, SaveSnapshot
 from app.store.log_turns import Claim, Commit
 from app.store.schema import fleet_events, sessions
+from app.turn import claims, turns
+from app.turn.in_flight import RetryMark
+from app.turn.placement import Placement
+from app.turn.session_control import ControlledTurn, SessionControls
+from app.turn.turns import Turns
 from ops.simulation.schedule import Simulation
 
 Patch = pytest.MonkeyPatch
@@ -132,12 +132,12 @@ def the_cache_is_not_refreshed(patch: Patch) -> None:
 
 def the_cache_skips_events(patch: Patch) -> None:
     """Events that do not follow are passed over, and the entry is kept."""
-    plain = Live.advance
+    plain = CacheEntry.advance
 
-    def advance(self: Live, events: Any) -> bool:
+    def advance(self: CacheEntry, events: Any) -> bool:
         return plain(self, [recorded for recorded in events if recorded.seq == self.session.version + 1]) or True
 
-    patch.setattr(Live, "advance", advance)
+    patch.setattr(CacheEntry, "advance", advance)
 
 
 def a_snapshot_outlives_an_erasure(patch: Patch) -> None:

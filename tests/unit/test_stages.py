@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.events import Timing
-from app.service.stages import WINDOW_S, Recent, Stages, TurnStage
+from app.turn.stages import WINDOW_S, Recent, Stages, TurnStage
 
 
 class Clock:

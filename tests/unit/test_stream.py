@@ -9,7 +9,7 @@ import pytest
 from helpers.streams import assembled, calls_of, chunks
 from replies import body_of, put
 
-from app.http.stream import as_error_event, as_stream, wants_stream
+from app.protocols.stream import as_error_event, as_stream, wants_stream
 
 CALLS = [
     {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1e3}'}},

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.service.asking import Prompt
-from app.service.chain import Chain
-from app.service.token_in import added_text
+from app.sessions.prefix_buffer import PrefixBuffer
+from app.turn.engine_request import Prompt
+from app.turn.token_in import added_text
 from workers.parse import Known, token_text
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
@@ -30,7 +30,7 @@ def known(ids: Sequence[int]) -> Known:
 def test_the_chain_of_tokens_is_all_that_was_sent_and_sampled(
     stored: list[int], new: list[int], output: list[int], trimmed: int
 ) -> None:
-    chain = Chain()
+    chain = PrefixBuffer()
     chain.extend(0, 1, text(stored))
     kept = stored[: len(stored) - trimmed]
     prompt = Prompt(text([*kept, *new]), known(kept), trimmed)

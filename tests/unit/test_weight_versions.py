@@ -17,10 +17,10 @@ from app.domain.events import Part, TurnCommitted, VersionSpan
 from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens, samples
 from app.errors import InvalidRequest
-from app.export import shapes
-from app.service.export import NO_VERSION, Cursor, _as_of
-from app.service.filters import Filters, session_excluded
-from app.service.rows import Known
+from app.export import formats
+from app.export.exporter import NO_VERSION, Cursor, _as_of
+from app.export.query import ExportFilters, session_excluded
+from app.export.rows import Known
 from app.store.reads import Position
 
 Spans = Sequence[tuple[str, int, int]]
@@ -104,8 +104,8 @@ def test_a_row_has_the_parts_of_its_turns_in_every_format(format: str) -> None:
     first, last = row.sample.turns
     last = msgspec.structs.replace(last, parts=[Part("http://a", 4, 5)], adapter="math", dispatched="4")
     row = msgspec.structs.replace(row, sample=msgspec.structs.replace(row.sample, turns=[first, last]))
-    with closing(shapes.open_writer(format, "turnlog", explain=False)) as writer:
-        fields = shapes.of_row(format, "turnlog", row)
+    with closing(formats.open_writer(format, "turnlog", explain=False)) as writer:
+        fields = formats.of_row(format, "turnlog", row)
         [found] = read(format, b"".join([*writer.write([fields]), *writer.finish()]))
     turns = json.loads(found["turns"]) if isinstance(found["turns"], str) else found["turns"]
     assert [turn["parts"] for turn in turns] == [[], [{"engine": "http://a", "start": 4, "end": 5}]]
@@ -144,18 +144,18 @@ def test_a_session_is_judged_by_its_oldest_sampled_token(
     turns: Sequence[Spans], current: int | None, reason: str | None
 ) -> None:
     found = known(book_of(*turns))
-    assert session_excluded(found, Filters(max_staleness=2, weight_version=current)) == reason
-    assert session_excluded(found, Filters(weight_version=current)) is None
+    assert session_excluded(found, ExportFilters(max_staleness=2, weight_version=current)) == reason
+    assert session_excluded(found, ExportFilters(weight_version=current)) is None
 
 
 def test_what_is_current_is_the_cursors_unless_the_client_says() -> None:
     window = Cursor("e", Position(0, 0), Position(1, 1), newest=5)
-    assert _as_of(window, Filters(max_staleness=1)).weight_version == 5
-    assert _as_of(window, Filters(max_staleness=1, weight_version=9)).weight_version == 9
+    assert _as_of(window, ExportFilters(max_staleness=1)).weight_version == 5
+    assert _as_of(window, ExportFilters(max_staleness=1, weight_version=9)).weight_version == 9
     none = msgspec.structs.replace(window, newest=NO_VERSION)
-    assert _as_of(none, Filters(max_staleness=1)).weight_version is None
+    assert _as_of(none, ExportFilters(max_staleness=1)).weight_version is None
     old = msgspec.structs.replace(window, newest=None)
-    assert _as_of(old, Filters()) == Filters()
-    assert _as_of(old, Filters(max_staleness=1, weight_version=0)).weight_version == 0
+    assert _as_of(old, ExportFilters()) == ExportFilters()
+    assert _as_of(old, ExportFilters(max_staleness=1, weight_version=0)).weight_version == 0
     with pytest.raises(InvalidRequest, match="weight_version"):
-        _as_of(old, Filters(max_staleness=1))
+        _as_of(old, ExportFilters(max_staleness=1))

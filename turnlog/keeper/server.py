@@ -63,7 +63,7 @@ def main() -> None:
 def serve(plan: Plan, orders: Orders) -> None:
     import uvicorn
 
-    from app.http.protocol import KEEP_ALIVE_S
+    from app.api.connection import KEEP_ALIVE_S
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -12,8 +12,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from app.store.engine import LANES, READERS, SPARE_WRITERS, create_engine
-from app.store.heads import living
 from app.store.postgres import DRIVER_ERRORS
+from app.store.projections import living
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.output import size
 

@@ -1,0 +1,1 @@
+"""Routes: thin. What they do is in the other rooms, what they refuse in `errors`."""

@@ -1,0 +1,83 @@
+"""The engine pool's routes, which are for operators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from app.api.sessions import read_model
+from app.api.state import Services, services, whole_body
+from app.errors import InvalidRequest
+from app.fleet.engine_pool import Listed
+
+router = APIRouter()
+
+
+class PutEngine(BaseModel):
+    """The body of `POST /engines`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: str
+    state: Literal["serving", "draining"] = "serving"
+
+
+class RemoveEngine(BaseModel):
+    """The body of `DELETE /engines`, where the URL is not in the query."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: str
+
+
+@router.get("/engines")
+async def get_engines(request: Request) -> dict[str, Any]:
+    """All engines: what the processes agree on, and how this one finds them."""
+    app = services(request)
+    return {
+        "engines": [shown(app, listed) for listed in app.engine_pool.listed()],
+        "version": app.fleet.fleet.version,
+    }
+
+
+@router.post("/engines")
+async def post_engine(request: Request) -> dict[str, Any]:
+    """Add an engine, bring one back, or drain one; the same again changes nothing."""
+    app = services(request)
+    body = read_model(await whole_body(request), PutEngine)
+    return shown(app, await app.engine_pool.put(body.url, body.state))
+
+
+@router.delete("/engines", status_code=204)
+async def delete_engine(request: Request, url: Annotated[str | None, Query()] = None) -> Response:
+    """Take an engine out of the pool, also one of the settings."""
+    app = services(request)
+    raw = await whole_body(request)
+    if url is not None and raw.strip():
+        raise InvalidRequest("url: name the engine in the query or in the body")
+    if url is None and not raw.strip():
+        raise InvalidRequest("url is missing: name the engine in the query or in the body")
+    await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url)
+    return Response(status_code=204)
+
+
+def shown(app: Services, listed: Listed) -> dict[str, Any]:
+    """An engine as an operator reads of it."""
+    member = listed.member
+    configured = app.settings.upstream_dialect
+    return {
+        "url": member.url,
+        "state": "draining" if member.is_draining else "serving",
+        "source": listed.source,
+        "health": member.health,
+        "since": member.since,
+        "last_error": member.last_error,
+        "in_flight": member.in_flight,
+        "dialect": member.dialect or (None if configured == "auto" else configured),
+        "weight_version": member.weight_version,
+        "weight_version_regressed": msgspec.to_builtins(listed.regressed),
+        "sessions": member.sessions,
+    }

@@ -1,0 +1,86 @@
+"""What becomes of a request that no route answers as it was asked: errors in the one shape that clients read."""
+
+from __future__ import annotations
+
+import re
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from app.api.auth import route_path
+from app.api.replies import error_parts
+from app.api.state import services
+from app.api.turns import INTERNAL
+from app.errors import AppError, InvalidRequest
+from app.fleet.engines import PATHS
+from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+_TURN = re.compile(rf"(/sessions/[^/]+)?({'|'.join(map(re.escape, PATHS.values()))})")
+"""Routes that FastAPI does not know (`http.turns`)."""
+
+
+def handle_faults(app: FastAPI) -> None:
+    app.add_exception_handler(AppError, _app_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _app_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, AppError)
+    services(request).metrics.request_failed(error.code)
+    status, headers, body = error_parts(error)
+    return Response(body, status, dict(headers))
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """What nobody expected; the server logs it."""
+    return await _app_error(request, AppError(INTERNAL))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    given = f"={first['input']!s:.64}" if isinstance(first["input"], str) else ""
+    return await _app_error(request, InvalidRequest(f"{place or 'the body'}{given}: {first['msg']}"))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: an unknown path or method.
+
+    It looks no further than the first route with the path, and says its methods alone.
+    """
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    allowed = _allowed(request) if error.status_code in (404, 405) else []
+    if allowed:
+        message = f"{request.method} is not possible on {path}: {', '.join(allowed)}"
+        return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
+    message = f"there is no route {request.method} {path}"
+    if path.endswith(("/completions", "/models")):
+        message += "; an OpenAI base URL ends in /v1"
+    return _refusal(request, 404, NOT_FOUND, message, {})
+
+
+def _refusal(request: Request, status: int, code: str, message: str, headers: dict[str, str]) -> Response:
+    services(request).metrics.request_failed(code)
+    body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
+    return JSONResponse({"error": body}, status, headers)
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods of all routes with this path."""
+    app: FastAPI = request.app
+    if _TURN.fullmatch(route_path(request.scope)):
+        return ["POST"]
+    return [
+        method
+        for method in METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in app.router.routes)
+    ]

@@ -1,0 +1,198 @@
+"""`GET /metrics`: all that this process and its siblings count, and the state of the store and the fleet.
+
+Who counts something on the way of a turn does so in a plain number of its own; it is brought into the instruments when
+somebody asks, and once a second where a sibling may be asked instead. What all processes see alike is shown as the one
+that was asked sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any, get_args
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from app.api.state import Services, services
+from app.domain.events import is_number
+from app.domain.fleet import Gate
+from app.fleet.member import Health, Member
+from app.metrics import FOLDER
+from app.store.figures import Figures
+
+router = APIRouter()
+
+PUBLISH_S = 1.0
+"""How old may be what a sibling's scrape tells of this process; turns are told at once."""
+
+HEALTHS: tuple[Health, ...] = get_args(Health)
+
+
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """For Prometheus, in its text format or OpenMetrics, as it asks."""
+    app = services(request)
+    refresh(app)
+    state = _State(state_of(app, await app.counted.now()))
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    text = await asyncio.to_thread(lambda: encode(app.metrics.collected(state)))
+    return Response(text, media_type=media_type)
+
+
+@contextlib.asynccontextmanager
+async def published(app: Services) -> AsyncIterator[None]:
+    """Where there are siblings, they can tell of this process until the end."""
+    publishing = None if FOLDER is None else asyncio.create_task(_publish(app), name="turnlog-metrics")
+    try:
+        yield
+    finally:
+        if publishing is not None:
+            publishing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await publishing
+
+
+async def _publish(app: Services) -> None:
+    while True:
+        refresh(app)
+        await asyncio.sleep(PUBLISH_S)
+
+
+def refresh(app: Services) -> None:
+    """Bring what others count into this process's instruments."""
+    metrics = app.metrics
+    metrics.turns_in_flight.set(app.turns.in_flight)
+    metrics.turns_gated.set(app.gates.held().total())
+    metrics.inflight.set(app.inflight.size)
+    metrics.inflight_limit.set(app.settings.inflight_bytes)
+    metrics.connections.set(app.doorway.connections)
+    metrics.total(metrics.connections_refused, app.doorway.refused)
+    metrics.loop_lag.set(app.lag.largest_s)
+    _refresh_cache(app)
+    _refresh_pool(app)
+    _refresh_writer(app)
+    exported = app.exporter.exported
+    metrics.exports_running.set(exported.running)
+    metrics.totals(metrics.exports, {"whole": exported.whole, "cut": exported.cut})
+    metrics.total(metrics.export_rows, exported.rows)
+    metrics.total(metrics.export_bytes, exported.sent_bytes)
+    metrics.total(metrics.export_seconds, exported.seconds)
+    done = app.janitor.done
+    metrics.totals(metrics.janitor, {"closed": done.closed, "freed": done.freed, "erased": done.erased})
+    if app.janitor.ended_round_at is not None:
+        metrics.janitor_round.set(app.janitor.ended_round_at)
+
+
+def _refresh_cache(app: Services) -> None:
+    metrics = app.metrics
+    metrics.cache_bytes.set(app.cache.size)
+    metrics.cache_sessions.set(app.cache.sessions)
+    for content, lookups in app.cache.lookups.items():
+        metrics.total(metrics.cache_hits, lookups.hits, content)
+        metrics.total(metrics.cache_misses, lookups.misses, content)
+
+
+def _refresh_pool(app: Services) -> None:
+    metrics, pool = app.metrics, app.pool.counters()
+    for state, count in (("configured", pool.size), ("alive", pool.alive), ("busy", pool.busy)):
+        metrics.pool_workers.labels(state).set(count)
+    metrics.pool_queue.set(pool.waiting)
+    metrics.total(metrics.pool_jobs, pool.jobs)
+    metrics.total(metrics.pool_restarts, pool.crashes)
+
+
+def _refresh_writer(app: Services) -> None:
+    metrics, counters, tally = app.metrics, app.writer.counters, app.writer.tally
+    operations, size = app.writer.waiting
+    metrics.writer_queue.set(operations)
+    metrics.writer_queue_bytes.set(size)
+    metrics.total(metrics.writer_operations, counters.operations)
+    durable = counters.durable_transactions
+    metrics.totals(metrics.writer_transactions, {"yes": durable, "no": counters.transactions - durable})
+    metrics.totals(metrics.events, tally.events)
+    metrics.totals(metrics.abandoned, tally.abandoned)
+    metrics.totals(metrics.tombstones, tally.tombstoned)
+    metrics.total(metrics.chunks_freed, tally.chunks_freed)
+    metrics.total(metrics.turns_rolled_back, tally.rolled_back)
+
+
+class _State(Collector):
+    """Metrics that were made for one scrape."""
+
+    def __init__(self, found: Iterable[Metric]) -> None:
+        self._found = list(found)
+
+    def collect(self) -> list[Metric]:
+        return self._found
+
+
+def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
+    """What there is once, however many processes there are."""
+    kind = "sqlite" if app.database.is_sqlite else "postgresql"
+    yield _gauge(
+        "turnlog_build_info",
+        "This version; always 1.",
+        {(app.exporter.release, platform.python_version(), kind): 1},
+        "version",
+        "python",
+        "database",
+    )
+    yield _gauge("turnlog_database_up", "Did the database answer when it was last asked?", {(): app.counted.is_up})
+    yield from _of_store(figures, app.database.log_file_bytes())
+    yield from _of_engines(app.engines.members.values())
+    fleet = app.fleet.fleet
+    gates = {"fleet": [fleet.gate], "adapter": list(fleet.adapters.values())}
+    shut = {scope: [gate for gate in found if gate.is_shut] for scope, found in gates.items()}
+    yield _gauge("turnlog_gates_shut", "Gates that hold turns back.", {(s,): len(g) for s, g in shut.items()}, "scope")
+    yield _gauge(
+        "turnlog_gate_shut_seconds",
+        "For how long the gate has been shut that was shut first; 0 where none is.",
+        {(scope,): _longest_s(found) for scope, found in shut.items()},
+        "scope",
+    )
+
+
+def _of_store(figures: Figures | None, log_file_bytes: int | None) -> Iterator[Metric]:
+    if figures is not None:
+        by_status = {(status,): count for status, count in figures.sessions.items()}
+        yield _gauge("turnlog_sessions", "Sessions in the store by status.", by_status, "status")
+        yield _gauge("turnlog_open_turns", "Turns that hold a claim, of all processes.", {(): figures.open_turns})
+        yield _gauge("turnlog_database_bytes", "The database without its free space.", {(): figures.bytes})
+    if log_file_bytes is not None:
+        yield _gauge("turnlog_database_wal_bytes", "SQLite's log file.", {(): log_file_bytes})
+
+
+def _of_engines(members: Iterable[Member]) -> Iterator[Metric]:
+    """By health, and each by its base URL: there are as many as an operator has listed."""
+    members = list(members)
+    healths = Counter(member.health for member in members)
+    yield _gauge("turnlog_engines", "Engines by health.", {(name,): healths[name] for name in HEALTHS}, "health")
+    draining = sum(member.is_draining for member in members)
+    yield _gauge("turnlog_engines_draining", "Engines that get no new turns.", {(): draining})
+    alive = {(member.url,): member.health not in ("unknown", "dead") for member in members}
+    yield _gauge("turnlog_engine_up", "Does the engine live?", alive, "engine")
+    versions = {(member.url,): member.weight_version for member in members}
+    numbers = {url: int(version) for url, version in versions.items() if version is not None and is_number(version)}
+    yield _gauge("turnlog_engine_weight_version", "The engine's weights, where they are a number.", numbers, "engine")
+    different = len({version for version in versions.values() if version is not None})
+    yield _gauge("turnlog_weight_versions", "How many different weight versions the engines have.", {(): different})
+
+
+def _longest_s(gates: Iterable[Gate]) -> float:
+    return max((time.time() - gate.since for gate in gates if gate.since is not None), default=0.0)
+
+
+def _gauge(name: str, help_text: str, values: Mapping[Any, float], *labels: str) -> Metric:
+    """`values` by their labels' tuple."""
+    family = GaugeMetricFamily(name, help_text, labels=labels)
+    for of, value in values.items():
+        family.add_metric(of, float(value))
+    return family

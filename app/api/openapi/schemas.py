@@ -1,0 +1,253 @@
+"""The shapes of replies and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel
+
+from app.api.openapi.meanings import ERRORS, REPLY_HEADERS
+from app.domain.fleet import Regression
+from app.errors import AppError, EnginesFailed
+from app.export.feed import Group
+from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.store.groups import Acknowledged
+from app.store.reads import Head
+
+Schema = dict[str, Any]
+
+COMPONENTS = "#/components/schemas/"
+RESPONSES = "#/components/responses/"
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "number"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+BOOLEAN: Schema = {"type": "boolean"}
+ANYTHING: Schema = {"type": "object"}
+BINARY: Schema = {"type": "string", "format": "binary"}
+
+JSON, NDJSON, BYTES = "application/json", "application/x-ndjson", "application/octet-stream"
+EVENTS = "text/event-stream"
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": COMPONENTS + name}
+
+
+def nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def listed(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def record(description: str, optional: Iterable[str] = (), **fields: Schema) -> Schema:
+    """An object; fields that are not optional are always there."""
+    needed = [name for name in fields if name not in set(optional)]
+    return {"type": "object", "description": description, "properties": fields, "required": needed}
+
+
+def lines(line: str) -> Schema:
+    """A JSON object a line."""
+    return {"type": "string", "description": f"One JSON object `{line}` a line.", "x-line": ref(line)}
+
+
+_ERROR = record(
+    "What the OpenAI SDKs read. `code` is stable; `message` holds ids, lengths and limits, never content.",
+    message=TEXT,
+    type=TEXT,
+    code=TEXT,
+    param={"type": "null"},
+)
+
+_TOLD = {"type": "object", "additionalProperties": ref("Told"), "description": "How each engine took the order."}
+
+_BY_HAND: Mapping[str, Schema] = {
+    "Error": record("An error.", error=_ERROR),
+    "EngineError": {**ANYTHING, "description": "The engine's own error, as it came."},
+    "CreatedSession": record(
+        "A session. `base_url` is a path on this server; `token` is there where tokens are on.",
+        optional=["token"],
+        session_id=TEXT,
+        base_url=TEXT,
+        token=TEXT,
+    ),
+    "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
+    "Record": record(
+        "A live turn.",
+        timestamp=NUMBER,
+        request_timestamp=NUMBER,
+        method=TEXT,
+        path=TEXT,
+        status_code={"type": "integer"},
+        request=ANYTHING,
+        response=ANYTHING,
+    ),
+    "SessionRecords": record(
+        "A session's live turns, what is so of it now, and what it was given when it was created.",
+        session_id=TEXT,
+        records=listed(ref("Record")),
+        metadata=ref("SessionMetadata"),
+        session=ref("SessionGiven"),
+    ),
+    "SessionGiven": record(
+        "The fields of `POST /sessions`, with their defaults.",
+        session_id=TEXT,
+        group_id=nullable(TEXT),
+        attempt=nullable(COUNT),
+        metadata=ANYTHING,
+        rollback_window=COUNT,
+        retain=TEXT,
+        history=TEXT,
+        on_divergence=TEXT,
+        on_drift=TEXT,
+        matcher=TEXT,
+        adapter=nullable(TEXT),
+        on_abort=nullable(TEXT),
+        parent_session_id=nullable(TEXT),
+    ),
+    "SessionMetadata": record(
+        "`accumulated_token_ids` are those of the newest turn, prompt and output. With a tokenizer there is "
+        "`tito_session_mismatch`.",
+        optional=["tito_session_mismatch"],
+        accumulated_token_ids=listed({"type": "integer"}),
+        max_trim_tokens=COUNT,
+        status=TEXT,
+        version=COUNT,
+        group_id=nullable(TEXT),
+        attempt=nullable(COUNT),
+        reward=nullable(NUMBER),
+        tito_session_mismatch=nullable(listed(ANYTHING)),
+    ),
+    "Event": {
+        **record("An event of a session's log, and its own fields.", seq=COUNT, type=TEXT, at=NUMBER),
+        "additionalProperties": True,
+    },
+    "Rewarded": record("Which event assigned the reward.", session_id=TEXT, seq=COUNT),
+    "Engine": record(
+        "An engine: what the processes agree on, and how this one finds it.",
+        url=TEXT,
+        state={"enum": ["serving", "draining"]},
+        source={"enum": ["settings", "admin"]},
+        health={"enum": ["unknown", "healthy", "busy", "paused", "dead"]},
+        since=nullable(NUMBER),
+        last_error=nullable(TEXT),
+        in_flight=COUNT,
+        dialect=nullable({"enum": ["sglang", "vllm"]}),
+        weight_version=nullable(TEXT),
+        weight_version_regressed=nullable(ref("Regression")),
+        sessions=nullable(TEXT),
+    ),
+    "EngineList": record(
+        "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT
+    ),
+    "AdapterList": record("The adapters that a trainer has spoken of.", adapters=listed(ref("AdapterState"))),
+    "AdapterPaused": {
+        "allOf": [
+            ref("AdapterState"),
+            record("`aborted` are the generations, by rid.", aborted=listed(TEXT), count=COUNT, engines=_TOLD),
+        ]
+    },
+    "FleetTold": {"allOf": [ref("FleetGate"), record("", engines=_TOLD)]},
+    "EnginesFailed": {"allOf": [ref("Error"), record("The gate's state beside the error.", engines=_TOLD)]},
+    "LoraAborted": record("", status=TEXT, aborted=listed(TEXT), count=COUNT),
+    "LoraResumed": record("", status=TEXT),
+    "LoraWaited": record("", paused=BOOLEAN),
+    "Health": record(
+        "Turns in flight, and what the writer and the worker pool have done.",
+        status={"const": "ok"},
+        in_flight=COUNT,
+        writer={"type": "object", "additionalProperties": COUNT},
+        pool={"type": "object", "additionalProperties": COUNT},
+    ),
+    "Readiness": record(
+        "`checks` says what is missing; `read_only`, why a process that has just started cannot write; `warnings`, "
+        "what the settings leave open.",
+        status={"enum": ["ready", "not_ready"]},
+        checks=record("", database=BOOLEAN, writable=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
+        read_only=nullable(TEXT),
+        warnings=listed(TEXT),
+    ),
+    "Row": {
+        **ANYTHING,
+        "description": "A training row in the shape that was asked for: docs/export.md.",
+    },
+    "HandedOut": record(
+        "A group with its rows; with `explain`, also objects of `group_id` and `excluded` for groups that wait.",
+        group_id=TEXT,
+        attempts=listed(ANYTHING),
+        lease_until=NUMBER,
+        handed_out=COUNT,
+        statistics=nullable(ref("Statistics")),
+        staleness=nullable({"type": "integer"}),
+        staleness_unknown=nullable(TEXT),
+        rows=listed(ref("Row")),
+        excluded=listed(ANYTHING),
+    ),
+    "SignedIn": record("", signed_in=BOOLEAN),
+}
+
+
+def _generated() -> dict[str, Schema]:
+    """Those of the types that replies are made of."""
+    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression)
+    found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
+    return found
+
+
+def of_model(model: type[BaseModel], into: dict[str, Schema]) -> Schema:
+    """The schema of a request's body, put among the components."""
+    schema = model.model_json_schema(ref_template=COMPONENTS + "{model}")
+    into.update(schema.pop("$defs", {}))
+    into[model.__name__] = schema
+    return ref(model.__name__)
+
+
+def components() -> dict[str, Schema]:
+    return {**_generated(), **_BY_HAND}
+
+
+def error_replies(
+    errors: Iterable[type[AppError]], into: dict[str, Schema], *, engines_too: bool = False
+) -> dict[str, Schema]:
+    """The replies by status, which are put among the components.
+
+    `engines_too`: an engine's own error may come with the same status, and with any other.
+    """
+    by_status: dict[int, dict[str, type[AppError]]] = {}
+    for error in errors:
+        by_status.setdefault(error.status, {})[error.code] = error
+    replies = {}
+    for status, by_code in sorted(by_status.items()):
+        name = "_or_".join([*sorted(by_code), *(["engine_error"] if engines_too else [])])
+        into[name] = _error_reply(by_code, engines_too)
+        replies[str(status)] = {"$ref": RESPONSES + name}
+    if engines_too:
+        into["engine_error"] = _ENGINES_OWN
+        replies["default"] = {"$ref": RESPONSES + "engine_error"}
+    return replies
+
+
+_ENGINES_OWN: Schema = {
+    "description": "The engine's own error, with its status and body.",
+    "content": {"*/*": {"schema": {}}},
+}
+
+
+def _error_reply(by_code: Mapping[str, type[AppError]], engines_too: bool) -> Schema:
+    narrowed: Schema = {"properties": {"error": {"properties": {"code": {"enum": sorted(by_code)}}}}}
+    named = "EnginesFailed" if EnginesFailed.code in by_code else "Error"
+    schema: Schema = {"allOf": [ref(named), narrowed]}
+    headers = {name: header(name) for kind in by_code.values() for name in kind("").headers() if name in REPLY_HEADERS}
+    return {
+        "description": "; ".join(f"`{code}`: {ERRORS[code]}" for code in sorted(by_code)),
+        **({"headers": headers} if headers else {}),
+        "content": {JSON: {"schema": {"anyOf": [schema, ref("EngineError")]} if engines_too else schema}},
+    }
+
+
+def header(name: str) -> Schema:
+    return {"description": REPLY_HEADERS[name], "schema": TEXT}

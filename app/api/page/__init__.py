@@ -1,0 +1,1 @@
+"""The web page: its routes, its files, and what it shows."""

@@ -1,0 +1,174 @@
+"""What the whole service does at the moment, in numbers, for the page's head."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from app.fleet.pauses import AdapterState, FleetGate, Pauses
+from app.sessions.session_list import SessionList
+from app.store import heads_view, reads, survey_lists
+from app.store.engine import Database
+from app.store.heads_view import Counts
+from app.turn.stages import RecentTurns
+
+GOOD_FOR_S = 0.9
+"""How long an overview is given again: everybody who looks shares one a second."""
+
+SHARE = 20
+"""What takes long is done again after so many times as long: counting a million sessions a second would cost a core."""
+
+ACTIVE_S = 60.0
+"""A session is active while its last turn is no older."""
+
+
+class SessionCounts(msgspec.Struct, frozen=True):
+    """`claimed`, `gated` (in this process) and `idle` add up to `open`, but for sessions that are two of them.
+
+    `active`: opened or committed a turn within a minute. `counted_at`: when the statuses were counted.
+    """
+
+    open: int
+    closed: int
+    erased: int
+    claimed: int
+    gated: int
+    idle: int
+    active: int
+    counted_at: float
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Milliseconds; null where no turn was committed within the minute."""
+
+    p50: float | None
+    p99: float | None
+
+
+class DatabaseSize(msgspec.Struct, frozen=True):
+    bytes: int
+    wal_bytes: int | None
+    kind: Literal["sqlite", "postgresql"]
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """Times are epoch seconds. `scope` is what turns, percentiles and errors are of, `weight_version` the newest.
+
+    `read_only` says why this process, which has just started, takes no turns; null where it does.
+    """
+
+    at: float
+    sessions: SessionCounts
+    turns_per_s: float
+    overhead_ms: Percentiles
+    engine_ms: Percentiles
+    errors: Mapping[str, int]
+    errors_total: Mapping[str, int]
+    weight_version: int | None
+    gate: FleetGate
+    adapters: list[AdapterState]
+    database: DatabaseSize
+    read_only: str | None
+    scope: str
+
+
+class _Counted(msgspec.Struct, frozen=True):
+    counts: Counts
+    bytes: int
+    at: float
+    again_at: float
+
+
+class Overviews:
+    """`recent` says what the last minute of turns was like, `read_only` why no turn is taken.
+
+    `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        sessions: SessionList,
+        pauses: Pauses,
+        recent: Callable[[], RecentTurns],
+        read_only: Callable[[], str | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._sessions = sessions
+        self._pauses = pauses
+        self._recent = recent
+        self._read_only = read_only
+        self._clock = clock
+        self._looking = asyncio.Lock()
+        self._made: tuple[float, Overview] | None = None
+        self._counted: _Counted | None = None
+
+    async def now(self) -> Overview:
+        """At most a second old. Raises StoreUnavailable."""
+        async with self._looking:
+            moment = time.monotonic()
+            if self._made is None or moment - self._made[0] > GOOD_FOR_S:
+                self._made = moment, await self._look()
+            return self._made[1]
+
+    async def _look(self) -> Overview:
+        at = self._clock()
+        counted = await self._count(at)
+        claims, newest = await self._database.read(
+            lambda connection: (
+                heads_view.claims(connection, at - ACTIVE_S),
+                self._sessions.newest_version(connection),
+            ),
+            or_else=lambda connection: (
+                survey_lists.claims(connection, at - ACTIVE_S),
+                self._sessions.newest_version_of_each(connection),
+            ),
+        )
+        held = self._sessions.held()
+        unclaimed = sum(not has_claim for has_claim in held.values())
+        recent = self._recent()
+        return Overview(
+            at=at,
+            sessions=SessionCounts(
+                open=counted.counts.open,
+                closed=counted.counts.closed,
+                erased=counted.counts.erased,
+                claimed=claims.all,
+                gated=len(held),
+                idle=max(0, counted.counts.open - claims.all - unclaimed),
+                active=counted.counts.changed + claims.newly_active,
+                counted_at=counted.at,
+            ),
+            turns_per_s=recent.turns_per_s,
+            overhead_ms=Percentiles(recent.overhead_p50_ms, recent.overhead_p99_ms),
+            engine_ms=Percentiles(recent.engine_p50_ms, recent.engine_p99_ms),
+            errors=recent.errors,
+            errors_total=recent.errors_total,
+            weight_version=newest,
+            gate=await self._pauses.fleet(),
+            adapters=await self._pauses.adapters(),
+            database=DatabaseSize(
+                counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
+            ),
+            read_only=self._read_only(),
+            scope="this process",
+        )
+
+    async def _count(self, at: float) -> _Counted:
+        """The statuses and the size, as they are or as they were a moment ago."""
+        began = time.monotonic()
+        if self._counted is None or began >= self._counted.again_at:
+            counts = await self._database.read(
+                partial(heads_view.counts, since=at - ACTIVE_S),
+                or_else=partial(survey_lists.counts, since=at - ACTIVE_S),
+            )
+            size = await self._database.read(reads.database_bytes)
+            ended = time.monotonic()
+            self._counted = _Counted(counts, size, at, ended + SHARE * (ended - began))
+        return self._counted

@@ -1,0 +1,62 @@
+"""What the web page is made from: one reader a view. Nothing here writes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from app.api.page.conversation import Conversations
+from app.api.page.group_list import GroupList
+from app.api.page.overview import Overviews
+from app.api.page.session_view import SessionViews
+from app.api.page.token_view import TokenViews
+from app.api.page.watch import Watch
+from app.export.preview import Previews
+from app.fleet.engines import Engines
+from app.fleet.pauses import Pauses
+from app.sessions.session_list import SessionList
+from app.store.engine import Database
+from app.turn.stages import RecentTurns
+from app.turn.token_in import TokenIn
+from app.turn.turns import Turns
+
+
+class Page(NamedTuple):
+    sessions: SessionList
+    overviews: Overviews
+    watch: Watch
+    views: SessionViews
+    conversations: Conversations
+    tokens: TokenViews
+    groups: GroupList
+    previews: Previews
+
+
+def page_of(
+    *,
+    database: Database,
+    turns: Turns,
+    engines: Engines,
+    pauses: Pauses,
+    token_in: TokenIn,
+    recent: Callable[[], RecentTurns],
+    read_only: Callable[[], str | None],
+    release: str,
+) -> Page:
+    """`recent` says what the last minute of turns was like, `read_only` why none is taken; `release` is this one."""
+
+    def engine_versions() -> list[str | None]:
+        return [member.weight_version for member in engines.members.values()]
+
+    sessions = SessionList(database, turns.held, engine_versions, time.time)
+    return Page(
+        sessions=sessions,
+        overviews=Overviews(database, sessions, pauses, recent, read_only, time.time),
+        watch=Watch(database, sessions),
+        views=SessionViews(database, turns.held),
+        conversations=Conversations(database),
+        tokens=TokenViews(database, token_in.prompts),
+        groups=GroupList(database),
+        previews=Previews(database, release),
+    )

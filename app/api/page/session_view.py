@@ -1,0 +1,301 @@
+"""A session for people: its turns with their times, what failed, what was rolled back, as of any event."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import (
+    Recorded,
+    RolledBack,
+    TurnAbandoned,
+    TurnCommitted,
+    TurnOpened,
+    TurnRejected,
+    VersionSpan,
+)
+from app.domain.session import Reward, Session
+from app.errors import SessionUnreadable
+from app.sessions.past import INLINE, SessionAt, past
+from app.sessions.session_list import Held, State
+from app.store import reads
+from app.store.engine import Database
+from workers.codec import CorruptContent
+
+
+class Stages(msgspec.Struct, frozen=True):
+    """Milliseconds in each stage; see `events.Timing`."""
+
+    gate: float
+    claim: float
+    prepare: float
+    engine: float
+    validate: float
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) came from one generation of this engine."""
+
+    engine: str
+    start: int
+    end: int
+
+
+class PayloadView(msgspec.Struct, frozen=True):
+    kind: str
+    rows: int
+    tombstoned: bool
+
+
+class TurnView(msgspec.Struct, frozen=True):
+    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all before it."""
+
+    turn: int
+    parent: int
+    segment: int
+    segment_cause: str | None
+    live: bool
+    opened_at: float | None
+    committed_at: float
+    seq: int
+    fence: int
+    engine: str
+    dialect: str
+    protocol: str
+    adapter: str | None
+    finish_reason: str | None
+    timing: Stages | None
+    prompt_tokens: int
+    base_tokens: int
+    suffix_tokens: int
+    output_tokens: int
+    cached_tokens: int | None
+    trimmed: int
+    messages: int
+    weight_versions: Sequence[VersionSpan]
+    dispatched: str | None
+    parts: Sequence[Part]
+    payloads: Sequence[PayloadView]
+    discarded_by: int | None
+
+
+class FailedTurn(msgspec.Struct, frozen=True):
+    """A turn that came to nothing. Of a refused reply so many of its bytes are kept, unless freed since."""
+
+    turn: int
+    fence: int
+    opened_at: float | None
+    ended_at: float
+    reason: str
+    status: int | None
+    detail: str | None
+    kind: Literal["rejected", "abandoned"]
+    reply_bytes: int | None = None
+    kept_bytes: int | None = None
+
+
+class OpenTurnView(msgspec.Struct, frozen=True):
+    turn: int
+    parent: int
+    fence: int
+    incarnation: int
+    adapter: str | None
+    opened_at: float
+
+
+class Rollback(msgspec.Struct, frozen=True):
+    seq: int
+    at: float
+    to_turn: int
+    discarded: Sequence[int]
+
+
+class RewardView(msgspec.Struct, frozen=True):
+    reward: float
+    components: Mapping[str, float]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What of the session cannot be shown, and why."""
+
+    part: str
+    message: str
+
+
+class SessionView(msgspec.Struct, frozen=True):
+    """The state after event `seq` of `last_seq`. Times are seconds since the epoch."""
+
+    session_id: str
+    seq: int
+    last_seq: int
+    status: str
+    state: State
+    erased: bool
+    config: Mapping[str, Any]
+    metadata: msgspec.Raw | None
+    created_at: float
+    closed_at: float | None
+    reward: RewardView | None
+    turn_rewards: Mapping[str, RewardView]
+    affinity: Mapping[str, Any] | None
+    open_turn: OpenTurnView | None
+    turns: Sequence[TurnView]
+    failed: Sequence[FailedTurn]
+    rollbacks: Sequence[Rollback]
+    problems: Sequence[Problem]
+
+
+class SessionViews:
+    """`held` are the turns that wait at gates."""
+
+    def __init__(self, database: Database, held: Held) -> None:
+        self._database = database
+        self._held = held
+
+    async def at(self, session_id: str, seq: int | None) -> SessionView:
+        """After event `seq`, None: the last. Raises as `past`."""
+        found = await past(self._database, session_id, seq)
+        problems = [] if found.damage is None else [Problem("log", found.damage)]
+        metadata = await self._metadata(found.session, problems)
+        is_held = found.session.version == found.last_seq and session_id in self._held()
+        if len(found.events) <= INLINE:
+            return _view(found, metadata, problems, is_held=is_held)
+        return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
+
+    async def _metadata(self, session: Session, problems: list[Problem]) -> msgspec.Raw | None:
+        """None where there is none, or none any more."""
+        blob = session.metadata
+        if blob is None or session.status == "erased":
+            return None
+        try:
+            found = await self._database.read(
+                lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
+            )
+        except (CorruptContent, SessionUnreadable) as error:
+            problems.append(Problem("metadata", str(error)))
+            return None
+        return msgspec.Raw(found[blob.number])
+
+
+def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Problem], *, is_held: bool) -> SessionView:
+    session = found.session
+    discarded_by = {
+        turn: recorded.seq
+        for recorded in found.events
+        if isinstance(recorded.event, RolledBack)
+        for turn in recorded.event.discarded
+    }
+    return SessionView(
+        session_id=session.session_id,
+        seq=session.version,
+        last_seq=found.last_seq,
+        status=session.status,
+        state=_state(session, is_held),
+        erased=session.status == "erased",
+        config=msgspec.structs.asdict(session.config),
+        metadata=metadata,
+        created_at=session.created_at,
+        closed_at=session.closed_at,
+        reward=None if session.reward is None else _reward(session.reward),
+        turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
+        affinity=None if session.affinity is None else msgspec.structs.asdict(session.affinity),
+        open_turn=_open_turn(found),
+        turns=[
+            _turn(found, recorded, recorded.event, discarded_by)
+            for recorded in found.events
+            if isinstance(recorded.event, TurnCommitted)
+        ],
+        failed=[
+            _failed(found, recorded, recorded.event)
+            for recorded in found.events
+            if isinstance(recorded.event, TurnRejected | TurnAbandoned)
+        ],
+        rollbacks=[
+            Rollback(recorded.seq, recorded.at, recorded.event.to_turn, recorded.event.discarded)
+            for recorded in found.events
+            if isinstance(recorded.event, RolledBack)
+        ],
+        problems=problems,
+    )
+
+
+def _state(session: Session, is_held: bool) -> State:
+    if session.status != "open":
+        return session.status
+    if is_held:
+        return "gated"
+    return "idle" if session.open_turn is None else "claimed"
+
+
+def _reward(reward: Reward) -> RewardView:
+    return RewardView(reward.reward, reward.components)
+
+
+def _opened_at(found: SessionAt, fence: int) -> float | None:
+    """When the claim of this fence was taken."""
+    opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
+    return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
+
+
+def _open_turn(found: SessionAt) -> OpenTurnView | None:
+    held = found.session.open_turn
+    if held is None:
+        return None
+    opened_at = found.events[held.fence - 1].at
+    return OpenTurnView(held.turn, held.parent, held.fence, held.incarnation, held.adapter, opened_at)
+
+
+def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
+    readable = {payload.kind for payload in found.session.payloads.get(event.turn, ())}
+    return TurnView(
+        turn=event.turn,
+        parent=event.parent,
+        segment=event.segment,
+        segment_cause=event.segment_cause,
+        live=event.turn not in discarded_by,
+        opened_at=_opened_at(found, event.fence),
+        committed_at=recorded.at,
+        seq=recorded.seq,
+        fence=event.fence,
+        engine=event.engine,
+        dialect=event.dialect,
+        protocol=event.protocol,
+        adapter=event.adapter,
+        finish_reason=event.finish_reason,
+        timing=None
+        if event.timing is None
+        else Stages(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
+        prompt_tokens=event.base_tokens + event.suffix_tokens,
+        base_tokens=event.base_tokens,
+        suffix_tokens=event.suffix_tokens,
+        output_tokens=event.output_tokens,
+        cached_tokens=event.cached_tokens,
+        trimmed=event.trimmed,
+        messages=event.base_messages + event.new_messages + 1,
+        weight_versions=event.weight_versions,
+        dispatched=event.dispatched,
+        parts=[Part(part.engine, part.start, part.end) for part in event.parts],
+        payloads=[PayloadView(ref.kind, ref.stop - ref.start, ref.kind not in readable) for ref in event.payloads],
+        discarded_by=discarded_by.get(event.turn),
+    )
+
+
+def _failed(found: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
+    opened_at = _opened_at(found, event.fence)
+    if isinstance(event, TurnAbandoned):
+        return FailedTurn(event.turn, event.fence, opened_at, recorded.at, event.reason, None, None, "abandoned")
+    return FailedTurn(
+        turn=event.turn,
+        fence=event.fence,
+        opened_at=opened_at,
+        ended_at=recorded.at,
+        reason=event.reason,
+        status=event.status,
+        detail=event.detail,
+        kind="rejected",
+        reply_bytes=event.reply_bytes,
+        kept_bytes=event.kept_bytes,
+    )

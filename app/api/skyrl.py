@@ -1,0 +1,66 @@
+"""SkyRL's routes of pausing a LoRA, as its trainer and its forwarding client call them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from app.api.fleet import LEASE_S, MAX_NAME, reported
+from app.api.sessions import NO_NUL, read_model
+from app.api.state import services, whole_body
+
+router = APIRouter(prefix="/skyrl/v1")
+
+MAX_WAIT_S = 3600
+
+
+class Lora(BaseModel):
+    """Fields that SkyRL may add are not ours to refuse."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, strict=True)
+
+
+class LoraWait(Lora):
+    timeout_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, strict=True)] = 60.0
+
+
+@router.post("/abort_lora_requests")
+async def abort_lora_requests(request: Request) -> JSONResponse:
+    """As `POST /adapters/{name}/pause`."""
+    wish = read_model(await whole_body(request), Lora)
+    swept = await services(request).pauses.pause_adapter(wish.lora_name, LEASE_S)
+    body = {"status": "ok", "aborted": swept.aborted, "count": len(swept.aborted)}
+    if all(told.ok for told in swept.engines.values()):
+        return JSONResponse(body)
+    return reported({**body, "status": "failed", "paused": True}, swept.engines)
+
+
+@router.post("/resume_lora_requests")
+async def resume_lora_requests(request: Request) -> dict[str, Any]:
+    """As `POST /adapters/{name}/resume`."""
+    wish = read_model(await whole_body(request), Lora)
+    await services(request).pauses.resume_adapter(wish.lora_name, None)
+    return {"status": "ok"}
+
+
+@router.post("/wait_lora_unpaused")
+async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
+    """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
+    wish = read_model(await whole_body(request), LoraWait)
+    opening = asyncio.ensure_future(services(request).gates.opens(wish.lora_name, wish.timeout_s))
+    going = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((opening, going), return_when=asyncio.FIRST_COMPLETED)
+        return {"paused": not (opening.done() and opening.result())}
+    finally:
+        opening.cancel()
+        going.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue

@@ -1,0 +1,155 @@
+"""What takes turns in one API process, put together once for all: for `app.main`, and for the simulation.
+
+What the simulation replaces comes from outside: the database, the clock, the client of engines, the pool, and how a
+process is known to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from app.fleet.engine_pool import EnginePool
+from app.fleet.engines import Engines
+from app.fleet.gates import Gates
+from app.fleet.pauses import Pauses
+from app.fleet.state import POLL_S, FleetState
+from app.sessions.cache import SessionCache
+from app.sessions.followers import Followers
+from app.sessions.janitor import Janitor
+from app.sessions.lifecycle import Clock, Sessions
+from app.sessions.recovery import BEATS_PER_LEASE, Recovery
+from app.settings import Settings
+from app.store.ports import Database
+from app.store.writer import Writer
+from app.turn.claims import Claims
+from app.turn.session_control import SessionControls
+from app.turn.token_in import TokenIn
+from app.turn.turns import Turns
+from app.turn.validation import ReplyValidator, Workers
+from app.upstream.client import EngineClient
+from app.upstream.control import EngineControl
+from app.upstream.sessions import EngineSessions
+
+if TYPE_CHECKING:
+    from app.tito.prompts import Prompts
+
+DRAIN_S = 10.0
+"""How long a stopping process waits for turns whose client has gone already."""
+
+
+class Assembly:
+    """In this order: `open`, `start`, `registered` once the store knows the process, `drain`, `stop`.
+
+    `clock` gives seconds since the epoch; `incarnation` this process to the store, and raises while it is none;
+    `lease_left` says of another what `Recovery.lease_left` does, which it is by default; `prompts` come with a
+    tokenizer. A process looks at the fleet's log every `poll_s` seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        client: EngineClient,
+        pool: Workers,
+        settings: Settings,
+        clock: Clock,
+        incarnation: Callable[[], int],
+        lease_left: Callable[[int], Awaitable[float | None]] | None = None,
+        prompts: Prompts | None = None,
+        poll_s: float = POLL_S,
+    ) -> None:
+        self.writer = writer = Writer(database)
+        self.cache = cache = SessionCache(database, writer, settings.cache_bytes)
+        self.followers = Followers()
+        # With SQLite the file's lock alone decides who is alive.
+        lease_s = math.inf if database.is_sqlite else settings.lease_s
+        beat_s = settings.lease_s / BEATS_PER_LEASE
+        self._recovery = recovery = Recovery(database, writer, incarnation, lease_s, beat_s, clock)
+        self._claims = Claims(
+            cache=cache,
+            writer=writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=recovery.lease_to_judge_by,
+            lease_left=lease_left or recovery.lease_left,
+        )
+        self.token_in = TokenIn(cache, prompts)
+        self.fleet = FleetState(database, writer, poll_s)
+        self.engines = Engines(client, settings.placement, settings.upstream_api_key)
+        self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
+        self.gates = Gates(self.fleet)
+        self.pauses = Pauses(
+            fleet=self.fleet,
+            gates=self.gates,
+            engines=self.engines,
+            control=EngineControl(client, settings.upstream_dialect, settings.upstream_api_key),
+            database=database,
+        )
+        self._controls = SessionControls(
+            database=database,
+            writer=writer,
+            cache=cache,
+            engines=self.engines,
+            calls=EngineSessions(client, settings.upstream_api_key),
+            settings=settings,
+            incarnation=incarnation,
+            lease_s=recovery.lease_to_judge_by,
+        )
+        self.turns = Turns(
+            cache=cache,
+            claims=self._claims,
+            writer=writer,
+            engines=self.engines,
+            fleet=self.fleet,
+            gates=self.gates,
+            judge=ReplyValidator(pool, settings),
+            token_in=self.token_in,
+            controls=self._controls,
+            settings=settings,
+            clock=clock,
+        )
+        self.sessions = Sessions(database, writer, cache, self.followers, clock)
+        self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self._controls.session_closed)
+        self.janitor = Janitor(database, writer, self.sessions, settings, clock)
+
+    async def open(self) -> None:
+        """Write and read, but take no turns yet. Raises AppError where the fleet's log cannot be read."""
+        self.writer.start()
+        await self.fleet.start()
+
+    def start(self) -> None:
+        """Do what is due by itself."""
+        self.janitor.start()
+        self.pauses.start()
+
+    def registered(self) -> None:
+        """The store knows this process: it may take over from dead ones."""
+        self._recovery.start()
+        self._controls.start()
+
+    async def drain(self) -> None:
+        """Let the turns in flight end, for a while, and tell engines what is due to them."""
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self._controls.stop)
+            ends.push_async_callback(self.turns.drain, DRAIN_S)
+            ends.push_async_callback(self.janitor.stop)
+
+    async def stop(self) -> None:
+        """Also of one that was never opened. Whoever is used ends after those who use it."""
+        async with AsyncExitStack() as ends:
+            for end in (
+                self._recovery.stop,
+                self.writer.stop,
+                self.cache.close,
+                self._claims.close,
+                self.fleet.stop,
+                self.engine_pool.stop,
+                self.pauses.stop,
+            ):
+                ends.push_async_callback(end)
+            ends.callback(self.token_in.close)

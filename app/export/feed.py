@@ -1,0 +1,340 @@
+"""The training feed: complete groups, leased to a consumer, until it acknowledges them.
+
+    complete ──▶ leased to a consumer ──ack──▶ consumed, for good
+        ▲               │
+        └── lease ends ─┘   (or a session was created in the group, and it is not complete any more)
+
+A group is complete once each of its rollouts is closed and rewarded; erased ones do not count. A rollout is a root
+session and those of its agents and children, all of which are handed out with it. Leases and
+acknowledgements are on disk before the reply leaves, so what a consumer did not acknowledge comes again, and
+nothing else does:
+
+- A consumer that asks again, after a crash too, first gets what it has not acknowledged, then new groups, oldest
+  completion first. With `new_only` it gets what nobody holds, itself included: to prefetch, or to share one name
+  among several askers.
+- When a lease ends, whoever asks first gets the group. The earlier consumer's acknowledgement counts until then.
+- An acknowledgement is final: sessions created in the group and rewards changed afterwards do not bring it back.
+- A session created in a leased group ends the lease. The group is handed out anew once it is complete, unless it
+  has been acknowledged meanwhile; `handed_out` tells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from app.domain.events import UnknownEvent
+from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
+from app.domain.samples import Truncate
+from app.errors import NotFound
+from app.export.query import ExportQuery
+from app.export.row import Fields
+from app.lazy_import import loaded
+from app.sessions.groups import settle_groups
+from app.store import group_reads, survey
+from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
+from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
+from app.store.ports import Database, Writer
+from app.store.reads import EventRow, decode_events
+from app.store.unreadable import Unreadable
+
+ACKS_AT_ONCE = 200
+"""Groups acknowledged in one transaction."""
+
+GROUPS_AT_ONCE = 16
+"""Groups whose logs are read at a time to tell their age."""
+
+SESSIONS_AT_ONCE = 16
+"""Sessions of a group whose rows are read at a time."""
+
+PAGE = 500
+"""Waiting groups listed at a time."""
+
+
+class RowSource(Protocol):
+    """Where the training rows of sessions come from: the exporter."""
+
+    async def rows(self, session_ids: Sequence[str], wish: ExportQuery) -> list[Fields]:
+        """The sessions' rows as they are now; what is left out is a row with `formats.EXCLUDED`."""
+        ...
+
+
+class FeedQuery(msgspec.Struct, frozen=True):
+    """Up to `size` groups for `consumer`, for `lease_s` seconds.
+
+    `attempts`: only groups that have had so many sessions. `max_staleness`: only groups whose oldest sampled token
+    is at most so many weight versions behind `weight_version`, by default the newest in the store. `explain`: say
+    also of each other group that waits why it was not given. `shape`, `max_seq_len` and `truncate` are as in an export.
+    """
+
+    consumer: str
+    size: int
+    lease_s: float
+    attempts: int = 1
+    max_staleness: int | None = None
+    weight_version: int | None = None
+    new_only: bool = False
+    explain: bool = False
+    shape: str = "turnlog"
+    max_seq_len: int | None = None
+    truncate: Truncate = "turn"
+
+
+class _Given(msgspec.Struct, frozen=True):
+    group: Candidate
+    lease: Leased
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """A group as it is handed out, but for its rows and for what of it is left out.
+
+    `staleness` is null where no weight version of the group, or of the store, is a number; `staleness_unknown`
+    says so then.
+    """
+
+    group_id: str
+    attempts: list[Any]
+    lease_until: float
+    handed_out: int
+    statistics: Statistics | None
+    staleness: int | None
+    staleness_unknown: str | None
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A group's rollouts, and the statistics of the rewards that they have so far; null where they have none.
+
+    `complete`: each rollout that has not been erased is closed and rewarded.
+    """
+
+    group_id: str
+    attempts: Sequence[Attempt]
+    statistics: Statistics | None
+    complete: bool
+
+
+class Feed:
+    """`rows` makes the rows of the sessions that are handed out."""
+
+    def __init__(self, database: Database, writer: Writer, rows: RowSource) -> None:
+        self._database = database
+        self._writer = writer
+        self._rows = rows
+        self._leasing = asyncio.Lock()
+
+    async def hand_out(self, ask: FeedQuery) -> AsyncIterator[bytes]:
+        """Lease, and then give a line of JSON for each group. Raises InvalidRequest for a shape that there is not."""
+        await loaded("app.export.formats")
+        from app.export import formats
+
+        formats.require("ndjson", ask.shape)
+        # Askers of one process would only take the same groups away from each other.
+        async with self._leasing:
+            await settle_groups(self._database, self._writer)
+            current = ask.weight_version
+            if current is None:
+                current = await self._database.read(group_reads.newest_version, or_else=survey.newest_version)
+            given = await self._lease(ask, current)
+        return self._lines(ask, current, given)
+
+    async def group(self, group_id: str) -> Group:
+        """A group as it is now. Raises NotFound where no session has the id."""
+        every = await self._attempts(group_id)
+        if not every:
+            raise NotFound("no session has this group_id")
+        there = [one for one in every if one.status != "erased"]
+        rewards = [one.reward for one in there if one.reward is not None]
+        complete = bool(there) and all(one.finished for one in there)
+        return Group(group_id, every, statistics(rewards) if rewards else None, complete)
+
+    async def _attempts(self, group_id: str) -> list[Attempt]:
+        return await self._database.read(
+            partial(group_reads.attempts_of, group_id=group_id), or_else=partial(survey.attempts_of, group_id=group_id)
+        )
+
+    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
+        """What the consumer is done with. Idempotent."""
+        every = Acknowledged([], [], [], [])
+        distinct = sorted(set(group_ids))
+        for at in range(0, len(distinct), ACKS_AT_ONCE):
+            part = await self._writer.submit(Acknowledge(consumer, distinct[at : at + ACKS_AT_ONCE]))
+            every.acknowledged.extend(part.acknowledged)
+            every.already.extend(part.already)
+            every.not_leased.extend(part.not_leased)
+            every.unknown.extend(part.unknown)
+        return every
+
+    async def _lease(self, ask: FeedQuery, current: int | None) -> list[_Given]:
+        oldest = None if ask.max_staleness is None or current is None else current - ask.max_staleness
+        given: list[_Given] = []
+        for held_by in (None,) if ask.new_only else (ask.consumer, None):
+            after = (-1.0, "")
+            while len(given) < ask.size:
+                page = await self._database.read(
+                    partial(
+                        group_reads.candidates,
+                        held_by=held_by,
+                        attempts=ask.attempts,
+                        oldest=oldest,
+                        after=after,
+                        limit=ask.size - len(given),
+                    )
+                )
+                if not page:
+                    break
+                after = page[-1].place
+                given += await self._take(ask, page, oldest)
+        return given
+
+    async def _take(self, ask: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_Given]:
+        """Those of a page that are young enough and that nobody else has taken meanwhile."""
+        young: list[Candidate] = []
+        stale: list[Candidate] = []
+        for one in await self._measured(page):
+            age = one.oldest_version
+            (stale if oldest is not None and age is not None and age < oldest else young).append(one)
+        if stale:
+            await self._writer.submit(Measure(stale))
+        if not young:
+            return []
+        leased = await self._writer.submit(Lease(ask.consumer, ask.lease_s, not ask.new_only, young))
+        by_id = {lease.group_id: lease for lease in leased}
+        return [_Given(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
+
+    async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
+        """Each with the oldest version among its sessions, which being closed have it for good."""
+        unknown = [one.group_id for one in page if not one.measured]
+        ages: dict[str, int | None] = {}
+        for at in range(0, len(unknown), GROUPS_AT_ONCE):
+            part = unknown[at : at + GROUPS_AT_ONCE]
+            logs = await self._database.read(
+                partial(group_reads.turn_events, group_ids=part),
+                or_else=partial(survey.turn_events, group_ids=part),
+            )
+            ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
+        return [
+            one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])
+            for one in page
+        ]
+
+    async def _lines(self, ask: FeedQuery, current: int | None, given: Sequence[_Given]) -> AsyncIterator[bytes]:
+        for one in given:
+            async for piece in self._line(ask, current, one):
+                yield piece
+        if ask.explain:
+            async for line in self._left_out(ask, current, {one.group.group_id for one in given}):
+                yield line
+
+    async def _line(self, ask: FeedQuery, current: int | None, given: _Given) -> AsyncIterator[bytes]:
+        """A group's line in pieces: its rows are made a few sessions at a time."""
+        group_id = given.group.group_id
+        every = await self._attempts(group_id)
+        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
+        roots = list(rewards)
+        of_agents = await self._database.read(
+            partial(group_reads.of_agents, root_ids=roots), or_else=partial(survey.of_agents, root_ids=roots)
+        )
+        behind = staleness(current, given.group.oldest_version)
+        line = _Line(
+            group_id=group_id,
+            attempts=[_attempt(one) for one in every if one.session_id in rewards],
+            lease_until=given.lease.lease_until,
+            handed_out=given.lease.handed_out,
+            statistics=statistics(list(rewards.values())) if rewards else None,
+            staleness=behind,
+            staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
+        )
+        excluded: list[dict[str, Any]] = [
+            {"session_id": one.session_id, "reason": "erased" if one.status == "erased" else "not closed and rewarded"}
+            for one in every
+            if one.session_id not in rewards
+        ]
+        yield msgspec.json.encode(line)[:-1] + b',"rows":['
+        separator = b""
+        wish = ExportQuery(
+            explain=True, max_seq_len=ask.max_seq_len, truncate=ask.truncate, shape=ask.shape, advantage="grpo"
+        )
+        all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
+        for part in _parts(all_sessions, ask.shape):
+            found = await self._rows.rows(part, wish)
+            made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)
+            for row in made:
+                yield separator + row
+                separator = b","
+            # A turn that was rolled back is no part of the group that a trainer would miss.
+            excluded += [one for one in left_out if ask.explain or "turn" not in one]
+        yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
+
+    async def _left_out(self, ask: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
+        """Of each other group that has not been acknowledged, why it was not given."""
+        after = ""
+        while page := await self._database.read(partial(group_reads.waiting, after=after, limit=PAGE)):
+            for group in page:
+                if group.group_id not in given:
+                    reason = _why_not(group, ask, current)
+                    yield msgspec.json.encode({"group_id": group.group_id, "excluded": reason}) + b"\n"
+            after = page[-1].group_id
+
+
+def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
+    """Each group's oldest version, less the sessions that cannot be read. Runs on a thread."""
+    return {group_id: min(_oldest_versions(of_group, unreadable), default=None) for group_id, of_group in logs.items()}
+
+
+def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
+    for session_id, rows in logs.items():
+        try:
+            version = oldest_version(recorded.event for recorded in decode_events(rows))
+        except UnknownEvent as error:
+            unreadable.tell(session_id, error)
+            continue
+        if version is not None:
+            yield version
+
+
+def _attempt(one: Attempt) -> dict[str, Any]:
+    return {"session_id": one.session_id, "attempt": one.attempt, "reward": one.reward}
+
+
+def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
+    """The sessions in parts that can be in memory at once; a shape of whole groups finds the others by the first."""
+    from app.export import formats
+
+    if formats.takes_groups(shape):
+        return [session_ids[:1]]
+    return [session_ids[at : at + SESSIONS_AT_ONCE] for at in range(0, len(session_ids), SESSIONS_AT_ONCE)]
+
+
+def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict[str, Any]]]:
+    """Each row's JSON, and what is left out. Runs on a thread."""
+    made: list[bytes] = []
+    left_out: list[dict[str, Any]] = []
+    from app.export import formats
+
+    with contextlib.closing(formats.open_writer("ndjson", shape, explain=False)) as writer:
+        for row in rows:
+            if formats.EXCLUDED in row:
+                named = {name: row[name] for name in ("session_id", "segment", "turn") if row.get(name) is not None}
+                left_out.append({**named, "reason": row[formats.EXCLUDED]})
+            else:
+                made.append(b"".join(writer.write([row])).rstrip(b"\n"))
+    return made, left_out
+
+
+def _why_not(group: Waiting, ask: FeedQuery, current: int | None) -> str:
+    if group.completed_at is None:
+        if not group.sessions:
+            return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
+        return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
+    if group.sessions + group.erased < ask.attempts:
+        return f"incomplete: {group.sessions + group.erased} of {ask.attempts} attempts"
+    if group.is_leased and (ask.new_only or group.consumer != ask.consumer):
+        return f"leased to {group.consumer}"
+    behind = staleness(current, group.oldest_version) if group.measured else None
+    stale = None if behind is None or ask.max_staleness is None else too_stale(behind, ask.max_staleness)
+    return stale or f"beyond size: {ask.size} groups were given"

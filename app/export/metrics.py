@@ -1,0 +1,40 @@
+"""How much one process has exported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+
+class ExportMetrics(msgspec.Struct):
+    """Exports that run, that ended by themselves (`whole`), and whose reader left or that failed (`cut`).
+
+    `rows` and `sent_bytes` are of all of them, `seconds` of those that have ended.
+    """
+
+    running: int = 0
+    whole: int = 0
+    cut: int = 0
+    rows: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+
+    async def counted(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """The same pieces, from the first that is asked for until they are closed."""
+        clock = asyncio.get_running_loop().time
+        began, is_whole = clock(), False
+        self.running += 1
+        try:
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    self.sent_bytes += len(piece)
+                    yield piece
+            is_whole = True
+        finally:
+            self.running -= 1
+            self.whole += is_whole
+            self.cut += not is_whole
+            self.seconds += clock() - began

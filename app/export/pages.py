@@ -1,0 +1,244 @@
+"""What an export reads next: sessions in the order of their last change, or whole groups of them.
+
+A place is looked up before any content is read: which sessions its row is made of, and their advantages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from app.domain.events import EXPORTED
+from app.domain.groups import grpo
+from app.store import bulk, reads, survey
+from app.store.broken import BrokenRow
+from app.store.bulk import Head, Stored
+from app.store.engine import Database
+from app.store.reads import Connection, Position
+
+PAGE = 64
+"""Places looked up at a time."""
+
+PART_TURNS = 256
+"""Turns read at a time, if they are of more than one place."""
+
+REPLAY_SESSIONS = 2
+"""Sessions read at a time with replay payloads, which are larger than all else."""
+
+GROUPS_KEPT = 256
+"""Groups that are remembered during an export: a group's sessions mostly end close together."""
+
+
+class ExportPage(msgspec.Struct, frozen=True):
+    """A session's turn in an export, or its group's: the sessions that are read for it, of about so many turns."""
+
+    session_id: str
+    at: Position
+    members: Sequence[str]
+    turns: int
+    is_group: bool
+    advantages: Mapping[str, float]
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """Where each session's last exported event stands; sessions without one are left out.
+
+    So are those without a turn of a rollout that has turns elsewhere: it is whole without them. `advantages` are those
+    of rollouts, by their roots; `rollouts` tell the root of each session.
+    """
+
+    ends: Mapping[str, Position]
+    last: Position
+    turns: int
+    advantages: Mapping[str, float]
+    rollouts: Mapping[str, str]
+
+    def has_rows_of(self, rollout: str) -> bool:
+        return any(self.rollouts[session_id] == rollout for session_id in self.ends)
+
+    def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
+        """A rollout has one, which is that of all its sessions."""
+        rollouts = ((one, self.rollouts.get(one, one)) for one in session_ids)
+        return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
+
+
+class _Known(msgspec.Struct, frozen=True):
+    """All sessions where a damaged page is in the way of asking for some: `ids` are also those without a head."""
+
+    heads: Mapping[str, Head]
+    ids: Sequence[str]
+
+    def in_group(self, group_id: str) -> list[Head]:
+        return [head for head in self.heads.values() if head.group_id == group_id]
+
+    def of_group(self, group_id: str | None) -> Sequence[str]:
+        """None: of any. A session of which nobody knows the group is of each."""
+        if group_id is None:
+            return self.ids
+        return [one for one in self.ids if one not in self.heads or self.heads[one].group_id == group_id]
+
+
+class ExportPages:
+    """The places up to `high`. `grouped`: a row is made of a whole group; `advantages` are wanted of each session.
+
+    A group stands at the place of its last session, also if that has been erased since.
+    """
+
+    def __init__(self, database: Database, high: Position, *, grouped: bool, advantages: bool, replay: bool) -> None:
+        self._database = database
+        self._high = high
+        self._grouped = grouped
+        self._advantages = advantages
+        self._replay = replay
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._known: _Known | None = None
+        self._order: list[tuple[str, Position]] | None = None
+
+    async def following(
+        self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
+    ) -> tuple[list[list[ExportPage]], Position | None]:
+        """The next places, in parts that can be in memory at once, and the last one looked at; None: there is none."""
+        asked_for = session_id is not None
+
+        def read(connection: Connection) -> tuple[list[ExportPage], Position | None]:
+            changed = reads.changed_sessions(
+                connection,
+                after=after,
+                upto=self._high,
+                limit=PAGE,
+                session_id=session_id,
+                group_id=group_id,
+                types=types,
+            )
+            if not _in_order([after, *(place for _, place in changed)]):
+                raise BrokenRow("places out of order")
+            heads = bulk.heads(connection, [one for one, _ in changed])
+            return self._places(connection, heads, changed, asked_for)
+
+        def around_damage(connection: Connection) -> tuple[list[ExportPage], Position | None]:
+            known = self._surveyed(connection)
+            if self._order is None:
+                ids = [session_id] if session_id is not None else known.of_group(group_id)
+                places = survey.last_places(connection, ids, self._high, types)
+                self._order = sorted(places.items(), key=lambda one: one[1])
+            at = bisect_right(self._order, after, key=lambda one: one[1])
+            return self._places(connection, known.heads, self._order[at : at + PAGE], asked_for)
+
+        if self._order is not None or after > self._high:
+            places, last = await self._database.read(around_damage)
+        else:
+            places, last = await self._database.read(read, or_else=around_damage)
+        return self._parts(places), last
+
+    async def of(self, session_ids: Sequence[str]) -> list[ExportPage]:
+        """The places of these sessions, each with its group if rows are made of groups."""
+
+        def read(connection: Connection) -> list[ExportPage]:
+            return found(connection, bulk.heads(connection, session_ids))
+
+        def around_damage(connection: Connection) -> list[ExportPage]:
+            known = self._surveyed(connection)
+            return found(connection, {one: known.heads.get(one, Head(one, None, 0)) for one in session_ids})
+
+        def found(connection: Connection, heads: Mapping[str, Head]) -> list[ExportPage]:
+            there = [(one, reads.END) for one in session_ids if one in heads]
+            return self._places(connection, heads, there, True)[0]
+
+        return await self._database.read(read, or_else=around_damage)
+
+    async def read(self, part: Sequence[ExportPage]) -> dict[str, Stored]:
+        """Everything that is stored of the sessions of these places: nothing of one whose head is gone."""
+        every = sorted({member for place in part for member in place.members})
+        found = await self._database.read(
+            lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay),
+            one_moment=True,
+            or_else=lambda connection: bulk.read_each(connection, every, self._high, replay=self._replay),
+        )
+        return {one: found.get(one) or Stored(one, "", None, [], {}, {}, {}) for one in every}
+
+    def _places(
+        self,
+        connection: Connection,
+        heads: Mapping[str, Head],
+        changed: Sequence[tuple[str, Position]],
+        asked_for: bool,
+    ) -> tuple[list[ExportPage], Position | None]:
+        known = ((heads.get(one, Head(one, None, 0)), at) for one, at in changed)
+        found = [self._place(connection, head, at, asked_for) for head, at in known]
+        return [place for place in found if place is not None], changed[-1][1] if changed else None
+
+    def _surveyed(self, connection: Connection) -> _Known:
+        """The heads of all sessions, once there is no other way to know those of a group."""
+        if self._known is None:
+            found = survey.all_heads(connection)
+            heads = {
+                row.session_id: Head(row.session_id, found.counted_in(row), row.turns, found.root_of(row))
+                for row in found.rows.values()
+            }
+            self._known = _Known(heads, sorted([*heads, *found.lost]))
+            self._groups.clear()
+        return self._known
+
+    def _place(self, connection: Connection, head: Head, at: Position, asked_for: bool) -> ExportPage | None:
+        """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""
+        alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
+        if head.group_id is None or not (self._grouped or self._advantages):
+            return alone
+        group = self._group(connection, head.group_id)
+        if not self._grouped:
+            return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
+        if head.session_id not in group.ends and not (asked_for and group.has_rows_of(head.rollout)):
+            return msgspec.structs.replace(alone, is_group=False)
+        if group.last > at and not asked_for:
+            return None
+        members = sorted(group.ends)
+        return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members))
+
+    def _group(self, connection: Connection, group_id: str) -> _Group:
+        known = self._groups.get(group_id)
+        if known is None:
+            known = self._groups[group_id] = self._looked_up(connection, group_id)
+            if len(self._groups) > GROUPS_KEPT:
+                self._groups.popitem(last=False)
+        return known
+
+    def _looked_up(self, connection: Connection, group_id: str) -> _Group:
+        if self._known is None:
+            found, rewards = bulk.group_members(connection, group_id), bulk.rewards
+        else:
+            found, rewards = self._known.in_group(group_id), bulk.rewards_of_each
+        roots = [member.session_id for member in found if member.root_id is None]
+        taken = {member.rollout for member in found if member.turns}
+        members = [member for member in found if member.turns or member.rollout not in taken]
+        every = [member.session_id for member in members]
+        ends: Mapping[str, Position] = {}
+        if self._grouped:
+            last_places = bulk.last_places if self._known is None else survey.last_places
+            ends = last_places(connection, every, self._high, EXPORTED)
+        return _Group(
+            ends=ends,
+            last=max(ends.values(), default=Position(0, 0)),
+            turns=sum(member.turns for member in members),
+            advantages=grpo(rewards(connection, roots, self._high)) if self._advantages else {},
+            rollouts={member.session_id: member.rollout for member in found},
+        )
+
+    def _parts(self, places: Sequence[ExportPage]) -> list[list[ExportPage]]:
+        parts: list[list[ExportPage]] = []
+        turns = sessions = 0
+        for place in places:
+            turns, sessions = turns + place.turns, sessions + len(place.members)
+            if not parts or turns > PART_TURNS or (self._replay and sessions > REPLAY_SESSIONS):
+                parts.append([])
+                turns, sessions = place.turns, len(place.members)
+            parts[-1].append(place)
+        return parts
+
+
+def _in_order(places: Sequence[Position]) -> bool:
+    """The database takes an index's word for it; that of a damaged one may lead in circles."""
+    return all(before < place for before, place in pairwise(places))

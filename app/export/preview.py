@@ -1,0 +1,125 @@
+"""What an export would hold, and why it would leave the rest out, without its rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+import msgspec
+
+from app.export.exporter import Exporter, ExportQuery
+from app.export.formats import EXCLUDED
+from app.export.row import Fields
+from app.store.engine import Database
+
+MAX_SESSIONS = 2_000
+MAX_S = 2.0
+"""A preview ends here and says so: the rest is another call's."""
+
+MAX_REASONS = 200
+OTHER = "other reasons"
+
+EXAMPLES = 20
+
+
+class Example(msgspec.Struct, frozen=True):
+    """A row that is not in the export, and the reason in full."""
+
+    session_id: str
+    segment: int | None
+    turn: int | None
+    detail: str
+
+
+class Missing(msgspec.Struct):
+    """Rows that are not in the export for one reason."""
+
+    reason: str
+    count: int = 0
+    examples: list[Example] = []
+
+
+class Preview(msgspec.Struct, frozen=True):
+    """Of `scanned` sessions: the rows that the export would have, of how many sessions, with how many tokens.
+
+    `complete` says that these are all; else `cursor` goes on behind them.
+    """
+
+    rows: int
+    sessions: int
+    tokens: int
+    sampled_tokens: int
+    missing: Sequence[Missing]
+    scanned: int
+    complete: bool
+    cursor: str | None
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.rows = self.tokens = self.sampled_tokens = 0
+        self.given: set[str] = set()
+        self.scanned: set[str] = set()
+        self.cursor: str | None = None
+        self._missing: dict[str, Missing] = {}
+
+    @property
+    def missing(self) -> list[Missing]:
+        """The most frequent reason first."""
+        return sorted(self._missing.values(), key=lambda one: -one.count)
+
+    def add(self, row: Fields) -> None:
+        fields = cast(Mapping[str, Any], row)
+        self.cursor = fields["cursor"]
+        if EXCLUDED in fields:
+            self._leave_out(fields)
+            return
+        self.rows += 1
+        self.tokens += fields["tokens"]
+        self.sampled_tokens += fields["sampled_tokens"]
+        self.given.update(fields["sessions"])
+        self.scanned.update(fields["sessions"])
+
+    def _leave_out(self, fields: Mapping[str, Any]) -> None:
+        """Reasons name what they are, then a colon and the case: they are counted by the former."""
+        self.scanned.add(fields["session_id"])
+        detail: str = fields[EXCLUDED]
+        reason = detail.partition(": ")[0]
+        if reason not in self._missing and len(self._missing) >= MAX_REASONS:
+            reason = OTHER
+        missing = self._missing.setdefault(reason, Missing(reason))
+        missing.count += 1
+        if len(missing.examples) < EXAMPLES:
+            missing.examples.append(Example(fields["session_id"], fields["segment"], fields["turn"], detail))
+
+
+class Previews:
+    """`release` is this version's."""
+
+    def __init__(self, database: Database, release: str) -> None:
+        self._exporter = Exporter(database, release, counts_only=True)
+
+    async def of(self, wish: ExportQuery, cursor: str | None) -> Preview:
+        """Raises as `Exporter.start`."""
+        wish = msgspec.structs.replace(wish, explain=True, replay=False, limit=None)
+        tally, complete = _Tally(), True
+        until = time.monotonic() + MAX_S
+        async with aclosing(await self._exporter.pages(wish, cursor)) as pages:
+            async for rows in pages:
+                for row in rows:
+                    tally.add(row)
+                if len(tally.scanned) >= MAX_SESSIONS or time.monotonic() >= until:
+                    complete = False
+                    break
+        return Preview(
+            rows=tally.rows,
+            sessions=len(tally.given),
+            tokens=tally.tokens,
+            sampled_tokens=tally.sampled_tokens,
+            missing=tally.missing,
+            scanned=len(tally.scanned),
+            complete=complete,
+            cursor=None if complete else tally.cursor,
+        )

@@ -1,0 +1,212 @@
+"""From what is stored of a session to the rows that a shape is made of; plain work, for a thread.
+
+Content is unpacked when a shape looks at it: a trainer that reads tokens alone does not pay for conversations.
+Its hash is checked against the log's in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar, overload
+
+import msgspec
+
+from app.domain.events import Protocol, TurnCommitted, UnknownEvent
+from app.domain.groups import Root
+from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
+from app.domain.samples import sample as made
+from app.domain.session import Session, fold
+from app.export.row import Routing, Row, Source, TurnContent
+from app.sessions import replay_payloads as replay
+from app.store.bulk import Stored
+from app.store.reads import decode_events
+from workers import codec
+from workers.codec import CorruptContent, Facts, Messages
+from workers.parse import REPLAY
+
+T = TypeVar("T", covariant=True)
+
+
+class Lazy(Sequence[T]):
+    """A sequence that is made when it is first looked at."""
+
+    def __init__(self, make: Callable[[], Sequence[T]]) -> None:
+        self._make = make
+        self._made: Sequence[T] | None = None
+
+    def _items(self) -> Sequence[T]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        return self._items()[index]
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A session folded as of the place up to which its events were read; `times` are when each turn was committed.
+
+    `root` is that of its rollout, None for the root itself.
+    """
+
+    session: Session
+    events: dict[int, TurnCommitted]
+    times: dict[int, float]
+    root: Root | None = None
+
+    @property
+    def groups(self) -> set[str | None]:
+        """What its rows name, and the one that counts its rollout."""
+        own = self.session.config.group_id
+        if self.root is None or not self.root.exists:
+            return {own}
+        return {own or self.root.group_id, self.root.group_id}
+
+
+def known(stored: Stored) -> Known:
+    """Raises UnknownEvent, CorruptContent."""
+    if stored.damage is not None:
+        raise CorruptContent(stored.damage)
+    log = decode_events(stored.events)
+    session = fold(stored.session_id, log)
+    if session is None:
+        raise UnknownEvent("the log is empty")
+    committed = [(recorded.at, recorded.event) for recorded in log if isinstance(recorded.event, TurnCommitted)]
+    events = {event.turn: event for _, event in committed}
+    return Known(session, events, {event.turn: at for at, event in committed}, stored.root)
+
+
+class SessionRows:
+    """A session's live segments, and a row of each. `release` is this version's, for provenance.
+
+    `segments` are those of which something fits; samples are made one at a time, because a segment for each turn,
+    each with its whole prompt, is much more than the session. Raises CorruptContent.
+    """
+
+    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, truncate: Truncate, release: str) -> None:
+        self._stored = stored
+        self._known = found
+        self._release = release
+        self._saids: dict[int, Messages] = {}
+        self._shared: dict[int, bytes] = {}
+        self.session = found.session
+        content = {number: self._tokens(number) for number in found.session.path}
+        self.segments = segments(found.session, content, max_seq_len, truncate)
+        self.live_segments = sorted({self.session.turn(number).segment for number in self.session.path})
+        self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
+
+    def row(self, segment: Segment, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
+        """`routing`: with replay payloads. Raises CorruptContent, Inconsistent."""
+        sample = made(segment)
+        return Row(
+            session=self.session,
+            sample=sample,
+            turns=Lazy(lambda: [self._turn(span.turn) for span in sample.turns]),
+            messages=Lazy(lambda: self._conversation(sample)),
+            metadata=self._metadata,
+            source=self._source(sample),
+            cursor=cursor,
+            is_last=segment.number == self.live_segments[-1],
+            routing=dict(self._routing(sample)) if routing else {},
+            advantage=advantage,
+            replay=routing,
+            root=self._known.root,
+        )
+
+    def _tokens(self, number: int) -> TurnTokens:
+        """A turn's facts, if its content is what the log says. Raises CorruptContent."""
+        event = self._known.events[number]
+        facts, wire = self._stored.frames.get(number, (None, None))
+        if facts is None or wire is None:
+            raise CorruptContent(f"turn {number}: the content is not there")
+        if codec.content_hash(facts, wire) != event.content_hash:
+            raise CorruptContent(f"turn {number}: the content's hash is not the log's")
+        found = codec.unpack(facts, Facts)
+        return TurnTokens(event, found.suffix_ids, found.output_ids, found.logprobs)
+
+    def _said(self, number: int) -> Messages:
+        if number not in self._saids:
+            self._saids[number] = codec.unpack_messages(self._stored.frames[number][1])
+        return self._saids[number]
+
+    def _blob(self, number: int) -> bytes:
+        if number not in self._shared:
+            self._shared[number] = codec.decompress(self._stored.blobs.get(number))
+        return self._shared[number]
+
+    def _turn(self, number: int) -> TurnContent:
+        event = self._known.events[number]
+        messages = self._messages(number)
+        return TurnContent(
+            event=event,
+            at=self._known.times[number],
+            messages=messages[:-1],
+            message=messages[-1],
+            params=self._blob(event.params),
+            tools=None if event.tools is None else self._blob(event.tools),
+        )
+
+    def _conversation(self, sample: Sample) -> list[bytes]:
+        """The messages at the end of a segment, as they were sent and answered."""
+        chain = self.session.message_chain(sample.turns[-1].turn)
+        return [message for turn in chain for message in self._messages(turn.number)]
+
+    def _messages(self, number: int) -> list[bytes]:
+        return as_messages(self._known.events[number].protocol, self._said(number))
+
+    def _source(self, sample: Sample) -> Source:
+        events = [self._known.events[span.turn] for span in sample.turns]
+        return Source(
+            engines=sorted({engine for event in events for engine in _engines(event)}),
+            dialects=sorted({event.dialect for event in events}),
+            created_at=self.session.created_at,
+            committed_at=self._known.times[events[-1].turn],
+            turnlog_version=self._release,
+        )
+
+    def _routing(self, sample: Sample) -> Iterator[tuple[str, Routing | None]]:
+        """The sample's rows: those of the newest turn of its segment that has any, up to the sample's end.
+
+        Raises CorruptContent.
+        """
+        for kind in REPLAY:
+            events = (self._known.events[span.turn] for span in sample.turns)
+            if any(ref.kind == kind for event in events for ref in event.payloads):
+                yield kind, _routing(self.session, sample, kind, self._stored.chunks)
+
+
+def as_messages(protocol: Protocol, said: Messages) -> list[bytes]:
+    """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
+    if protocol == "chat":
+        return [*said.messages, said.message]
+    prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
+    return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
+
+
+def _engines(event: TurnCommitted) -> Sequence[str]:
+    """Those that had a part in a turn."""
+    return [part.engine for part in event.parts] or [event.engine]
+
+
+def _routing(
+    session: Session, sample: Sample, kind: str, chunks: Mapping[tuple[int, int], bytes | None]
+) -> Routing | None:
+    """None where the payloads have been tombstoned, since the export's moment perhaps."""
+    in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
+    payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
+    payload = next((payload for payload in payloads if payload.kind == kind), None)
+    if payload is None:
+        return None
+    stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
+    needed = [chunk for chunk in payload.chunks if chunk.start < stop]
+    if any((chunk.fence, chunk.number) not in chunks for chunk in needed):
+        return None
+    rows = replay.rows_of(payload, chunks, payload.start, stop)
+    return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

@@ -1,0 +1,131 @@
+"""One session's samples, as a rollout driver asks for them, and what is said of a session beside its records."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from app.domain.events import UnknownEvent
+from app.domain.samples import Inconsistent
+from app.domain.session import Session
+from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.export.rows import Known, SessionRows, known
+from app.sessions import transcript
+from app.sessions.cache import CacheEntry, SessionCache
+from app.store import bulk, reads
+from app.store.bulk import Stored
+from app.turn.token_in import TokenIn
+from workers.codec import CorruptContent
+
+
+class Samples:
+    """`release` is this version's, for provenance."""
+
+    def __init__(self, cache: SessionCache, token_in: TokenIn, release: str) -> None:
+        self._cache = cache
+        self._token_in = token_in
+        self._release = release
+
+    async def safetensors(self, live: CacheEntry, max_seq_len: int | None) -> bytes:
+        """The samples of all live segments in the miles wire shape. Raises SessionUnreadable."""
+        session_id = live.session.session_id
+        stored = await self._cache.database.read(
+            lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True),
+            session_id=session_id,
+        )
+        if session_id not in stored:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        try:
+            found = await asyncio.to_thread(known, stored[session_id])
+            metadata = await self.metadata(live, found.session)
+            return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, metadata)
+        except (UnknownEvent, CorruptContent, Inconsistent) as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+    def _body(self, stored: Stored, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
+        made = SessionRows(stored, found, max_seq_len, "token", self._release)
+        rows = [made.row(segment, "", routing=True) for segment in made.segments]
+        reason = None if rows else "no_records" if not made.session.path else "all_truncated"
+        prompts = self._token_in.prompts
+        responses = (
+            None
+            if prompts is None
+            else [prompts.decode(row.sample.tokens[row.sample.prompt_length :].tolist()) for row in rows]
+        )
+        from app.export.shapes import miles
+
+        return miles.samples_body(rows, metadata, reason, responses)
+
+    async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
+        """What `GET /sessions/{id}` says of `session` beside its records; `live` may have moved on meanwhile.
+
+        Raises SessionUnreadable.
+        """
+        prompts, leaf = self._token_in.prompts, session.leaf
+        ids = b"" if leaf is None else await transcript.token_ids(self._cache.database, session, leaf.number)
+        tokens = memoryview(ids).cast("i").tolist()
+        found: dict[str, Any] = {
+            "accumulated_token_ids": tokens,
+            "max_trim_tokens": 0 if prompts is None else prompts.max_trim_tokens,
+            **summary(session),
+        }
+        if prompts is not None:
+            found["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
+        return found
+
+    async def given(self, session: Session) -> dict[str, Any]:
+        """What the session was given when it was created, by the fields of `POST /sessions`, with their defaults.
+
+        Raises SessionUnreadable.
+        """
+        blob, metadata = session.metadata, msgspec.Raw(b"{}")
+        if blob is not None:
+            try:
+                found = await self._cache.database.read(
+                    lambda connection: reads.load_blobs(connection, session.session_id, [blob.number])
+                )
+            except CorruptContent as error:
+                raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
+            metadata = msgspec.Raw(found[blob.number])
+        config = session.config
+        return {
+            "session_id": session.session_id,
+            "group_id": config.group_id,
+            "attempt": config.attempt,
+            "metadata": metadata,
+            "rollback_window": config.rollback_window,
+            "retain": config.retain,
+            "history": config.history,
+            "on_divergence": config.on_divergence,
+            "on_drift": config.on_drift,
+            "matcher": config.matcher,
+            "adapter": config.adapter,
+            "on_abort": config.on_abort,
+            "parent_session_id": config.parent,
+        }
+
+    async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:
+        """Where the accumulated tokens differ from the template's rendering of the messages.
+
+        None where there is no such rendering: no turn, a completion, messages that the template refuses.
+        """
+        leaf = session.leaf
+        if leaf is None or leaf.protocol != "chat":
+            return None
+        messages = msgspec.json.decode(b"[" + await self._cache.messages(live, leaf.number) + b"]")
+        try:
+            return await self._token_in.mismatch(session, leaf, tokens, messages)
+        except InvalidRequest:
+            return None
+
+
+def summary(session: Session) -> dict[str, Any]:
+    return {
+        "status": session.status,
+        "version": session.version,
+        "group_id": session.config.group_id,
+        "attempt": session.config.attempt,
+        "reward": session.reward.reward if session.reward else None,
+    }

@@ -1,0 +1,1 @@
+"""Rows as trainers read them: one file a trainer."""

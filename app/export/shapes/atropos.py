@@ -1,0 +1,67 @@
+"""Atropos' row: a whole group as one `ScoredDataGroup`, the body of `POST /scored_data` (atroposlib 0.4).
+
+`masks` are labels: the token's id where it was sampled, else −100. A masked logprob is 1.0, which no real one is.
+`overrides` holds a map for each sequence, where Atropos' trainer looks for the temperature. Atropos drops columns that
+it does not know, so the rows' identity stands in columns beside its own, a list each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from app.export.columns import Columns
+from app.export.row import Fields, Row, Unfit
+from app.export.shapes.temperature import temperatures
+
+MASKED = -100
+"""The label that cross entropy ignores in PyTorch."""
+
+COLUMNS: Columns = {
+    "tokens": "[[int32]]",
+    "masks": "[[int32]]",
+    "inference_logprobs": "[[float64]]",
+    "scores": "[float64]",
+    "advantages": "[[float64]]",
+    "overrides": "json",
+    "group_id": "text",
+    "session_ids": "[text]",
+    "segments": "[int64]",
+    "attempts": "json",
+    "statuses": "[text]",
+    "cursor": "text",
+}
+
+
+def group_fields(rows: Sequence[Row]) -> Fields:
+    """All rows of a group, in order. A session of several segments has a sequence, with its score, for each;
+    one without a sampled token stays, because its score counts.
+
+    `advantages` is None where the export asks for none; Atropos' trainer then makes them from `scores`.
+    Raises Unfit where one of the rows has no reward: a group is normalised as a whole.
+    """
+    scores = [row.reward for row in rows if row.reward is not None]
+    if len(scores) < len(rows):
+        raise Unfit(f"no reward for {len(rows) - len(scores)} of the group's {len(rows)} rows")
+    advantages = [np.where(row.sample.loss_mask, row.advantage, 0.0) for row in rows if row.advantage is not None]
+    return {
+        "tokens": [row.sample.tokens for row in rows],
+        "masks": [np.where(row.sample.loss_mask, row.sample.tokens, MASKED) for row in rows],
+        "inference_logprobs": [np.where(row.sample.loss_mask, row.sample.logprobs, 1.0) for row in rows],
+        "scores": np.array(scores),
+        "advantages": advantages if len(advantages) == len(rows) else None,
+        "overrides": [_override(row) for row in rows],
+        "group_id": rows[0].counted_in,
+        "session_ids": [row.session.session_id for row in rows],
+        "segments": [row.sample.segment for row in rows],
+        "attempts": [row.session.config.attempt for row in rows],
+        "statuses": [row.sample.status for row in rows],
+        "cursor": rows[-1].cursor,
+    }
+
+
+def _override(row: Row) -> dict[str, float]:
+    """Atropos has one temperature a sequence: the turns', where they agree."""
+    found = set(temperatures(row))
+    return {"temperature": found.pop()} if len(found) == 1 else {}

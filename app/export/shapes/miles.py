@@ -1,0 +1,111 @@
+"""miles' row, which is slime's with `indexer_topk` and the adapter, and the body of `POST /sessions/{id}/samples`.
+
+The latter is safetensors: tensors are `<field>.<i>` for sample i; the rest is JSON in `_samples_meta`. miles' driver
+(`decode_samples_and_merge_input_sample`) refuses another dtype, a tensor that no sample names, and a sample without
+`nulls`: the tensor fields that it does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+
+import msgspec
+import numpy as np
+
+from app.domain.samples import Array
+from app.export import jsontext
+from app.export.columns import Columns
+from app.export.containers.safetensors import Spool, TensorFile
+from app.export.row import Fields, Row, Value
+from app.export.shapes import identity, routing, slime
+
+COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
+
+META = "_samples_meta"
+"""The tensor (uint8) with the JSON of what is no array."""
+
+
+def fields(row: Row) -> Fields:
+    """Raises Unfit."""
+    row = _with_last_status(row)
+    positions, missing = routing.whole(row, "indexer_topk")
+    return {
+        **slime.shaped(row, {"indexer_topk_missing": missing}),
+        "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
+        "adapter": row.adapter,
+    }
+
+
+def _with_last_status(row: Row) -> Row:
+    """miles' merge of a session's turns keeps the status of the last one."""
+    sample = row.sample
+    return msgspec.structs.replace(row, sample=msgspec.structs.replace(sample, status=sample.last_status))
+
+
+class _Message(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+def samples_body(
+    rows: Sequence[Row],
+    session_metadata: Mapping[str, Value],
+    empty_reason: str | None,
+    responses: Sequence[str] | None = None,
+) -> bytes:
+    """`empty_reason`, where there are no rows: `no_records` or `all_truncated`; else None.
+
+    `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
+    line after the other, stands in their place, without what came between them.
+    """
+    with closing(TensorFile()) as file, closing(Spool()) as meta:
+        samples = []
+        for index, row in enumerate(map(_with_last_status, rows)):
+            tensors, missing = _tensors(row)
+            for name, array in tensors.items():
+                if array is not None:
+                    file.add(f"{name}.{index}", array)
+            response = _text(row) if responses is None else responses[index]
+            nulls = [name for name, array in tensors.items() if array is None]
+            samples.append(_sample(row, response, nulls, missing))
+        found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
+        meta.add(jsontext.encode(found))
+        return b"".join(file.pieces(META, (meta,)))
+
+
+def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
+    """The sample's tensors, and why one of a payload's is None."""
+    sample, start = row.sample, row.sample.prompt_length
+    experts, experts_missing = routing.whole(row, "routed_experts")
+    positions, positions_missing = routing.whole(row, "indexer_topk")
+    return {
+        "tokens": sample.tokens.astype(np.int64),
+        "loss_mask": sample.loss_mask[start:],
+        "rollout_log_probs": sample.logprobs[start:],
+        "rollout_routed_experts": None if experts is None else experts.astype(np.int32),
+        "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
+    }, {"routed_experts_missing": experts_missing, "indexer_topk_missing": positions_missing}
+
+
+def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> Fields:
+    """The driver merges `metadata` into its own sample's, so ours is one key of it."""
+    sample = row.sample
+    ours = {**identity.fields(row), **missing}
+    return {
+        "response": response,
+        "response_length": sample.response_length,
+        "status": sample.status,
+        "weight_versions": slime.weight_versions(sample),
+        "prefix_cache_info": {
+            "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
+            "total_prompt_tokens": sum(span.output_start for span in sample.turns),
+        },
+        "metadata": {"turnlog": {name: value for name, value in ours.items() if value is not None}},
+        "nulls": nulls,
+    }
+
+
+def _text(row: Row) -> str:
+    """A completion's answer is a text rather than a message."""
+    answers = [msgspec.json.decode(turn.message, type=str | _Message) for turn in row.turns]
+    return "\n".join(answer if isinstance(answer, str) else answer.content or "" for answer in answers)

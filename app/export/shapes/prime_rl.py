@@ -1,0 +1,80 @@
+"""prime-rl's row: the fields of its `TrainingSample`, all of the full sequence's length.
+
+prime-rl has a row of experts for each token; the last, which no forward pass has seen, it fills with zeros itself, so
+the same is done here. Its packer joins samples' experts only where their types are equal: all are int16.
+`trace_id` and `branch_index` are its own names for where a sample comes from.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from app.export.columns import Columns
+from app.export.row import Fields, Row, Unfit, Value
+from app.export.shapes import identity, routing
+from app.export.shapes.temperature import temperatures
+
+ENV_NAME = "turnlog"
+"""For sessions whose metadata name no environment as `env_name`."""
+
+COLUMNS: Columns = {
+    "token_ids": "[int32]",
+    "mask": "[bool]",
+    "logprobs": "[float64]",
+    "temperatures": "[float64]",
+    "advantages": "[float64]",
+    "env_name": "text",
+    "routed_experts": {"data": "bytes", "shape": "[int64]", "dtype": "text"},
+    "routed_experts_missing": "text",
+    "trace_id": "text",
+    "branch_index": "int64",
+    "reward": "float64",
+    **identity.COLUMNS,
+}
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    env_name: object = None
+
+
+def fields(row: Row) -> Fields:
+    """`temperatures` are those of the turn that a token belongs to, prompt or output.
+
+    `advantages` is None where the export asks for none, which prime-rl's packer refuses for a sample that has sampled
+    tokens; 0.0 where not sampled. Raises Unfit.
+    """
+    sample = row.sample
+    if sample.response_length == 0:
+        raise Unfit("no token was sampled")
+    lengths = [span.end - span.start for span in sample.turns]
+    experts, missing = _experts(row)
+    return {
+        "token_ids": sample.tokens,
+        "mask": sample.loss_mask.astype(bool),
+        "logprobs": sample.logprobs,
+        "temperatures": np.repeat(np.array(temperatures(row)), lengths),
+        "advantages": None if row.advantage is None else np.where(sample.loss_mask, row.advantage, 0.0),
+        "env_name": _env_name(row.metadata),
+        "routed_experts": experts,
+        "routed_experts_missing": missing,
+        "trace_id": row.session.session_id,
+        "branch_index": sample.segment,
+        "reward": row.reward,
+        **identity.fields(row),
+    }
+
+
+def _env_name(metadata: bytes | None) -> str:
+    named = msgspec.json.decode(metadata, type=_Metadata).env_name if metadata else None
+    return named if isinstance(named, str) and named else ENV_NAME
+
+
+def _experts(row: Row) -> tuple[Value, str | None]:
+    """Bytes of int16 [T, layers, top_k], or why there are none."""
+    ids, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
+    if ids is None:
+        return None, missing
+    padded = np.zeros((len(row.sample.tokens), *ids.shape[1:]), np.int16)
+    padded[:-1] = ids
+    return {"data": padded.tobytes(), "shape": list(padded.shape), "dtype": "int16"}, None

@@ -1,0 +1,71 @@
+"""SkyRL's row: an item of each column of its `GeneratorOutput` (0.4).
+
+A session's rows follow one another, as step-wise training wants them; `is_last_step` ends them. SkyRL hands
+columns that it does not know on as they are, so the rows' identity stands beside its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.domain.samples import Array
+from app.export.columns import Columns
+from app.export.row import Fields, Row, Unfit
+from app.export.shapes import identity, routing
+from app.export.shapes.slime import rollout_number, weight_versions
+
+COLUMNS: Columns = {
+    "prompt_token_ids": "[int32]",
+    "response_ids": "[int32]",
+    "loss_masks": "[uint8]",
+    "rollout_logprobs": "[float32]",
+    "rewards": "float64",
+    "stop_reasons": "text",
+    "trajectory_ids": {"instance_id": "text", "repetition_id": "int64"},
+    "is_last_step": "bool",
+    "rollout_expert_indices": "[[[int32]]]",
+    "rollout_expert_indices_missing": "text",
+    "weight_versions": "[text]",
+    "advantage": "float64",
+    **identity.COLUMNS,
+}
+
+STOP_REASONS = {"truncated": "length", "aborted": "abort"}
+
+
+def fields(row: Row) -> Fields:
+    """A trajectory is a session: its group and attempt; without an attempt, a number of its own. Raises Unfit."""
+    session, sample = row.session, row.sample
+    if row.reward is None:
+        raise Unfit("no reward")
+    if sample.response_length == 0:
+        raise Unfit("no token was sampled")
+    experts, missing = routing.whole(row, "routed_experts")
+    start = sample.prompt_length
+    group_id, attempt = row.group_id, session.config.attempt
+    return {
+        "prompt_token_ids": sample.tokens[:start],
+        "response_ids": sample.tokens[start:],
+        "loss_masks": sample.loss_mask[start:],
+        "rollout_logprobs": sample.logprobs[start:].astype(np.float32),
+        "rewards": row.reward,
+        "stop_reasons": STOP_REASONS.get(sample.status, sample.turns[-1].finish_reason or "stop"),
+        "trajectory_ids": {
+            "instance_id": session.session_id if group_id is None else group_id,
+            "repetition_id": rollout_number(session.session_id) if attempt is None else attempt,
+        },
+        "is_last_step": row.is_last,
+        "rollout_expert_indices": None if experts is None else _compact(experts),
+        "rollout_expert_indices_missing": missing,
+        "weight_versions": weight_versions(sample),
+        "advantage": row.advantage,
+        **identity.fields(row),
+    }
+
+
+def _compact(ids: Array) -> Array:
+    """SkyRL takes uint8, int16 and int32, the smallest that holds the ids."""
+    largest = int(ids.max(initial=0))
+    if largest <= np.iinfo(np.uint8).max:
+        return ids.astype(np.uint8, copy=False)
+    return ids.astype(np.int16 if largest <= np.iinfo(np.int16).max else np.int32, copy=False)

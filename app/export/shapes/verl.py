@@ -1,0 +1,58 @@
+"""verl's row: the fields of its `AgentLoopOutput` (0.9), and `uid`, by which verl groups rollouts.
+
+`AgentLoopOutput` ignores a field that it does not know, so `uid` can stand beside its own; what else we know of the row
+stands in `extra_fields`, which verl hands on as columns of its batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from app.export.columns import Columns
+from app.export.row import Fields, Row, Unfit
+from app.export.shapes import identity, routing
+from app.export.shapes.slime import weight_versions
+
+COLUMNS: Columns = {
+    "uid": "text",
+    "prompt_ids": "[int32]",
+    "response_ids": "[int32]",
+    "response_mask": "[uint8]",
+    "response_logprobs": "[float32]",
+    "routed_experts": "[[[int16]]]",
+    "reward_score": "float64",
+    "num_turns": "int64",
+    "metrics": "json",
+    "extra_fields": "json",
+}
+
+
+def fields(row: Row) -> Fields:
+    """`num_turns` counts what went in and what came out of each turn, as verl's own loops do.
+
+    `routed_experts` has a row for each token but the last, from the prompt's first: verl fills up its batch's tail
+    itself, in int16. `metrics` are empty: verl's defaults. `reward_score` is None without a reward. Raises Unfit.
+    """
+    sample = row.sample
+    if sample.response_length == 0:
+        raise Unfit("no token was sampled")
+    experts, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
+    start = sample.prompt_length
+    group_id = row.group_id
+    return {
+        "uid": row.session.session_id if group_id is None else group_id,
+        "prompt_ids": sample.tokens[:start],
+        "response_ids": sample.tokens[start:],
+        "response_mask": sample.loss_mask[start:],
+        "response_logprobs": sample.logprobs[start:].astype(np.float32),
+        "routed_experts": None if experts is None else experts.astype(np.int16),
+        "reward_score": row.reward,
+        "num_turns": 2 * len(sample.turns),
+        "metrics": {},
+        "extra_fields": {
+            **identity.fields(row),
+            "weight_versions": weight_versions(sample),
+            "advantage": row.advantage,
+            "routed_experts_missing": missing,
+        },
+    }

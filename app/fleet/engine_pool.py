@@ -1,0 +1,126 @@
+"""The pool of engines: those that are set and those that operators added, as all processes agree on them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Literal
+
+import msgspec
+
+from app.domain.base_url import fault, plain
+from app.domain.events import is_number
+from app.domain.fleet import EngineListed, Fleet, FleetEvent, Regression, VersionRegressed
+from app.errors import AppError, InvalidRequest, NotFound
+from app.fleet.engines import Engines
+from app.fleet.member import Member, is_lower
+from app.fleet.state import FleetState
+
+log = logging.getLogger("turnlog.fleet")
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """An engine as an operator sees it: what all processes agree on, and how this one finds it."""
+
+    member: Member
+    source: Literal["settings", "admin"]
+    regressed: Regression | None
+
+
+class EnginePool:
+    """Keeps `engines` in step with the fleet's log, which it also tells of weights that fall back."""
+
+    def __init__(self, fleet: FleetState, engines: Engines, upstreams: tuple[str, ...]) -> None:
+        self._fleet = fleet
+        self._engines = engines
+        self._upstreams = upstreams
+        self._telling: dict[str, asyncio.Task[None]] = {}
+        engines.serve(fleet.fleet.members(upstreams))
+        fleet.listen(self._changed)
+        engines.listen(on_fall=self._fell)
+
+    async def stop(self) -> None:
+        telling = list(self._telling.values())
+        for task in telling:
+            task.cancel()
+        await asyncio.gather(*telling, return_exceptions=True)
+
+    def listed(self) -> list[Listed]:
+        return [self._listed(member) for member in self._engines.members.values()]
+
+    def _listed(self, member: Member) -> Listed:
+        """A regression is over where the version is what it was, or higher, or has become a name."""
+        found = self._fleet.fleet.regressed.get(member.url)
+        version = member.weight_version
+        is_over = found is None or (version is not None and not is_lower(version, found.before))
+        source: Literal["settings", "admin"] = "settings" if member.url in self._upstreams else "admin"
+        return Listed(member, source, None if is_over else found)
+
+    async def put(self, url: str, state: Literal["serving", "draining"]) -> Listed:
+        """Add the engine, bring it back or drain it. Raises InvalidRequest, StoreUnavailable, StoreFull."""
+        url = _required(url)
+        wanted = EngineListed(url, state)
+
+        def decide(fleet: Fleet) -> FleetEvent | None:
+            known = fleet.engines.get(url) == wanted and url not in fleet.regressed
+            return None if known else wanted
+
+        await self._fleet.refresh()
+        await self._fleet.append(decide)
+        member = self._engines.members.get(url)
+        if member is None:
+            raise NotFound(f"engine {url} was removed at the same time")
+        return self._listed(member)
+
+    async def remove(self, url: str) -> None:
+        """Turns in flight end there. Raises InvalidRequest, NotFound, StoreUnavailable, StoreFull."""
+        url = _required(url)
+
+        def decide(fleet: Fleet) -> FleetEvent:
+            if all(engine.url != url for engine in fleet.members(self._upstreams)):
+                raise NotFound(f"there is no engine {url}")
+            return EngineListed(url, "removed")
+
+        await self._fleet.refresh()
+        await self._fleet.append(decide)
+
+    def _changed(self, before: Fleet, now: Fleet) -> None:
+        if now.engines is not before.engines:
+            self._engines.serve(now.members(self._upstreams))
+        for url in before.regressed.keys() - now.regressed.keys():
+            if url in self._engines.members:
+                self._engines.members[url].forget_version()
+
+    def _fell(self, member: Member) -> None:
+        """Called with each answer of an engine while its version is lower than it was, so that no failure matters."""
+        url, before, after = member.url, member.fell_from, member.weight_version
+        assert before is not None
+        assert after is not None
+        event = VersionRegressed(url, before, after)
+        if url not in self._telling and _is_news(self._fleet.fleet, event):
+            task = self._telling[url] = asyncio.create_task(self._tell(event), name="turnlog-regressed")
+            task.add_done_callback(lambda _: self._telling.pop(url, None))
+
+    async def _tell(self, event: VersionRegressed) -> None:
+        try:
+            written = await self._fleet.append(lambda fleet: event if _is_news(fleet, event) else None)
+        except AppError as error:
+            log.warning("that the weights of %s fell back cannot be written yet: %s", event.engine, error)
+            return
+        if written is not None:
+            log.warning("the weight version of %s went back from %s to %s", event.engine, event.before, event.after)
+
+
+def _is_news(fleet: Fleet, event: VersionRegressed) -> bool:
+    """Has the version been above that of the last regression since? If not, this is still the same one."""
+    found = fleet.regressed.get(event.engine)
+    return found is None or not is_number(found.before) or is_lower(found.before, event.before)
+
+
+def _required(text: str) -> str:
+    """Raises InvalidRequest for what is no engine's base URL."""
+    url = plain(text)
+    wrong = fault(url)
+    if wrong is not None:
+        raise InvalidRequest(f"url: a base URL {wrong}")
+    return url

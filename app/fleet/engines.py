@@ -1,0 +1,276 @@
+"""Which engine serves a session, and what its failures mean to a client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from app.domain.events import Protocol
+from app.domain.fleet import EngineListed
+from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
+from app.fleet.member import Member
+from app.upstream.client import (
+    EngineClient,
+    EngineError,
+    EngineReply,
+    Grow,
+    Lost,
+    NotSent,
+    TimedOut,
+    TooLarge,
+    Withheld,
+)
+from app.upstream.dialects import DialectChoice
+from app.upstream.encoding import encoding_of, plain_error
+from app.upstream.headers import Headers, to_control
+
+log = logging.getLogger("turnlog.engines")
+
+PATHS: Mapping[Protocol, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+"""The routes that generate."""
+
+MODELS = "/v1/models"
+ABORT_TIMEOUT_S = 2.0
+
+OnTrouble = Callable[[Member, EngineError], None]
+"""Takes an engine that refused a connection (NotSent) or lost one."""
+
+OnFall = Callable[[Member], None]
+"""Takes an engine whose weight version is lower than it was."""
+
+
+class Order:
+    """Engines in the order in which a turn tries them: `first`, then `others()`, which are ranked when it fails."""
+
+    def __init__(self, first: str, others: Callable[[], Iterable[str]]) -> None:
+        self.first = first
+        self._others = others
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.first
+        yield from (url for url in self._others() if url != self.first)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An engine's answer.
+
+    `known` is the weight version that it was known to have when it was asked; `dispatched` that of what it was asked
+    for: its adapter's, where Turnlog knows of one, or else the engine's.
+    """
+
+    engine: str
+    reply: EngineReply
+    dispatched: str | None = None
+    known: str | None = None
+
+
+class Engines:
+    """The engines there are, and which of them a turn should try.
+
+    `placement`: a session without an engine gets the one with the least to do here (`least_loaded`), or one by its own
+    name alone (`hash`); equally loaded ones are in the latter order as well.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        placement: Literal["least_loaded", "hash"] = "least_loaded",
+        api_key: str | None = None,
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self._client = client
+        self._placement = placement
+        self._headers = to_control(api_key)
+        self._generating: dict[str, str] = {}
+        self._on_trouble: OnTrouble | None = None
+        self._on_fall: OnFall | None = None
+
+    def listen(self, *, on_trouble: OnTrouble | None = None, on_fall: OnFall | None = None) -> None:
+        """Who wants to know at once."""
+        self._on_trouble = on_trouble or self._on_trouble
+        self._on_fall = on_fall or self._on_fall
+
+    def serve(self, listed: Sequence[EngineListed]) -> None:
+        """These are the engines from now on; what is known of those that stay is kept."""
+        before = self.members
+        self.members = {one.url: before.get(one.url) or Member(one.url) for one in listed}
+        for one in listed:
+            self.members[one.url].is_draining = one.state == "draining"
+
+    def seen(
+        self, url: str, version: str | None, known: str | None, dialect: Literal["sglang", "vllm"] | None = None
+    ) -> None:
+        """What an engine said of itself; `known` as in `Answer`."""
+        member = self.members.get(url)
+        if member is None:
+            return
+        if dialect is not None:
+            member.dialect = dialect
+        if version is not None and version != member.weight_version:
+            member.has_version(version, known)
+        if member.fell_from is not None and self._on_fall is not None:
+            self._on_fall(member)
+
+    @property
+    def dialect(self) -> DialectChoice:
+        """What all engines are known to speak; `auto` where one is not known yet, or they differ."""
+        found = {member.dialect for member in self.members.values()}
+        return (found.pop() if len(found) == 1 else None) or "auto"
+
+    def require_some(self) -> None:
+        """Raises NoUpstream."""
+        if not self.members:
+            raise NoUpstream("there is no engine: set TURNLOG_UPSTREAMS, or POST /engines")
+
+    def why_not(self, url: str) -> Literal["listed", "draining", "dead"] | None:
+        """Why no turn should go to this engine; None where one may."""
+        member = self.members.get(url)
+        if member is None:
+            return "listed"
+        if member.is_draining:
+            return "draining"
+        return "dead" if member.health == "dead" else None
+
+    def order(self, session_id: str, near: str | None = None) -> Order:
+        """The engines in the order in which a turn tries them; `near` first, where it can take turns.
+
+        Those that should get none come last: they are better than no answer. Raises NoUpstream.
+        """
+        self.require_some()
+        if near is not None and self.why_not(near) is None:
+            return Order(near, lambda: self._ranked(session_id))
+        first, *others = self._ranked(session_id)
+        return Order(first, lambda: others)
+
+    def _ranked(self, session_id: str) -> list[str]:
+        """Those that may get turns, draining ones, dead ones; in each by load, then by rendezvous hashing.
+
+        Processes agree on the latter alone. An engine that is slow to answer has more to do than this process knows.
+        """
+        if len(self.members) == 1:
+            return list(self.members)
+        by_load = self._placement == "least_loaded"
+
+        def rank(member: Member) -> tuple[bool, bool, bool, int, bytes]:
+            name = hashlib.sha256(f"{member.url} {session_id}".encode()).digest()
+            is_slow = by_load and member.health in ("busy", "paused")
+            load = member.in_flight if by_load else 0
+            return member.health == "dead", member.is_draining, is_slow, load, name
+
+        return [member.url for member in sorted(self.members.values(), key=rank)]
+
+    async def generate(
+        self,
+        order: Iterable[str],
+        protocol: Protocol,
+        body: bytes,
+        headers: Headers,
+        grow: Grow,
+        *,
+        rid: str = "",
+        version: str | None = None,
+        prepare: Callable[[str], Awaitable[None]] | None = None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> Answer:
+        """The first engine of these that can be connected to, and its answer, whatever its status.
+
+        `grow` makes room for its bytes. `rid` is by what the generation can be aborted, `version` that of its
+        adapter's weights, if known. `prepare` is awaited before an engine is asked; it may raise NotSent. Who cancels
+        this should `abort` the rid. Raises as `_first_reached`, Withheld where `may_send` says no at the last moment,
+        UpstreamInvalid for a compressed reply or a redirect.
+        """
+
+        def ask(url: str) -> Awaitable[EngineReply]:
+            if rid:
+                self._generating[rid] = url
+            return self._client.post(url + PATHS[protocol], body, headers, grow, may_send)
+
+        async def prepared(url: str) -> EngineReply:
+            assert prepare is not None
+            await prepare(url)
+            return await ask(url)
+
+        try:
+            answer = await self._first_reached(order, ask if prepare is None else prepared)
+        except (AppError, Withheld):
+            self._generating.pop(rid, None)
+            raise
+        self._generating.pop(rid, None)
+        answer = msgspec.structs.replace(answer, reply=_plain(answer.engine, answer.reply))
+        return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
+
+    async def models(self, session_id: str, headers: Headers) -> EngineReply:
+        """GET /v1/models. Raises as `generate`."""
+        answer = await self._first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
+        return _plain(answer.engine, answer.reply)
+
+    async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
+        """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (too large)."""
+        tried = 0
+        for base_url in order:
+            tried += 1
+            member = self.members.get(base_url) or Member(base_url)
+            known = member.weight_version
+            member.in_flight += 1
+            try:
+                reply = await ask(base_url)
+                if member.is_refusing:
+                    member.answers()
+                return Answer(base_url, reply, known, known)
+            except NotSent as error:
+                self._trouble(member, error)
+            except Lost as error:
+                self._trouble(member, error)
+                raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
+            except TimedOut as error:
+                raise UpstreamTimeout(f"{base_url} did not answer in time") from error
+            except TooLarge as error:
+                raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
+            finally:
+                member.in_flight -= 1
+        raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
+
+    def _trouble(self, member: Member, error: EngineError) -> None:
+        if self._on_trouble is not None:
+            self._on_trouble(member, error)
+
+    def running_at(self, rid: str) -> str | None:
+        """The engine that this process has sent a generation to; None for one that is not its own."""
+        return self._generating.get(rid)
+
+    async def abort(self, rid: str) -> None:
+        """Ask the engine that has the generation to end it, or all of them where that is not known.
+
+        An engine that cannot be told notices the closed connection.
+        """
+        body = msgspec.json.encode({"rid": rid, "abort_all": False})
+        running = self._generating.pop(rid, None)
+        await asyncio.gather(*(self._abort(url, body) for url in ([running] if running else self.members)))
+
+    async def _abort(self, base_url: str, body: bytes) -> None:
+        try:
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._client.post(base_url + "/abort_request", body, self._headers)
+        except (EngineError, TimeoutError) as error:
+            log.info("%s could not be asked to abort a generation: %s", base_url, error)
+
+
+def _plain(base_url: str, reply: EngineReply) -> EngineReply:
+    """The reply, its body as it was meant. Raises UpstreamInvalid for one that no engine's route gives."""
+    if not 200 <= reply.status < 600:
+        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
+    if 300 <= reply.status < 400:
+        raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
+    if 200 < reply.status < 300:
+        raise UpstreamInvalid(f"{base_url} answered {reply.status}, which holds no completion")
+    encoding = encoding_of(reply)
+    if encoding == "identity":
+        return reply
+    if reply.status == 200:
+        raise UpstreamInvalid(f"{base_url} compressed its reply ({encoding}) though asked not to")
+    return plain_error(reply)

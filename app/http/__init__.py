@@ -1,1 +1,0 @@
-"""Routes: thin. What they do is in `service`, what they refuse in `errors`."""

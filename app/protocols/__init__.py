@@ -1,0 +1,1 @@
+"""How a turn is spelled on the wire."""

@@ -1,0 +1,344 @@
+"""Sessions in memory: a bounded cache of folds and of the messages that requests repeat.
+
+Nothing here is needed to be right. An entry is trusted for a turn only where its version equals the one
+at which the claim was taken; it can be dropped at any moment and comes back from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar, cast
+
+import msgspec
+
+from app.domain.events import Recorded, UnknownEvent
+from app.domain.session import Session, Turn, apply
+from app.errors import AppError, SessionUnreadable
+from app.sessions.prefix_buffer import PrefixBuffer
+from app.store import reads
+from app.store.log_sessions import SaveSnapshot
+from app.store.ports import Database, Writer
+from workers import codec
+from workers.codec import CorruptContent
+
+log = logging.getLogger("turnlog.cache")
+
+ENTRY_BYTES = 2048
+TURN_BYTES = 768
+CHUNK_BYTES = 256
+"""Rough memory of an entry, of each folded turn in it and of each chunk that its payloads name; enough to bound
+the whole."""
+
+SNAPSHOT_EVENTS = 1024
+"""Events folded on a miss after which a snapshot is worth its write."""
+
+
+class CacheEntry:
+    """A session's state, and what of its messages and tokens is in memory."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.messages = PrefixBuffer()
+        self.tokens = PrefixBuffer()
+        self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
+
+    @property
+    def size(self) -> int:
+        chunks = sum(len(payload.chunks) for live in self.session.payloads.values() for payload in live)
+        known = len(self.messages) + len(self.tokens)
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + known
+
+    def advance(self, events: Iterable[Recorded]) -> bool:
+        """Fold new events in; False where they do not follow, which means the entry is out of date."""
+        for recorded in events:
+            if recorded.seq != self.session.version + 1:
+                return False
+            self.session = apply(self.session, recorded, self.session.session_id)
+            turns = self.session.turns
+            if turns and turns[-1].seq == recorded.seq and turns[-1].retry_key is not None:
+                self.keyed[turns[-1].retry_key] = turns[-1].number
+        return True
+
+
+class Lookups(msgspec.Struct):
+    """How often something was found in the cache, and how often it had to be read."""
+
+    hits: int = 0
+    misses: int = 0
+
+
+class SessionCache:
+    """Least recently used first out, bounded by a rough count of bytes."""
+
+    def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
+        self.database = database
+        self._writer = writer
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._bytes = 0
+        self._loading: dict[str, asyncio.Task[CacheEntry | None]] = {}
+        self._saving: set[asyncio.Task[None]] = set()
+        self.lookups = {"session": Lookups(), "messages": Lookups(), "tokens": Lookups()}
+
+    @property
+    def sessions(self) -> int:
+        return len(self._entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory, roughly."""
+        return self._bytes
+
+    async def get(self, session_id: str) -> CacheEntry | None:
+        """The session as this process knows it; from the log on a miss."""
+        live = self._entries.get(session_id)
+        if live is not None:
+            self._entries.move_to_end(session_id)
+            self.lookups["session"].hits += 1
+            return live
+        self.lookups["session"].misses += 1
+        return await self._load(session_id)
+
+    def known(self, session_id: str) -> Session | None:
+        """The session as this process last saw it, if it is at hand."""
+        live = self._entries.get(session_id)
+        return None if live is None else live.session
+
+    async def current(self, session_id: str) -> CacheEntry | None:
+        """The session as it is: with one API process that is what the cache holds, with more it is read."""
+        if self.database.is_sqlite:
+            return await self.get(session_id)
+        return await self.refresh(session_id)
+
+    async def refresh(self, session_id: str) -> CacheEntry | None:
+        """The session with what others have appended since. Raises SessionUnreadable."""
+        live = self._entries.get(session_id)
+        if live is None:
+            return await self._load_anew(session_id)
+        known = live.session
+        rows = await self.database.read(
+            lambda connection: reads.event_rows(connection, session_id, after=known.version - 1), session_id=session_id
+        )
+        # The last event is read again: after a crash of PostgreSQL it may be gone, or another.
+        still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.last_event_at)
+        # Meanwhile others may have moved the entry on, by what they wrote or read, which may be less than this.
+        now = live.session
+        still &= all(row.at == now.last_event_at for row in rows if row.seq == now.version)
+        newer = [row for row in rows if row.seq > now.version]
+        if not (still and live.advance(_decoded(session_id, newer))):
+            self.drop(session_id)
+            return await self._load_anew(session_id)
+        self._account(session_id, live)
+        return live
+
+    def advance(self, session_id: str, events: Sequence[Recorded]) -> None:
+        """Fold in what this process has just written."""
+        live = self._entries.get(session_id)
+        if live is None:
+            # A load that is under way may have read the log before these events: let it read again.
+            self._loading.pop(session_id, None)
+            return
+        if live.advance(events):
+            self._account(session_id, live)
+        else:
+            self.drop(session_id)
+
+    def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
+        """Keep a committed turn's messages, and its tokens' text where it is known: the next request will need them."""
+        live = self._entries.get(session_id)
+        if live is None or len(live.session.turns) < number:
+            return
+        turn = live.session.turn(number)
+        if turn.protocol == "chat":
+            live.messages.extend(_messages_parent(turn), turn.number, messages)
+        if tokens is not None:
+            live.tokens.extend(_tokens_parent(turn), turn.number, tokens, _trimmed(live.session, turn))
+        self._account(session_id, live)
+
+    def held_elsewhere(self, session: Session, incarnation: int) -> bool:
+        """Does another process hold the session's open turn? With SQLite there is no other that lives."""
+        held = session.open_turn
+        return held is not None and held.incarnation != incarnation and not self.database.is_sqlite
+
+    def drop(self, session_id: str) -> None:
+        if self._entries.pop(session_id, None) is not None:
+            self._bytes -= self._sizes.pop(session_id)
+
+    async def messages(self, live: CacheEntry, turn: int) -> bytes:
+        """The raw JSON of the history after turn `turn`, joined by commas. Raises SessionUnreadable."""
+        found = live.messages.upto(turn)
+        if found is not None:
+            self.lookups["messages"].hits += 1
+            return found
+        self.lookups["messages"].misses += 1
+        session_id = live.session.session_id
+        chain = live.session.message_chain(turn)
+        numbers = [member.number for member in chain]
+        frames = await self.database.read(
+            lambda connection: reads.load_frames(connection, session_id, numbers, facts=False), session_id=session_id
+        )
+        try:
+            saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        live.messages = PrefixBuffer()
+        for member in chain:
+            said = saids[member.number]
+            live.messages.extend(_messages_parent(member), member.number, b",".join((*said.messages, said.message)))
+        self._account(session_id, live)
+        return live.messages.upto(turn) or b""
+
+    async def tokens(self, live: CacheEntry, turn: int) -> bytes:
+        """The ids of all tokens after turn `turn` as decimal text, joined by commas. Raises SessionUnreadable."""
+        found = live.tokens.upto(turn)
+        if found is not None:
+            self.lookups["tokens"].hits += 1
+            return found
+        self.lookups["tokens"].misses += 1
+        session = live.session
+        chain = session.token_chain(turn)
+        numbers = [member.number for member in chain]
+        frames = await self.database.read(
+            lambda connection: reads.load_frames(connection, session.session_id, numbers, wire=False),
+            session_id=session.session_id,
+        )
+
+        def loaded() -> PrefixBuffer:
+            made = PrefixBuffer()
+            facts = reads.unpack_facts(frames, numbers)
+            for member in chain:
+                ids = facts[member.number].suffix_ids + facts[member.number].output_ids
+                made.extend(_tokens_parent(member), member.number, id_text(ids), _trimmed(session, member))
+            return made
+
+        try:
+            live.tokens = await asyncio.to_thread(loaded)
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+        self._account(session.session_id, live)
+        return live.tokens.upto(turn) or b""
+
+    async def close(self) -> None:
+        for task in (*self._loading.values(), *self._saving):
+            task.cancel()
+        await asyncio.gather(*self._loading.values(), *self._saving, return_exceptions=True)
+
+    async def _load_anew(self, session_id: str) -> CacheEntry | None:
+        """As `_load`, but read from now on: what others are reading may be older than what was acknowledged since."""
+        if session_id not in self._loading:
+            return await self._load(session_id)
+        await self._load(session_id)
+        return await self.refresh(session_id)
+
+    async def _load(self, session_id: str) -> CacheEntry | None:
+        """Concurrent misses of one session share one read, which outlives a cancelled request."""
+        task = self._loading.get(session_id)
+        if task is None:
+            task = self._loading[session_id] = asyncio.create_task(self._read(session_id))
+            task.add_done_callback(lambda done: self._loaded(session_id, done))
+        return await asyncio.shield(task)
+
+    def _loaded(self, session_id: str, task: asyncio.Task[CacheEntry | None]) -> None:
+        if self._loading.get(session_id) is task:
+            del self._loading[session_id]
+
+    async def _read(self, session_id: str) -> CacheEntry | None:
+        own = asyncio.current_task()
+        while True:
+            snapshot, rows = await self.database.read(
+                lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+            )
+            session = await _off_loop(len(rows), lambda: _folded(session_id, snapshot, rows))  # noqa: B023
+            newest = self._loading.get(session_id)
+            if newest is own:
+                return None if session is None else self.put(session)
+            if newest is not None:
+                return await newest
+            self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
+
+    def put(self, session: Session) -> CacheEntry:
+        """Take a fold in, unless a newer one is there."""
+        session_id = session.session_id
+        live = self._entries.get(session_id)
+        if live is None or live.session.version < session.version:
+            live = CacheEntry(session)
+            self.drop(session_id)
+            self._entries[session_id] = live
+            self._sizes[session_id] = 0
+            self._account(session_id, live)
+        return live
+
+    def _account(self, session_id: str, live: CacheEntry) -> None:
+        """Count an entry anew; one that was evicted meanwhile no longer counts."""
+        if self._entries.get(session_id) is not live:
+            return
+        self._bytes += live.size - self._sizes[session_id]
+        self._sizes[session_id] = live.size
+        self._entries.move_to_end(session_id)
+        while self._bytes > self._max_bytes and len(self._entries) > 1:
+            self.drop(next(iter(self._entries)))
+
+    def snapshot_if_due(self, before: int, session_id: str) -> None:
+        """Save a fold now and then, so that a miss on a long session does not read all of it.
+
+        `before` is the version before what was just appended.
+        """
+        live = self._entries.get(session_id)
+        if live is None or before // SNAPSHOT_EVENTS == live.session.version // SNAPSHOT_EVENTS:
+            return
+        task = asyncio.create_task(self._save(live.session))
+        self._saving.add(task)
+        task.add_done_callback(self._saving.discard)
+
+    async def _save(self, session: Session) -> None:
+        data = await asyncio.to_thread(lambda: codec.compress(msgspec.msgpack.encode(session)))
+        operation = SaveSnapshot(session.session_id, session.version, reads.SNAPSHOT_FORMAT, data)
+        try:
+            await self._writer.submit(operation)
+        except AppError as error:
+            log.warning("no snapshot of session %s was saved: %s", session.session_id, error)
+
+
+def id_text(ids: bytes) -> bytes:
+    """Token ids (little-endian int32) as a `PrefixBuffer` of tokens holds them."""
+    return codec.render_ids(memoryview(ids).cast("i"), ",")[1:-1]
+
+
+def _messages_parent(turn: Turn) -> int:
+    return turn.parent if turn.base_messages else 0
+
+
+def _tokens_parent(turn: Turn) -> int:
+    return turn.parent if turn.base_tokens else 0
+
+
+def _trimmed(session: Session, turn: Turn) -> int:
+    return session.turn(turn.parent).token_count - turn.base_tokens if turn.base_tokens else 0
+
+
+OFF_LOOP = 64
+"""Rows whose decoding takes about a millisecond: more are decoded on a thread."""
+
+T = TypeVar("T")
+
+
+async def _off_loop(rows: int, work: Callable[[], T]) -> T:
+    return work() if rows <= OFF_LOOP else await asyncio.to_thread(work)
+
+
+def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
+    try:
+        return reads.decode_events(rows)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+
+def _folded(session_id: str, snapshot: Session | None, rows: Sequence[reads.EventRow]) -> Session | None:
+    try:
+        return reads.fold_rows(session_id, snapshot, rows)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error

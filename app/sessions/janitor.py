@@ -1,0 +1,234 @@
+"""What time undoes: idle sessions are closed, closed ones lose their replay payloads and then their content.
+
+Everything is done in small steps, each judged again inside its own transaction, so several processes may do
+it at once and a session that comes to life meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from app.domain.fleet import fold
+from app.errors import AppError, SessionUnreadable, StoreDamaged
+from app.sessions.groups import settle_groups
+from app.sessions.lifecycle import Sessions
+from app.settings import Settings
+from app.store import group_reads, reads, survey_lists
+from app.store.fleet import state
+from app.store.log import Appended
+from app.store.log_sessions import CloseIdle
+from app.store.ports import Database, Writer
+
+log = logging.getLogger("turnlog.janitor")
+
+STEP = 50
+"""Sessions looked at in one read."""
+
+REST_S = 0.02
+"""Between two steps, so that the traffic hardly notices."""
+
+LATE_S = 3600.0
+"""A close may be stamped by a clock that is so much behind."""
+
+SHORTEST_S, LONGEST_S = 0.5, 30.0
+"""Between two rounds; within that, a quarter of the shortest time that is to be kept."""
+
+SIZE_EVERY_S = 2.0
+
+GATED_S = 60.0
+"""After the opening of a gate; until then no session counts as idle: a turn that waits for a gate leaves no trace in
+its session, and needs a moment to pass."""
+
+
+class Done(msgspec.Struct):
+    """How many sessions were closed for being idle, lost their replay payloads, were erased."""
+
+    closed: int = 0
+    freed: int = 0
+    erased: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.closed} idle sessions closed, {self.freed} freed of replay payloads, {self.erased} erased"
+
+
+class Janitor:
+    """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
+
+    It rests `rest_s` seconds after each session. `done` counts since its beginning; `ended_round_at` is when it was
+    last through with everything.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        writer: Writer,
+        sessions: Sessions,
+        settings: Settings,
+        clock: Callable[[], float],
+        *,
+        rest_s: float = REST_S,
+    ) -> None:
+        self.done = Done()
+        self.ended_round_at: float | None = None
+        self._rest_s = rest_s
+        self._database = database
+        self._writer = writer
+        self._sessions = sessions
+        self._settings = settings
+        self._clock = clock
+        self._freed_upto = (0.0, "")
+        self._acknowledged_upto = (0.0, "")
+        self._erased_in_log_file = False
+        self._has_finished_rewarding = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="turnlog-janitor")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        told: tuple[type[AppError], str] | None = None
+        while True:
+            try:
+                await self.round()
+                told = None
+            except AppError as error:
+                # A disk stays full, and damage is there, for many rounds: each is told of once.
+                found = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
+                if found != told:
+                    log.warning("the janitor's round was cut short: %s", error)
+                told = found
+            except Exception:
+                log.exception("an unexpected fault in the janitor's round")
+            await asyncio.sleep(self._pause_s())
+
+    def _pause_s(self) -> float:
+        settings = self._settings
+        kept = (settings.idle_close_s, settings.closed_replay_ttl_s, settings.closed_ttl_s)
+        shortest = min((seconds / 4 for seconds in kept if seconds is not None), default=LONGEST_S)
+        if settings.max_db_bytes is not None:
+            shortest = min(shortest, SIZE_EVERY_S)
+        return min(max(shortest, SHORTEST_S), LONGEST_S)
+
+    async def round(self) -> None:
+        """Everything that is due now. Raises AppError where the store cannot take it."""
+        if self._settings.max_db_bytes is not None:
+            size = await self._database.read(reads.database_bytes)
+            self._sessions.is_full = size > self._settings.max_db_bytes
+        await self._close_idle()
+        # Whether or not anybody asks for groups, the notes of what changed in them must not pile up.
+        await settle_groups(self._database, self._writer)
+        await self._free_replay()
+        await self._erase_old()
+        await self._database.give_back()
+        # Last, for it has no way around a damaged page, which is no reason to leave the rest undone.
+        await self._finish_rollouts()
+        self.ended_round_at = self._clock()
+
+    async def _finish_rollouts(self) -> None:
+        """What a process that died on the way has left. Rewards only once: that looks at every session with a root."""
+        if not self._has_finished_rewarding:
+            await self._sessions.finish_rewarding()
+            self._has_finished_rewarding = True
+        if count := await self._sessions.finish_closing():
+            log.info("closed %d sessions whose root had been closed", count)
+
+    async def _close_idle(self) -> None:
+        if self._settings.idle_close_s is None:
+            return
+        since = self._clock() - self._settings.idle_close_s
+        fleet = fold((await self._database.read(state)).events)
+        if fleet.was_shut_after(self._clock() - GATED_S):
+            return
+        after = ""
+        while found := await self._database.read(
+            partial(reads.idle_sessions, since=since, after=after, limit=STEP),
+            or_else=partial(survey_lists.idle_sessions, since=since, after=after),
+        ):
+            for session_id in found:
+                with suppress(SessionUnreadable, StoreDamaged):
+                    closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
+                    if isinstance(closed, Appended):
+                        self.done.closed += 1
+                        await self._sessions.close_members(session_id)
+                await asyncio.sleep(self._rest_s)
+            after = found[-1]
+
+    async def _free_replay(self) -> None:
+        """Those behind `_freed_upto` have been freed; a new process looks through all of them once."""
+        if self._settings.closed_replay_ttl_s is None:
+            return
+        cutoff = self._clock() - self._settings.closed_replay_ttl_s
+        after = min(self._freed_upto, (cutoff - LATE_S, ""))
+        async for place in self._closed(cutoff, after, holding=True):
+            with suppress(SessionUnreadable, StoreDamaged):
+                await self._sessions.free_replay(place[1])
+                self.done.freed += 1
+            self._freed_upto = place
+
+        if self._settings.retain_until_ack:
+            await self._free_acknowledged(cutoff)
+
+    async def _free_acknowledged(self, cutoff: float) -> None:
+        """Sessions that had to wait for their group's acknowledgement; `_free_replay` is past them by now."""
+        after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
+        while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
+            for place in found:
+                for session_id in await self._database.read(
+                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff),
+                    or_else=partial(survey_lists.holding_sessions, group_id=place[1], cutoff=cutoff),
+                ):
+                    with suppress(SessionUnreadable, StoreDamaged):
+                        await self._sessions.free_replay(session_id)
+                        self.done.freed += 1
+                    await asyncio.sleep(self._rest_s)
+                self._acknowledged_upto = max(place, self._acknowledged_upto)
+            after = found[-1]
+
+    async def _erase_old(self) -> None:
+        if self._settings.closed_ttl_s is None:
+            return
+        async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
+            self._erased_in_log_file = True
+            with suppress(SessionUnreadable, StoreDamaged):
+                await self._sessions.drop_content(session_id)
+                self.done.erased += 1
+        if self._erased_in_log_file:
+            await self._database.empty_log_file()
+            self._erased_in_log_file = False
+
+    async def _closed(
+        self, cutoff: float, after: tuple[float, str], *, holding: bool
+    ) -> AsyncIterator[tuple[float, str]]:
+        """Sessions closed until `cutoff` and when, oldest first; `holding` replay payloads or refused replies.
+
+        None whose group is still to be acknowledged, where retention waits for that.
+        """
+        asked = partial(self._closed_page, cutoff, holding, self._settings.retain_until_ack)
+        while found := await asked(after):
+            for place in found:
+                yield place
+                await asyncio.sleep(self._rest_s)
+            after = found[-1]
+
+    async def _closed_page(
+        self, cutoff: float, holding: bool, acknowledged: bool, after: tuple[float, str]
+    ) -> list[tuple[float, str]]:
+        return await self._database.read(
+            lambda connection: reads.closed_sessions(
+                connection, cutoff, after, STEP, holding=holding, acknowledged=acknowledged
+            ),
+            or_else=lambda connection: survey_lists.closed_sessions(
+                connection, cutoff, after, holding=holding, acknowledged=acknowledged
+            ),
+        )

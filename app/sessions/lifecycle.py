@@ -1,0 +1,423 @@
+"""A session's life around its turns: create, reward, close, erase, and what can be read of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain import decide, retention
+from app.domain.events import (
+    BlobRef,
+    Recorded,
+    SessionConfig,
+    SessionCreated,
+    SessionErased,
+    TurnAbandoned,
+    UnknownEvent,
+    name_of,
+    to_fields,
+)
+from app.domain.session import fold
+from app.errors import (
+    AppError,
+    InvalidRequest,
+    NotFound,
+    SessionClosed,
+    SessionEnded,
+    SessionExists,
+    SessionNotFound,
+    SessionUnreadable,
+    StoreFull,
+    TooManySessions,
+)
+from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.followers import Followers, wait_for_change
+from app.store import reads, rollouts, survey_lists
+from app.store.erasure import EraseComponents, reward_rows, without_components
+from app.store.log import Appended, Refused, StoredBlob
+from app.store.log_sessions import (
+    AssignReward,
+    Circular,
+    Close,
+    CloseIdle,
+    Create,
+    Erase,
+    Existing,
+    FreeChunks,
+    FreeReplay,
+    ShareReward,
+)
+from app.store.ports import Database, Writer
+from workers import codec
+from workers.codec import CorruptContent
+
+Clock = Callable[[], float]
+
+FREED_AT_ONCE = 4
+"""Chunks, of at most a MiB each, whose pages SQLite overwrites."""
+
+REWARDS_AT_ONCE = 16
+"""Of at most about 64 KiB each, unless they are from before there was a limit."""
+
+
+class NewSession(msgspec.Struct, frozen=True):
+    """What a client asks for; what `config` takes from the settings is already settled."""
+
+    session_id: str
+    config: SessionConfig
+    metadata: dict[str, Any] | None
+
+
+class Sessions:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(
+        self, database: Database, writer: Writer, cache: SessionCache, followers: Followers, clock: Clock
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._cache = cache
+        self._followers = followers
+        self._clock = clock
+        self._on_close: list[Callable[[str, Sequence[int]], None]] = []
+        self.is_full = False
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
+        """Call `callback` with a session's id, and the fences of turns that it ended, as soon as a close is on disk."""
+        self._on_close.append(callback)
+
+    async def create(self, new: NewSession) -> None:
+        """Idempotent for the same id and body.
+
+        Raises SessionExists, SessionEnded, StoreFull, SessionClosed (the root of its rollout is), InvalidRequest (its
+        parent descends from it).
+        """
+        if self.is_full and await self._cache.get(new.session_id) is None:
+            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
+        raw = b"" if not new.metadata else msgspec.json.encode(new.metadata)
+        blob = None
+        if raw:
+            digest = hashlib.sha256(raw).hexdigest()
+            blob = StoredBlob(0, "metadata", len(raw), digest, codec.compress(raw))
+        body_hash = hashlib.sha256(msgspec.json.encode([new.config, new.metadata or {}], order="sorted")).hexdigest()
+        body_hash = body_hash[:32]
+        event = SessionCreated(
+            config=new.config,
+            body_hash=body_hash,
+            metadata=None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash),
+        )
+        reach("before_create")
+        outcome = await self._writer.submit(
+            Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
+        )
+        reach("after_create")
+        if isinstance(outcome, Existing):
+            _require_same(new.session_id, outcome, body_hash)
+            return
+        if isinstance(outcome, Circular):
+            raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
+        if isinstance(outcome, Refused):
+            raise _of_closed_root(new.session_id, outcome.status)
+        created = fold(new.session_id, outcome.events)
+        assert created is not None
+        self._cache.put(created)
+        if new.config.parent is not None:
+            await self._join_rollout(new.session_id)
+
+    async def _join_rollout(self, session_id: str) -> None:
+        """What has become of its root while the session was created, or before. Raises SessionClosed."""
+        root = await self._database.read(partial(rollouts.standing, session_id=session_id))
+        if root is None:
+            return
+        if root.status != "open":
+            await self._close_with_root(session_id)
+            raise _of_closed_root(session_id, root.status)
+        if root.reward is not None:
+            await self._share_reward(session_id)
+
+    async def config_of(self, session_id: str) -> SessionConfig | None:
+        """Of a session in whatever state; None where there is none. Raises SessionUnreadable."""
+        live = await self._cache.get(session_id)
+        return None if live is None else live.session.config
+
+    async def ensure(self, new: NewSession) -> None:
+        """Create the session unless there is one of that id already, in whatever state."""
+        if await self._cache.get(new.session_id) is None:
+            with contextlib.suppress(SessionExists):
+                await self.create(new)
+
+    async def ensure_agents(self, new: NewSession, most: int) -> None:
+        """As `ensure`, for who has a session's token: with `most` sessions below its root, a rollout gets no more.
+
+        They are counted and made one at a time in this process; several processes may each make one too many. Raises
+        TooManySessions.
+        """
+        assert new.config.parent is not None
+        root = await self._database.read(partial(rollouts.root_below, parent=new.config.parent))
+        async with self._making.setdefault(root, asyncio.Lock()):
+            if await self._cache.get(new.session_id) is not None:
+                return
+            if await self._database.read(partial(rollouts.count_below, root_id=root, most=most)) >= most:
+                raise TooManySessions(
+                    f"there are {most} sessions below session {root}; no more can be made with a session's token"
+                )
+            await self.ensure(new)
+
+    async def assign_reward(
+        self, session_id: str, reward: float, components: dict[str, float], turn: int | None
+    ) -> int:
+        """The seq of the assignment. Raises SessionNotFound, SessionClosed (erased), InvalidRequest."""
+        live = await self._cache.current(session_id)
+        event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
+        outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
+        reach("after_reward")
+        seq = self._appended(session_id, outcome).events[-1].seq
+        if turn is None:
+            async for members in self._members(session_id, "open", "closed"):
+                await asyncio.gather(*map(self._share_reward, members))
+        return seq
+
+    async def close(self, session_id: str) -> None:
+        """With it all of its rollout, if it is a root. Raises SessionNotFound, SessionClosed.
+
+        A turn in flight can no longer commit.
+        """
+        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        reach("after_close")
+        self._closed(session_id, self._appended(session_id, outcome))
+        await self.close_members(session_id)
+
+    async def close_members(self, root_id: str) -> None:
+        """Close what is open of the rollout of a root that is closed."""
+        async for members in self._members(root_id, "open"):
+            await asyncio.gather(*map(self._close_with_root, members))
+
+    async def _members(self, root_id: str, *status: str) -> AsyncIterator[list[str]]:
+        """Of a root's rollout, but for the root, in the order of their ids."""
+        after = ""
+        while page := await self._database.read(
+            partial(rollouts.members, root_ids=[root_id], status=status, after=after, limit=PAGE)
+        ):
+            yield [session_id for session_id, _ in page]
+            after = page[-1][0]
+
+    async def _close_with_root(self, session_id: str) -> None:
+        outcome = await self._writer.submit(Close(session_id, self._clock(), with_root=True))
+        reach("after_child_closed")
+        if isinstance(outcome, Appended):
+            self._closed(session_id, self._appended(session_id, outcome))
+
+    async def _share_reward(self, session_id: str) -> None:
+        outcome = await self._writer.submit(ShareReward(session_id, self._clock()))
+        reach("after_reward_shared")
+        if isinstance(outcome, Appended):
+            self._appended(session_id, outcome)
+
+    async def finish_closing(self) -> int:
+        """Close what a process that died on the way left open of rollouts; how many sessions."""
+        count, after = 0, ("", "")
+        while found := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in found))
+            count, after = count + len(found), found[-1]
+        return count
+
+    async def finish_rewarding(self) -> None:
+        """Give the sessions their root's reward that a process which died on the way had not."""
+        after = ("", "")
+        while found := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
+            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in found))
+            after = found[-1]
+
+    def _closed(self, session_id: str, outcome: Appended) -> None:
+        ended = [one.event.fence for one in outcome.events if isinstance(one.event, TurnAbandoned)]
+        for callback in self._on_close:
+            callback(session_id, ended)
+
+    async def erase(self, session_id: str) -> None:
+        """Close if need be, then delete the content, a root's with that of all its rollout, and empty the log files.
+
+        Idempotent. The root goes last: what a crash interrupts is gone through again when it is asked for again. Raises
+        SessionNotFound.
+        """
+        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        reach("after_close")
+        if isinstance(outcome, Appended):
+            self._closed(session_id, self._appended(session_id, outcome))
+        elif outcome.status is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        await self.close_members(session_id)
+        async for members in self._members(session_id, "closed"):
+            for member in members:
+                await self.drop_content(member)
+        await self.drop_content(session_id)
+        await self._database.empty_log_file()
+
+    async def free_replay(self, session_id: str) -> None:
+        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
+        snapshot, rows = await self._database.read(
+            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+        )
+        try:
+            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+        except UnknownEvent as error:
+            self._database.unreadable.tell(session_id, error)
+            return
+        event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
+        if session is not None and event is not None:
+            outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event))
+            if not (isinstance(outcome, Appended) and outcome.events):
+                return
+            reach("after_tombstones")
+        by = await self._database.read(
+            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
+        )
+        more = True
+        while more:
+            more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
+            reach("after_freed")
+            await asyncio.sleep(0)
+
+    async def drop_content(self, session_id: str) -> None:
+        """Erase a closed session; its content is out of the log files only once those have been emptied.
+
+        Raises SessionUnreadable where what is to be deleted lies on a damaged page.
+        """
+        with contextlib.suppress(SessionUnreadable):
+            await self.free_replay(session_id)
+        upto = await self._erase_components(session_id)
+        erased = await self._writer.submit(Erase(session_id, self._clock(), upto))
+        reach("after_erase")
+        self._cache.drop(session_id)
+        if isinstance(erased, Appended):
+            self._followers.notify(session_id)
+
+    async def _erase_components(self, session_id: str) -> int:
+        """Take the components out of the rewards that there are, in steps; the last event looked at."""
+        after = 0
+        while True:
+            rows = await self._database.read(
+                lambda connection, after=after: reward_rows(connection, session_id, after, REWARDS_AT_ONCE),  # type: ignore[misc]
+                session_id=session_id,
+            )
+            if not rows:
+                return after
+            rewritten = await asyncio.to_thread(without_components, rows)
+            if rewritten:
+                freed = sum(len(row.data) for row in rows)
+                await self._writer.submit(EraseComponents(session_id, rewritten, freed))
+                reach("after_components")
+            after = rows[-1].seq
+
+    async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
+        """Do something to a session that may be refused, because it has changed."""
+        outcome = await self._writer.submit(operation)
+        if isinstance(outcome, Appended):
+            self._appended(operation.session_id, outcome)
+        return outcome
+
+    async def require(self, session_id: str) -> CacheEntry:
+        """An open session as it is now. Raises SessionNotFound, SessionClosed."""
+        live = await self._cache.current(session_id)
+        decide.require_open(live.session if live else None, session_id)
+        assert live is not None
+        return live
+
+    async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
+        """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
+        head, found = await self._database.read(
+            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
+        )
+        if head is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        if found is None:
+            raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
+        try:
+            return found[0], codec.decompress(found[1])
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+    async def page(
+        self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int
+    ) -> list[reads.Head]:
+        """Newest first."""
+        wanted = {"status": status, "group_id": group_id, "before": before, "limit": limit}
+        return await self._database.read(
+            lambda connection: reads.list_heads(connection, **wanted),  # type: ignore[arg-type]
+            or_else=lambda connection: survey_lists.list_heads(connection, **wanted),  # type: ignore[arg-type]
+        )
+
+    async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
+        """The log as NDJSON lines, after seq `after`. Raises SessionNotFound before the first line."""
+        head = await self._database.read(lambda connection: reads.head(connection, session_id), session_id=session_id)
+        if head is None:
+            raise SessionNotFound(f"session {session_id} does not exist")
+        return self._events(session_id, after, follow)
+
+    async def _events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
+        with self._followers.follow(session_id) as changed:
+            while True:
+                changed.clear()
+                page = await self._page(session_id, after)
+                if page:
+                    after = page[-1].seq
+                    yield await asyncio.to_thread(_ndjson, page)
+                if len(page) == PAGE:
+                    continue
+                if not follow or self._followers.stopping or (page and isinstance(page[-1].event, SessionErased)):
+                    return
+                await wait_for_change(changed)
+
+    async def _page(self, session_id: str, after: int) -> list[Recorded]:
+        try:
+            return await self._database.read(
+                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE),
+                session_id=session_id,
+            )
+        except UnknownEvent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
+
+    def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
+        if isinstance(outcome, Refused):
+            raise refusal(session_id, outcome.status)
+        self._cache.advance(session_id, outcome.events)
+        self._followers.notify(session_id)
+        return outcome
+
+
+PAGE = 500
+"""Events read at a time."""
+
+
+def _ndjson(page: list[Recorded]) -> bytes:
+    lines = []
+    for recorded in page:
+        fields = {"seq": recorded.seq, "type": name_of(recorded.event), "at": recorded.at}
+        lines.append(msgspec.json.encode({**fields, **to_fields(recorded.event)}))
+    return b"\n".join(lines) + b"\n"
+
+
+def refusal(session_id: str, status: str | None) -> AppError:
+    """Why nothing could be written to a session."""
+    if status is None:
+        return SessionNotFound(f"session {session_id} does not exist")
+    return SessionClosed(f"session {session_id} is {status}")
+
+
+def _of_closed_root(session_id: str, status: str | None) -> SessionClosed:
+    return SessionClosed(f"session {session_id} cannot be created: the root of its rollout is {status}")
+
+
+def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
+    if existing.status != "open":
+        raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")
+    if existing.body_hash != body_hash:
+        raise SessionExists(f"session {session_id} exists and was created with another body")

@@ -1,0 +1,89 @@
+"""This process as one that serves the store, from when that can be written down.
+
+A full disk, or a database that takes no writes for now, is no reason not to start: what is stored can be read. Until
+this process is registered it takes no turns, because claims name an incarnation; whatever else would write is tried and
+answered as the store answers. Registering is tried again until there is room, and then all is as after any start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from app.errors import StartupError, StoreFull, StoreUnavailable
+from app.sessions.recovery import register
+from app.store.engine import Database
+
+log = logging.getLogger("turnlog.recovery")
+
+RETRY_S = 1.0
+"""How often it is tried again."""
+
+
+class Registration:
+    """Tried once by `attempt`, then by a task from `start` to `stop`."""
+
+    def __init__(self, database: Database, retry_s: float = RETRY_S) -> None:
+        self._database = database
+        self._retry_s = retry_s
+        self._number: int | None = None
+        self._obstacle: StoreFull | StoreUnavailable = StoreUnavailable("this process is not registered yet")
+        self._trying: asyncio.Task[None] | None = None
+
+    @property
+    def read_only(self) -> str | None:
+        """Why this process takes no turns; None where it does."""
+        return None if self._number is not None else str(self._obstacle)
+
+    def incarnation(self) -> int:
+        """This process to the store. Raises StoreFull, StoreUnavailable while it is not registered."""
+        if self._number is None:
+            raise type(self._obstacle)(f"the store is read-only: {self._obstacle}")
+        return self._number
+
+    async def attempt(self) -> bool:
+        """Is this process registered now?"""
+        try:
+            if self._database.is_read_only:
+                await self._database.reopen()
+            self._number = await register(self._database)
+        except (StoreFull, StoreUnavailable) as error:
+            self._obstacle = error
+        except StartupError as error:
+            self._obstacle = StoreUnavailable(str(error))
+        return self._number is not None
+
+    def start(self, *then: Callable[[], None]) -> None:
+        """Call each of `then` once this process is registered: now, or when there is room."""
+        if self._number is not None:
+            _call(then)
+            return
+        log.warning(
+            "read-only: %s; reads and exports are served, what writes is refused until the store takes it",
+            self._obstacle,
+        )
+        self._trying = asyncio.create_task(self._retry(then), name="turnlog-registration")
+
+    async def stop(self) -> None:
+        if self._trying is not None:
+            self._trying.cancel()
+            await asyncio.gather(self._trying, return_exceptions=True)
+
+    async def _retry(self, then: tuple[Callable[[], None], ...]) -> None:
+        began = asyncio.get_running_loop().time()
+        while True:
+            await asyncio.sleep(self._retry_s)
+            try:
+                if await self.attempt():
+                    break
+            except Exception:
+                log.exception("an unexpected fault in registering this process")
+        took_s = asyncio.get_running_loop().time() - began
+        log.warning("read-only no more after %.0f s: this process takes turns, as incarnation %d", took_s, self._number)
+        _call(then)
+
+
+def _call(then: tuple[Callable[[], None], ...]) -> None:
+    for begin in then:
+        begin()

@@ -1,0 +1,169 @@
+"""What went over the wire, put together again from what is stored once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.domain import split
+from app.domain.events import TurnCommitted, UnknownEvent
+from app.domain.session import Session, Turn
+from app.errors import SessionUnreadable
+from app.fleet.engines import PATHS
+from app.sessions import replay_payloads as replay
+from app.store import reads
+from app.store.ports import Database
+from workers import codec
+from workers.codec import TOKEN_BYTES, CorruptContent, Wire
+from workers.parse import REPLAY
+
+
+def chat_body(
+    params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes, ids: bytes | None
+) -> bytes:
+    """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in.
+
+    `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids where they are
+    sent: the engine then takes its prompt from them.
+    """
+    parts = _opening(params, rid, own)
+    if tools is not None:
+        parts.append(b',"tools":' + tools)
+    parts += [b',"messages":[', b",".join(messages)]
+    parts += [b"]}"] if ids is None else [b'],"input_ids":[', ids, b"]}"]
+    return b"".join(parts)
+
+
+def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
+    """As `chat_body`, of a completion: its prompt is `text`, or `ids`."""
+    prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
+    return b"".join((*_opening(params, rid, own), b',"prompt":', prompt, b"}"))
+
+
+def _opening(params: bytes, rid: str, own: bytes) -> list[bytes]:
+    parts = [params[:-1], own]
+    if rid:
+        parts.append(b',"rid":"' + rid.encode() + b'"')
+    return parts
+
+
+async def token_ids(database: Database, session: Session, number: int) -> bytes:
+    """All token ids after turn `number`, prompt and output, as little-endian int32. Raises SessionUnreadable."""
+    return await _continued(database, session, b"", session.token_chain(number))
+
+
+async def _continued(database: Database, session: Session, ids: bytes, chain: Sequence[Turn]) -> bytes:
+    """The tokens `ids`, continued by each of these turns."""
+    numbers = [turn.number for turn in chain]
+    try:
+        facts = await database.read(
+            lambda connection: reads.load_facts(connection, session.session_id, numbers), session_id=session.session_id
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    joined = bytearray(ids)
+    for turn in chain:
+        del joined[turn.base_tokens * TOKEN_BYTES :]
+        joined += facts[turn.number].suffix_ids + facts[turn.number].output_ids
+    return bytes(joined)
+
+
+async def stored_reply(
+    database: Database, session: Session, number: int, kinds: Collection[str]
+) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Status, headers and body of a committed turn's reply, to the byte.
+
+    Replay payloads that are not of these kinds, or are tombstoned, are null. Raises SessionUnreadable.
+    """
+    wire = await _wire(database, session, number)
+    ids = await token_ids(database, session, number)
+    payloads = await replay.values(database, session, number, wire, kinds)
+    return wire.status, wire.headers, _reply(session.turn(number), wire, ids, payloads)
+
+
+async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
+    """A record per live turn, as JSON, one at a time: a whole session of them grows with turns × context."""
+    committed = await _committed(database, session)
+    history: list[bytes] = []
+    ids = b""
+    for number in session.path:
+        turn, (at, event) = session.turn(number), committed[number]
+        wire = await _wire(database, session, number)
+        ids = await _continued(database, session, ids, [turn])
+        request, history = await _request(database, session, event, wire, history, _prompt(turn, ids))
+        payloads = await replay.values(database, session, number, wire, REPLAY)
+        yield msgspec.json.encode(
+            {
+                "timestamp": at,
+                "request_timestamp": event.requested_at,
+                "method": "POST",
+                "path": PATHS[event.protocol],
+                "status_code": wire.status,
+                "request": msgspec.Raw(request),
+                "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
+                "turn": number,
+            }
+        )
+
+
+async def _request(
+    database: Database,
+    session: Session,
+    event: TurnCommitted,
+    wire: Wire,
+    history: list[bytes],
+    prompt: memoryview,
+) -> tuple[bytes, list[bytes]]:
+    """The request as the engine got it, and the history that the next turn continues. Raises SessionUnreadable."""
+    numbers = [event.params] if event.tools is None else [event.params, event.tools]
+    try:
+        blobs = await database.read(
+            lambda connection: reads.load_blobs(connection, session.session_id, numbers), session_id=session.session_id
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turn {event.turn}: {error}") from error
+    messages = [*(history if event.base_messages else []), *wire.messages]
+    ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
+    params = blobs[event.params]
+    if event.protocol == "chat":
+        tools = None if event.tools is None else blobs[event.tools]
+        body = chat_body(params, tools, messages, wire.rid, wire.own, ids)
+    else:
+        text = "".join(msgspec.json.decode(part, type=str) for part in messages)
+        body = completion_body(params, text, ids, wire.rid, wire.own)
+    return body, [*messages, wire.message]
+
+
+def _prompt(turn: Turn, ids: bytes) -> memoryview:
+    return memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES].cast("i")
+
+
+def _reply(turn: Turn, wire: Wire, ids: bytes, payloads: Mapping[str, bytes]) -> bytes:
+    return codec.paste(wire, _prompt(turn, ids), payloads)
+
+
+async def _wire(database: Database, session: Session, number: int) -> Wire:
+    try:
+        wires = await database.read(
+            lambda connection: reads.load_wires(connection, session.session_id, [number]), session_id=session.session_id
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
+    return wires[number]
+
+
+async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
+    """When each turn was committed, and its event."""
+    try:
+        events = await database.read(
+            lambda connection: reads.load_events(connection, session.session_id), session_id=session.session_id
+        )
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    return {
+        recorded.event.turn: (recorded.at, recorded.event)
+        for recorded in events
+        if isinstance(recorded.event, TurnCommitted)
+    }

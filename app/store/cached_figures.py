@@ -1,0 +1,71 @@
+"""The store's figures for who asks for them often."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from app.errors import AppError
+from app.store import survey_lists
+from app.store.engine import Database
+from app.store.figures import Figures, figures
+
+log = logging.getLogger("turnlog.figures")
+
+FRESH_S = 1.0
+"""For so long they are not read again."""
+
+SHARE = 20
+"""Nor for so many times as long as it took to read them: a large store is not counted all the time."""
+
+PATIENCE_S = 2.0
+"""Who asks does not wait longer, and gets what was known before."""
+
+
+class CachedFigures:
+    """Figures of the store, a second old or, of a large one, more. `clock` is one that does not jump."""
+
+    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
+        self._database = database
+        self._clock = clock
+        self._known: Figures | None = None
+        self._due_at = -float("inf")
+        self._reading: asyncio.Task[None] | None = None
+        self.is_up = True
+
+    async def now(self) -> Figures | None:
+        """None while they have never been read. `is_up` says whether the database answered when it was last asked."""
+        if self._reading is None and self._clock() >= self._due_at:
+            self._reading = asyncio.create_task(self._read(), name="turnlog-figures")
+            self._reading.add_done_callback(self._done)
+        if self._reading is not None:
+            done, _ = await asyncio.wait({self._reading}, timeout=PATIENCE_S)
+            if not done and self._known is None:
+                self.is_up = False
+        return self._known
+
+    @property
+    def is_reading(self) -> bool:
+        return self._reading is not None
+
+    async def _read(self) -> None:
+        began = self._clock()
+        try:
+            self._known = await self._database.read(figures, or_else=survey_lists.figures)
+            self.is_up = True
+        except AppError as error:
+            self.is_up = False
+            log.warning("the store's figures cannot be read: %s", error)
+        ended = self._clock()
+        self._due_at = ended + max(FRESH_S, SHARE * (ended - began))
+
+    def _done(self, reading: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not reading.cancelled():
+            reading.result()
+
+    async def stop(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)

@@ -1,0 +1,236 @@
+"""A turn whose generation an engine ended before its time: what is left to ask for, and the one reply of its parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from app.domain.events import Part, VersionSpan
+from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
+from app.errors import UpstreamInvalid
+from app.fleet.engines import Answer
+from app.sessions.cache import id_text
+from app.settings import Settings
+from app.turn.claims import Request
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt
+from app.turn.validation import ValidatedReply
+from app.upstream.body import Body
+from app.upstream.dialects import FIRST_ROW_NAMES, from_row
+from workers import codec, join
+from workers.codec import Facts
+from workers.join import Piece, Shape
+from workers.join_text import Stop
+from workers.parse import Rejected, Span
+
+INLINE = 96 << 10
+"""Replies of so many bytes together are joined on the loop: about a millisecond."""
+
+COMPLETION_TOKENS = 16
+"""What both engines take for `max_tokens` in a completion that names none, as OpenAI does."""
+
+_GRAMMARS = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+T = TypeVar("T")
+
+
+def can_go_on(request: Request, judged: ValidatedReply) -> bool:
+    """Would an engine that is sent the tokens so far go on behind them?
+
+    vLLM's chat takes no ids, and SGLang's looks at no images where it gets them. A grammar begins anew with each
+    request, in the middle of what it has to hold.
+    """
+    if not isinstance(request, ChatRequest):
+        return not _has_grammar(request)
+    if judged.reply.dialect != "sglang" or has_more_than_text(request.messages):
+        return False
+    choice = value_of(request.params.get("tool_choice"), "tool_choice")
+    forced = choice == "required" or isinstance(choice, dict)
+    return not forced and not _has_grammar(request)
+
+
+def _has_grammar(request: Request) -> bool:
+    wanted = value_of(request.params.get("response_format"), "response_format")
+    if isinstance(wanted, dict) and wanted.get("type") != "text":
+        return True
+    return any(value_of(request.params.get(name), name) is not None for name in _GRAMMARS)
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """What an engine returned, and how it was judged."""
+
+    answer: Answer
+    judged: ValidatedReply
+
+
+class Unfinished:
+    """`prompt` is the text of the prompt's ids, `ask` what the first generation was asked for."""
+
+    def __init__(
+        self, request: Request, settings: Settings, prompt: bytes, ask: EngineRequestOptions, first: Generation
+    ) -> None:
+        self._request = request
+        self._settings = settings
+        self._ask = ask
+        self._ids = prompt
+        self._generations: list[Generation] = []
+        self._pieces: list[Piece] = []
+        self._stop: Stop | None = None
+        reply = first.judged.reply
+        self._shape = Shape(
+            dialect=reply.dialect,
+            protocol="chat" if isinstance(request, ChatRequest) else "completions",
+            prompt_tokens=reply.base + reply.suffix_tokens,
+            stops=_stops(request),
+            keeps_stop=any(self._value(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
+            has_tools=isinstance(request, ChatRequest)
+            and bool(value_of(request.tools, "tools"))
+            and self._value("tool_choice") != "none",
+        )
+        self._take(first)
+
+    @property
+    def newest(self) -> Generation:
+        return self._generations[-1]
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.tokens for piece in self._pieces)
+
+    @property
+    def is_spent(self) -> bool:
+        """Has the client as many tokens as it wanted?"""
+        left = self._left()
+        return left is not None and left <= 0
+
+    @property
+    def is_over(self) -> bool:
+        """Is there nothing more to ask for?"""
+        return self.newest.judged.reply.finish_reason != "abort" or self._stop is not None or self.is_spent
+
+    async def add(self, generation: Generation) -> None:
+        """Raises UpstreamInvalid."""
+        self._take(generation)
+        self._stop = await self._beside(lambda: join.stopped(self._pieces, self._shape))
+
+    def _take(self, generation: Generation) -> None:
+        judged = generation.judged
+        spans = [Span(span.version, span.start, span.end) for span in judged.reply.weight_versions]
+        rows = {str(payload.kind): (payload.sent, payload.stop) for payload in judged.payloads}
+        self._generations.append(generation)
+        self._pieces.append(Piece(generation.answer.reply.body.joined(), judged.reply.output_tokens, spans, rows))
+        output = codec.unpack(judged.facts, Facts).output_ids
+        self._ids = b",".join(filter(None, (self._ids, id_text(output))))
+
+    def prompt(self) -> Prompt:
+        """The prompt and all tokens so far."""
+        return Prompt(self._ids, None)
+
+    def ask(self) -> EngineRequestOptions:
+        """The rows of `routed_experts` that are not there yet."""
+        held = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
+        if not held:
+            return self._ask
+        own = from_row(held[-1], self._settings.upstream_dialect)
+        return msgspec.structs.replace(self._ask, own=own, first_row=held[-1])
+
+    def sending(self, whole: EngineRequest) -> EngineRequest:
+        """The turn's parameters, with what is left of its budget of tokens."""
+        params = {name: bytes(raw) for name, raw in _FIELDS.decode(whole.params).items()}
+        left = self._left()
+        if left is not None:
+            for name in ("max_tokens", "max_completion_tokens"):
+                params.pop(name, None)
+            params[self._limit()[0]] = str(left).encode()
+        least = self._value("min_tokens")
+        if _is_count(least):
+            params["min_tokens"] = str(max(least - self.tokens, 0)).encode()
+        if self.ask().own:
+            for name in FIRST_ROW_NAMES:
+                params.pop(name, None)
+        return msgspec.structs.replace(whole, params=join_object(params))
+
+    async def joined(self) -> Answer:
+        """All generations as one, of the engine that had the last. Raises UpstreamInvalid."""
+        finish: Literal["length"] | None = None
+        if self._stop is None and self.newest.judged.reply.finish_reason == "abort" and self.is_spent:
+            finish = "length"
+        body = await self._beside(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
+        began = next((one for one in self._generations if one.judged.reply.output_tokens), self._generations[0])
+        answer = self.newest.answer
+        reply = msgspec.structs.replace(answer.reply, body=Body([body]))
+        return msgspec.structs.replace(answer, reply=reply, dispatched=began.answer.dispatched)
+
+    def parts(self) -> tuple[Part, ...]:
+        """Which engine brought which tokens of the joined reply."""
+        if len(self._pieces) == 1:
+            return ()
+        parts: list[Part] = []
+        start = 0
+        for generation, piece in zip(self._generations, self._pieces, strict=True):
+            end = min(start + piece.tokens, self._kept)
+            if end > start:
+                parts.append(Part(generation.answer.engine, start, end))
+            start = end
+        return tuple(parts)
+
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Those of the joined reply, as they were found for each generation: one that is unknown stays so."""
+        spans = join.versions(self._pieces, self._kept)
+        return tuple(VersionSpan(span.version, span.start, span.end) for span in spans)
+
+    @property
+    def _kept(self) -> int:
+        """How many tokens the joined reply has."""
+        return self.tokens if self._stop is None else self._stop.tokens
+
+    def _limit(self) -> tuple[str, int | None]:
+        """The parameter that bounds the output, as both engines choose it, and the client's value."""
+        if isinstance(self._request, ChatRequest):
+            limit = self._value("max_completion_tokens")
+            if _is_count(limit):
+                return "max_completion_tokens", limit
+        elif "max_tokens" not in self._request.params:
+            return "max_tokens", COMPLETION_TOKENS
+        limit = self._value("max_tokens")
+        return "max_tokens", limit if _is_count(limit) else None
+
+    def _left(self) -> int | None:
+        limit = self._limit()[1]
+        return None if limit is None else limit - self.tokens
+
+    def _value(self, name: str) -> Any:
+        return value_of(self._request.params.get(name), name)
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        """On a thread where the loop would wait for it. Raises UpstreamInvalid."""
+        large = sum(len(piece.body) for piece in self._pieces) > INLINE
+        try:
+            return await asyncio.to_thread(work) if large else work()
+        except Rejected as error:
+            raise UpstreamInvalid(f"the generations of one turn cannot be joined: {error}") from error
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _stops(request: Request) -> Sequence[str]:
+    stops = value_of(request.params.get("stop"), "stop")
+    found = [stops] if isinstance(stops, str) else stops if isinstance(stops, list) else []
+    return [stop for stop in found if isinstance(stop, str)]

@@ -1,0 +1,170 @@
+"""What a turn sends to an engine: parameters and tools, which a session stores once, and its messages or prompt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from app.domain.events import BlobRef, Protocol
+from app.domain.fleet import Fleet
+from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.session import Session
+from app.errors import InvalidRequest
+from app.sessions import transcript
+from app.settings import Settings
+from app.store.log import StoredBlob
+from app.turn.claims import ClaimedTurn, Request
+from app.upstream.dialects import (
+    DialectChoice,
+    asked_for,
+    clients_first_row,
+    complete,
+    for_adapter,
+    from_row,
+    takes_rid,
+)
+from workers import codec
+from workers.parse import REPLAY, Known
+
+
+class RequestBlobs(msgspec.Struct, frozen=True):
+    """The per-session blobs of a turn: their numbers, and the rows of those that are new."""
+
+    params: int
+    tools: int | None
+    refs: tuple[BlobRef, ...]
+    rows: tuple[StoredBlob, ...]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if the parent's tokens are continued.
+
+    `trimmed` of the parent's last tokens are left out. `extends`: it was built on the stored tokens, so that it must
+    begin with them.
+    """
+
+    text: bytes
+    known: Known | None
+    trimmed: int = 0
+    extends: bool = False
+
+
+class EngineRequestOptions(msgspec.Struct, frozen=True):
+    """What a turn's request asks of the engine beyond its parameters.
+
+    `own` are the raw members that Turnlog adds to this one request, `first_row` the first row of
+    `routed_experts` that is asked for, `clients` the kinds of payload that the client itself wants.
+    """
+
+    rid: str
+    own: bytes
+    first_row: int
+    clients: frozenset[str]
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """A turn's request but for its messages: `params` is a JSON object, `tools` raw JSON."""
+
+    protocol: Protocol
+    params: bytes
+    tools: bytes | None
+    blobs: RequestBlobs
+
+    def body(
+        self, ask: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: Prompt | None
+    ) -> bytes:
+        """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
+        ids = None if prompt is None else prompt.text
+        if self.protocol == "chat":
+            return transcript.chat_body(self.params, self.tools, messages, ask.rid, ask.own, ids)
+        return transcript.completion_body(self.params, text, ids, ask.rid, ask.own)
+
+
+def engine_request(
+    session: Session, request: Request, settings: Settings, adapter: str | None, engines: DialectChoice
+) -> EngineRequest:
+    """Store the parameters and tools once a session, however many turns send them again.
+
+    `adapter` is the turn's, `engines` what the engines are known to speak.
+    """
+    protocol: Protocol = "chat" if isinstance(request, ChatRequest) else "completions"
+    dialect = settings.upstream_dialect
+    fields = complete(request.params, dialect, settings.replay, protocol)
+    if adapter is not None:
+        fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
+    params = join_object(fields)
+    raw_tools = request.tools if isinstance(request, ChatRequest) else None
+    tools = None if raw_tools is None else bytes(raw_tools)
+    refs: list[BlobRef] = []
+    rows: list[StoredBlob] = []
+
+    def number_of(kind: Literal["params", "tools"], raw: bytes) -> int:
+        digest = hashlib.sha256(raw).hexdigest()
+        for ref in session.blobs:
+            if ref.kind == kind and ref.hash == digest:
+                return ref.number
+        ref = BlobRef(session.blob_count + len(refs), kind, len(raw), digest)
+        refs.append(ref)
+        rows.append(StoredBlob(ref.number, kind, ref.size, digest, codec.compress(raw)))
+        return ref.number
+
+    params_number = number_of("params", params)
+    tools_number = None if tools is None else number_of("tools", tools)
+    return EngineRequest(protocol, params, tools, RequestBlobs(params_number, tools_number, tuple(refs), tuple(rows)))
+
+
+def options_for(
+    opening: ClaimedTurn, request: Request, prompt: Prompt | None, settings: Settings
+) -> EngineRequestOptions:
+    """What is known at the parent need not be sent again, where the operator says that engines keep it."""
+    plan = opening.plan
+    rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
+    clients = asked_for(request.params)
+    if "routed_experts" not in settings.replay:
+        return EngineRequestOptions(rid, b"", clients_first_row(request.params), clients)
+    before = opening.session.payload(plan.parent, "routed_experts")
+    anew = not plan.base_messages or (prompt is not None and prompt.known is None)
+    if not settings.replay_incremental or before is None or anew:
+        return EngineRequestOptions(rid, b"", 0, clients)
+    return EngineRequestOptions(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
+
+
+def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
+    """The adapter that a turn is for: the session's, else the request's `lora_path`, else a `model` that names one.
+
+    Raises InvalidRequest where the request names another than the session's.
+    """
+    own = session.config.adapter or None
+    path = value_of(request.params.get("lora_path"), "lora_path")
+    named = _named(value_of(request.params.get("model"), "model"), fleet)
+    if own is None:
+        return path if isinstance(path, str) and path else named
+    for name, asked in (("lora_path", path), ("model", named)):
+        if asked and asked != own:
+            raise InvalidRequest(f"{name} names another adapter than the session's, which its turns are for")
+    return own
+
+
+def _named(model: Any, fleet: Fleet) -> str | None:
+    """The known adapter that a `model` names, also as SGLang's `base:adapter`."""
+    if not isinstance(model, str):
+        return None
+    return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
+
+
+def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:
+    """The kinds of payload that the client's reply keeps, of those that it asked for."""
+    return {"auto": clients, "verbatim": REPLAY, "lean": ()}[settings.client_reply]
+
+
+def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
+    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object")
+    return value
