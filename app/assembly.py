@@ -25,6 +25,9 @@ from app.settings import Settings
 from app.store.ports import Database
 from app.store.writer import Writer
 from app.turn.claims import Claims
+from app.turn.large_bodies import LargeBodies
+from app.turn.placement import Placement
+from app.turn.services import TurnServices
 from app.turn.session_control import SessionControls
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
@@ -100,17 +103,21 @@ class Assembly:
             lease_s=recovery.lease_to_judge_by,
         )
         self.turns = Turns(
-            cache=cache,
-            claims=self._claims,
-            writer=writer,
-            engines=self.engines,
-            fleet=self.fleet,
-            gates=self.gates,
-            judge=ReplyValidator(pool, settings),
-            token_in=self.token_in,
-            controls=self._controls,
-            settings=settings,
-            clock=clock,
+            TurnServices(
+                cache=cache,
+                claims=self._claims,
+                writer=writer,
+                engines=self.engines,
+                fleet=self.fleet,
+                gates=self.gates,
+                placement=Placement(self.engines, cache, settings, clock),
+                validator=ReplyValidator(pool, settings),
+                token_in=self.token_in,
+                controls=self._controls,
+                large_bodies=LargeBodies(),
+                settings=settings,
+                clock=clock,
+            )
         )
         self.sessions = Sessions(database, writer, cache, self.followers, clock)
         self.sessions.on_close(self.turns.close)
@@ -124,6 +131,7 @@ class Assembly:
 
     def start(self) -> None:
         """Do what is due by itself."""
+        self.engine_pool.start()
         self.janitor.start()
         self.pauses.start()
 

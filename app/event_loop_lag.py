@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from app.tasks import cancelled
+
 EVERY_S = 0.05
 """Between two looks: a loop that is held for longer than that is seen."""
 
@@ -25,9 +27,7 @@ class LoopLag:
         self._looking = asyncio.create_task(self._look(), name="turnlog-lag")
 
     async def stop(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await cancelled(self._looking)
 
     @property
     def largest_s(self) -> float:

@@ -170,15 +170,13 @@ async def _open(made: Assembly) -> None:
 
 def _health(settings: Settings, made: Assembly, client: EngineClient) -> HealthWatch:
     """Not started yet."""
-    health = HealthWatch(
+    return HealthWatch(
         made.engines,
         client,
         dialect=settings.upstream_dialect,
         api_key=settings.upstream_api_key,
         is_paused=lambda: made.fleet.fleet.gate.is_shut,
     )
-    made.fleet.listen(lambda before, now: health.wake())
-    return health
 
 
 def _client(settings: Settings) -> EngineClient:

@@ -15,8 +15,6 @@ from app.domain.events import (
     AffinityReleased,
     BlobRef,
     Event,
-    Part,
-    PayloadRef,
     Protocol,
     Recorded,
     RewardAssigned,
@@ -24,11 +22,12 @@ from app.domain.events import (
     Timing,
     TurnCommitted,
     TurnOpened,
-    VersionSpan,
 )
 from app.domain.history import Plan
+from app.domain.reply import ValidatedReply
 from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, SessionClosed, SessionNotFound
+from workers import codec
 
 
 def require_open(session: Session | None, session_id: str) -> Session:
@@ -61,40 +60,12 @@ def open_turn(
     )
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """What the log keeps of an engine's validated reply.
-
-    Its prompt continues `base` tokens of the parent (0: none), which are all but the last `trimmed`, by
-    `suffix_tokens` new ones; `tokens_hash` and `tokens_text_bytes` are of all of them and the output. `message_hash`
-    is the canonical hash of its message.
-    """
-
-    dialect: Literal["sglang", "vllm"]
-    engine: str
-    base: int
-    suffix_tokens: int
-    output_tokens: int
-    tokens_hash: str
-    tokens_text_bytes: int
-    finish_reason: str | None
-    weight_versions: tuple[VersionSpan, ...]
-    message_hash: str
-    requested_at: float
-    trimmed: int = 0
-    cached_tokens: int | None = None
-    sent_ids: bool = False
-    dispatched: str | None = None
-    parts: tuple[Part, ...] = ()
-
-
 class TurnBlobs(msgspec.Struct, frozen=True):
-    """Where a turn's content is: its own rows' hash, the numbers of the per-session blobs it uses, its payloads."""
+    """The per-session blobs that a turn uses, by number; `new` are those that it brings."""
 
-    content_hash: str
     params: int
-    tools: int | None
-    new: tuple[BlobRef, ...]
-    payloads: tuple[PayloadRef, ...] = ()
+    tools: int | None = None
+    new: tuple[BlobRef, ...] = ()
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
@@ -131,7 +102,7 @@ def commit_turn(
     fence: int,
     plan: Plan,
     incoming: HashedMessages,
-    reply: Reply,
+    reply: ValidatedReply,
     *,
     blobs: TurnBlobs,
     binding: AffinityBound | AffinityReleased | None = None,
@@ -143,7 +114,8 @@ def commit_turn(
     `session` is the state in which the turn was claimed.
     """
     new = range(plan.base_messages, len(incoming))
-    segment, cause = _segment(session, plan, reply.base)
+    result = reply.result
+    segment, cause = _segment(session, plan, result.base)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
@@ -154,26 +126,26 @@ def commit_turn(
         new_messages=len(new),
         message_hashes=(*(incoming.canonical(index) for index in new), reply.message_hash),
         client_hash=incoming.spelling(len(incoming)),
-        base_tokens=reply.base,
-        suffix_tokens=reply.suffix_tokens,
-        output_tokens=reply.output_tokens,
-        tokens_hash=reply.tokens_hash,
-        tokens_text_bytes=reply.tokens_text_bytes,
-        finish_reason=reply.finish_reason,
+        base_tokens=result.base,
+        suffix_tokens=result.suffix_tokens,
+        output_tokens=result.output_tokens,
+        tokens_hash=result.sequence.hash,
+        tokens_text_bytes=result.sequence.text_bytes,
+        finish_reason=result.finish_reason,
         weight_versions=reply.weight_versions,
-        dialect=reply.dialect,
+        dialect=result.dialect,
         engine=reply.engine,
         requested_at=reply.requested_at,
         body_hash=opened.body_hash,
         retry_key=opened.retry_key,
-        content_hash=blobs.content_hash,
+        content_hash=codec.content_hash(result.facts, result.wire),
         params=blobs.params,
         tools=blobs.tools,
         new_blobs=blobs.new,
-        payloads=blobs.payloads,
+        payloads=reply.payloads,
         protocol=opened.protocol,
-        trimmed=reply.trimmed if reply.base else 0,
-        cached_tokens=reply.cached_tokens,
+        trimmed=reply.trimmed if result.base else 0,
+        cached_tokens=result.cached_tokens,
         sent_ids=reply.sent_ids,
         adapter=opened.adapter,
         dispatched=reply.dispatched,
@@ -182,7 +154,7 @@ def commit_turn(
     )
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if session.payloads or blobs.payloads:
+    if session.payloads or reply.payloads:
         after = fold(session.session_id, _placed(session, events), session)
         gone = None if after is None else retention.tombstones(after)
         events += [] if gone is None else [gone]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from app.domain import bounds, control, split
 from app.domain.control import SessionControl
+from app.domain.events import Protocol
 from app.errors import InvalidRequest, Unsupported
 from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
@@ -38,6 +39,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     that holds its session, and no part of `params`.
     """
 
+    protocol: ClassVar[Protocol] = "chat"
+
     messages: list[msgspec.Raw]
     tools: msgspec.Raw | None
     params: dict[str, msgspec.Raw]
@@ -49,6 +52,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 class CompletionRequest(msgspec.Struct, frozen=True):
     """As `ChatRequest`, with a prompt for messages: as text, or as `ids`."""
+
+    protocol: ClassVar[Protocol] = "completions"
 
     text: str | None
     ids: TokenIds | None

@@ -106,10 +106,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
     `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
-    is the leaf. `last_event_at` is when the last event was written: with `version` it tells this log from another that
-    has as many events. `blobs` are the per-session blobs that a turn may refer to again. `payloads` are the replay
-    payloads, by turn, that have not been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that
-    of the root of its rollout.
+    is the leaf. `open_turns` are the turns in flight, by number. `last_event_at` is when the last event was written:
+    with `version` it tells this log from another that has as many events. `blobs` are the per-session blobs that a turn
+    may refer to again. `payloads` are the replay payloads, by turn, that have not been tombstoned. `reward` is the
+    session's own, or, where `has_roots_reward`, that of the root of its rollout.
     """
 
     session_id: str
@@ -122,7 +122,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     metadata: BlobRef | None = None
     turns: tuple[Turn, ...] = ()
     path: tuple[int, ...] = ()
-    open_turn: OpenTurn | None = None
+    open_turns: dict[int, OpenTurn] = {}
     blobs: tuple[BlobRef, ...] = ()
     blob_count: int = 0
     reward: Reward | None = None
@@ -131,6 +131,11 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     payloads: dict[int, tuple[Payload, ...]] = {}
     affinity: Affinity | None = None
     has_roots_reward: bool = False
+
+    @property
+    def open_turn(self) -> OpenTurn | None:
+        """The turn in flight of a linear session, which has at most one."""
+        return next(iter(self.open_turns.values()), None)
 
     @property
     def leaf(self) -> Turn | None:
@@ -211,11 +216,11 @@ def fold(session_id: str, events: Iterable[Recorded], session: Session | None = 
 def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
     match event:
         case TurnOpened():
-            return {"open_turn": _opened(event, recorded.seq)}
+            return {"open_turns": {**session.open_turns, event.turn: _opened(event, recorded.seq)}}
         case TurnCommitted():
             return _committed(session, event, recorded.seq)
         case TurnRejected() | TurnAbandoned():
-            return {"open_turn": None}
+            return {"open_turns": _without(session.open_turns, event.turn)}
         case RolledBack():
             return {"path": session.path[: len(session.path) - len(event.discarded)]}
         case BlobsTombstoned():
@@ -228,9 +233,9 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case AffinityReleased():
             return {"affinity": None}
         case SessionClosed():
-            return {"status": "closed", "open_turn": None, "closed_at": recorded.at}
+            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at}
         case SessionErased():
-            return {"status": "erased", "open_turn": None, "payloads": {}, **_without_components(session)}
+            return {"status": "erased", "open_turns": {}, "payloads": {}, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
 
@@ -255,6 +260,10 @@ def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
 
 def _opened(event: TurnOpened, seq: int) -> OpenTurn:
     return OpenTurn(event.turn, event.parent, seq, event.incarnation, event.body_hash, event.retry_key, event.adapter)
+
+
+def _without(open_turns: dict[int, OpenTurn], turn: int) -> dict[int, OpenTurn]:
+    return {number: one for number, one in open_turns.items() if number != turn}
 
 
 def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, Any]:
@@ -283,7 +292,7 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
     changes: dict[str, Any] = {
         "turns": (*session.turns, turn),
         "path": (*session.path, turn.number),
-        "open_turn": None,
+        "open_turns": _without(session.open_turns, event.turn),
     }
     if event.new_blobs:
         changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]

@@ -15,6 +15,7 @@ from app.errors import AppError, InvalidRequest, NotFound
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
 from app.fleet.state import FleetState
+from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.fleet")
 
@@ -34,16 +35,15 @@ class EnginePool:
         self._fleet = fleet
         self._engines = engines
         self._upstreams = upstreams
-        self._telling: dict[str, asyncio.Task[None]] = {}
+        self._reporting: asyncio.Task[None] | None = None
         engines.serve(fleet.fleet.members(upstreams))
         fleet.listen(self._changed)
-        engines.listen(on_fall=self._fell)
+
+    def start(self) -> None:
+        self._reporting = asyncio.create_task(self._report_regressions(), name="turnlog-regressions")
 
     async def stop(self) -> None:
-        telling = list(self._telling.values())
-        for task in telling:
-            task.cancel()
-        await asyncio.gather(*telling, return_exceptions=True)
+        await cancelled(self._reporting)
 
     def listed(self) -> list[Listed]:
         return [self._listed(member) for member in self._engines.members.values()]
@@ -91,17 +91,19 @@ class EnginePool:
             if url in self._engines.members:
                 self._engines.members[url].forget_version()
 
-    def _fell(self, member: Member) -> None:
-        """Called with each answer of an engine while its version is lower than it was, so that no failure matters."""
-        url, before, after = member.url, member.fell_from, member.weight_version
-        assert before is not None
-        assert after is not None
-        event = VersionRegressed(url, before, after)
-        if url not in self._telling and _is_news(self._fleet.fleet, event):
-            task = self._telling[url] = asyncio.create_task(self._tell(event), name="turnlog-regressed")
-            task.add_done_callback(lambda _: self._telling.pop(url, None))
+    async def _report_regressions(self) -> None:
+        """Each answer of an engine that has a lower version than it had comes by here, so that no failure matters."""
+        while True:
+            await self._engines.regression.wait()
+            self._engines.regression.clear()
+            for member in list(self._engines.members.values()):
+                before, after = member.fell_from, member.weight_version
+                if before is not None and after is not None:
+                    await self._report(VersionRegressed(member.url, before, after))
 
-    async def _tell(self, event: VersionRegressed) -> None:
+    async def _report(self, event: VersionRegressed) -> None:
+        if not _is_news(self._fleet.fleet, event):
+            return
         try:
             written = await self._fleet.append(lambda fleet: event if _is_news(fleet, event) else None)
         except AppError as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
+import typing
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from app.domain.events import Protocol
+from app.domain.events import AffinityBound, AffinityReleased, Protocol
 from app.domain.fleet import EngineListed
+from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
 from app.upstream.client import (
@@ -37,12 +40,6 @@ PATHS: Mapping[Protocol, str] = {"chat": "/v1/chat/completions", "completions": 
 MODELS = "/v1/models"
 ABORT_TIMEOUT_S = 2.0
 
-OnTrouble = Callable[[Member, EngineError], None]
-"""Takes an engine that refused a connection (NotSent) or lost one."""
-
-OnFall = Callable[[Member], None]
-"""Takes an engine whose weight version is lower than it was."""
-
 
 class Order:
     """Engines in the order in which a turn tries them: `first`, then `others()`, which are ranked when it fails."""
@@ -54,6 +51,30 @@ class Order:
     def __iter__(self) -> Iterator[str]:
         yield self.first
         yield from (url for url in self._others() if url != self.first)
+
+
+class ClientControl(typing.Protocol):
+    """A client's own word on where its turn goes (`turn.session_control`)."""
+
+    async def prepare(self, engine: str) -> None:
+        """The turn is about to be sent to this engine. May raise NotSent."""
+        ...
+
+    def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
+
+
+AwayCause = Literal["listed", "draining", "dead", "expired"]
+
+
+class EngineChoice(msgspec.Struct, frozen=True):
+    """Engines in the order in which a turn tries them; `away` says why the session's own is not the first of them.
+
+    `control` has made the order, where a client has its say.
+    """
+
+    order: Order
+    away: AwayCause | None = None
+    control: ClientControl | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -73,7 +94,8 @@ class Engines:
     """The engines there are, and which of them a turn should try.
 
     `placement`: a session without an engine gets the one with the least to do here (`least_loaded`), or one by its own
-    name alone (`hash`); equally loaded ones are in the latter order as well.
+    name alone (`hash`); equally loaded ones are in the latter order as well. `news` is set where there are other
+    engines than before, or one of them needs a look; `regression` where one has a lower weight version than it had.
     """
 
     def __init__(
@@ -87,13 +109,8 @@ class Engines:
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
-        self._on_trouble: OnTrouble | None = None
-        self._on_fall: OnFall | None = None
-
-    def listen(self, *, on_trouble: OnTrouble | None = None, on_fall: OnFall | None = None) -> None:
-        """Who wants to know at once."""
-        self._on_trouble = on_trouble or self._on_trouble
-        self._on_fall = on_fall or self._on_fall
+        self.news = asyncio.Event()
+        self.regression = asyncio.Event()
 
     def serve(self, listed: Sequence[EngineListed]) -> None:
         """These are the engines from now on; what is known of those that stay is kept."""
@@ -101,6 +118,7 @@ class Engines:
         self.members = {one.url: before.get(one.url) or Member(one.url) for one in listed}
         for one in listed:
             self.members[one.url].is_draining = one.state == "draining"
+        self.news.set()
 
     def seen(
         self, url: str, version: str | None, known: str | None, dialect: Literal["sglang", "vllm"] | None = None
@@ -113,8 +131,15 @@ class Engines:
             member.dialect = dialect
         if version is not None and version != member.weight_version:
             member.has_version(version, known)
-        if member.fell_from is not None and self._on_fall is not None:
-            self._on_fall(member)
+        if member.fell_from is not None:
+            self.regression.set()
+
+    def warn_of_aborts(self, url: str) -> None:
+        """Once an engine: it ended a generation that cannot be continued."""
+        member = self.members.get(url)
+        if member is not None and not member.has_aborted:
+            member.has_aborted = True
+            log.warning("%s aborted a generation that cannot be continued: docs/fleet.md", url)
 
     @property
     def dialect(self) -> DialectChoice:
@@ -166,7 +191,7 @@ class Engines:
 
     async def generate(
         self,
-        order: Iterable[str],
+        choice: EngineChoice,
         protocol: Protocol,
         body: bytes,
         headers: Headers,
@@ -174,29 +199,24 @@ class Engines:
         *,
         rid: str = "",
         version: str | None = None,
-        prepare: Callable[[str], Awaitable[None]] | None = None,
         may_send: Callable[[], bool] | None = None,
     ) -> Answer:
-        """The first engine of these that can be connected to, and its answer, whatever its status.
+        """The first engine of the choice that can be connected to, and its answer, whatever its status.
 
         `grow` makes room for its bytes. `rid` is by what the generation can be aborted, `version` that of its
-        adapter's weights, if known. `prepare` is awaited before an engine is asked; it may raise NotSent. Who cancels
-        this should `abort` the rid. Raises as `_first_reached`, Withheld where `may_send` says no at the last moment,
-        UpstreamInvalid for a compressed reply or a redirect.
+        adapter's weights, if known. Who cancels this should `abort` the rid. Raises as `_first_reached`, Withheld where
+        `may_send` says no at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
-        def ask(url: str) -> Awaitable[EngineReply]:
+        async def ask(url: str) -> EngineReply:
+            if choice.control is not None:
+                await choice.control.prepare(url)
             if rid:
                 self._generating[rid] = url
-            return self._client.post(url + PATHS[protocol], body, headers, grow, may_send)
-
-        async def prepared(url: str) -> EngineReply:
-            assert prepare is not None
-            await prepare(url)
-            return await ask(url)
+            return await self._client.post(url + PATHS[protocol], body, headers, grow, may_send)
 
         try:
-            answer = await self._first_reached(order, ask if prepare is None else prepared)
+            answer = await self._first_reached(choice.order, ask)
         except (AppError, Withheld):
             self._generating.pop(rid, None)
             raise
@@ -223,9 +243,10 @@ class Engines:
                     member.answers()
                 return Answer(base_url, reply, known, known)
             except NotSent as error:
-                self._trouble(member, error)
+                member.refused(str(error), time.time())
+                self._needs_look(member)
             except Lost as error:
-                self._trouble(member, error)
+                self._needs_look(member)
                 raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
             except TimedOut as error:
                 raise UpstreamTimeout(f"{base_url} did not answer in time") from error
@@ -235,9 +256,11 @@ class Engines:
                 member.in_flight -= 1
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
 
-    def _trouble(self, member: Member, error: EngineError) -> None:
-        if self._on_trouble is not None:
-            self._on_trouble(member, error)
+    def _needs_look(self, member: Member) -> None:
+        """A turn met an engine that cannot be connected to, or that hung up."""
+        if member.health != "dead":
+            member.needs_look = True
+            self.news.set()
 
     def running_at(self, rid: str) -> str | None:
         """The engine that this process has sent a generation to; None for one that is not its own."""

@@ -49,6 +49,10 @@ class Gates:
         """How many turns wait here, by adapter."""
         return +self._held
 
+    def arrive(self, adapter: str | None) -> GatePass:
+        """A turn has come: its place in the order, which it keeps if it has to wait more than once."""
+        return GatePass(self, adapter, next(self._tickets))
+
     def is_shut(self, adapter: str | None) -> bool:
         return self._fleet.fleet.is_shut(adapter)
 
@@ -56,11 +60,8 @@ class Gates:
         """May a turn go to an engine? Not by what was known too long ago: `wait` looks again."""
         return self._fleet.is_fresh and not self._fleet.fleet.is_shut(adapter)
 
-    def may_enter(self, adapter: str | None) -> bool:
-        """May a turn that comes now pass? Not while others pass that came before it."""
-        return self.may_pass(adapter) and not self._is_line_moving(adapter)
-
-    def _is_line_moving(self, adapter: str | None) -> bool:
+    def is_line_moving(self, adapter: str | None) -> bool:
+        """Do turns pass that came before?"""
         return self._letting_pass is not None and self._held[adapter] > 0
 
     def closings(self, adapter: str | None) -> Closings:
@@ -70,16 +71,12 @@ class Gates:
         """That of the adapter's weights, where a trainer told of it."""
         return self._fleet.fleet.gates(adapter)[1].version
 
-    def ticket(self) -> int:
-        """A place in the order, for a turn that may have to wait more than once."""
-        return next(self._tickets)
-
-    async def wait(self, adapter: str | None, ticket: int) -> Closings:
-        """Until a turn may pass; what to compare with later.
+    async def wait(self, adapter: str | None, ticket: int) -> None:
+        """Until a turn may pass.
 
         Raises Overloaded where the server stops, StoreUnavailable where it cannot be known.
         """
-        had_its_turn = not self._is_line_moving(adapter)
+        had_its_turn = not self.is_line_moving(adapter)
         while not (had_its_turn and self.may_pass(adapter)):
             if had_its_turn and not self.is_shut(adapter):
                 await self._fleet.refresh()
@@ -88,7 +85,6 @@ class Gates:
                 raise Overloaded("the server is stopping; the gate is shut")
             await self._stand_in_line(adapter, ticket)
             had_its_turn = True
-        return self.closings(adapter)
 
     async def _stand_in_line(self, adapter: str | None, ticket: int) -> None:
         waiter = _HeldTurn(ticket, adapter, asyncio.get_running_loop().create_future())
@@ -150,6 +146,46 @@ class Gates:
             else:
                 self._line.remove(waiter)
                 waiter.let_go()
+
+
+class GatePass:
+    """All that one turn asks the gates, which are the fleet's and its adapter's; `ticket` is its place in the order."""
+
+    def __init__(self, gates: Gates, adapter: str | None, ticket: int) -> None:
+        self._gates = gates
+        self._adapter = adapter
+        self.ticket = ticket
+        self._closings: Closings = (0, 0)
+
+    @property
+    def admits_at_once(self) -> bool:
+        """May a turn that has just come pass? Not while others pass that came before it."""
+        return self.is_open and not self._gates.is_line_moving(self._adapter)
+
+    @property
+    def is_open(self) -> bool:
+        """May the turn go to an engine now?"""
+        return self._gates.may_pass(self._adapter)
+
+    @property
+    def version(self) -> str | None:
+        """That of the adapter's weights, where a trainer told of it."""
+        return self._gates.version(self._adapter)
+
+    async def wait(self) -> None:
+        """Until the gates are open. Raises Overloaded where the server stops, StoreUnavailable."""
+        await self._gates.wait(self._adapter, self.ticket)
+
+    def take(self) -> bool:
+        """Right before a request is sent: may it be? If so, later closings count from here."""
+        if not self.is_open:
+            return False
+        self._closings = self._gates.closings(self._adapter)
+        return True
+
+    async def was_shut(self) -> bool:
+        """Was a gate shut since the turn's request was sent? Raises StoreUnavailable."""
+        return await self._gates.shut_since(self._adapter, self._closings)
 
 
 def _ticket(waiter: _HeldTurn) -> int:

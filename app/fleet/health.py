@@ -21,7 +21,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from app.fleet.engines import Engines
-from app.fleet.member import Alive, Member
+from app.fleet.member import Member
+from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineError, EngineReply, NotSent, TimedOut
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control
@@ -72,22 +73,13 @@ class HealthWatch:
         self._is_paused = is_paused
         self._due: dict[str, float] = {}
         self._looking: dict[str, asyncio.Task[None]] = {}
-        self._woken = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
-        engines.listen(on_trouble=self._trouble)
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-health")
 
     async def stop(self) -> None:
-        tasks = [*self._looking.values(), *([self._watching] if self._watching else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def wake(self) -> None:
-        """There may be other engines than before."""
-        self._woken.set()
+        await cancelled(self._watching, *self._looking.values())
 
     async def any_lives(self) -> bool:
         """Does one of the engines live? Those of which nothing is known yet are asked."""
@@ -99,15 +91,16 @@ class HealthWatch:
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
+            self._engines.news.clear()
             self._spread(now)
+            self._hasten()
             for url, due in self._due.items():
                 if due <= now:
                     self.look_at(url)
             waits = [due - now for url, due in self._due.items() if url not in self._looking]
-            self._woken.clear()
             try:
                 async with asyncio.timeout(min(waits, default=EVERY_S)):
-                    await self._woken.wait()
+                    await self._engines.news.wait()
             except TimeoutError:
                 continue
 
@@ -119,6 +112,13 @@ class HealthWatch:
         for place, url in enumerate(new):
             self._due[url] = now + EVERY_S * place / len(new)
 
+    def _hasten(self) -> None:
+        """Engines that turns have met in trouble are due at once."""
+        for url, member in self._engines.members.items():
+            if member.needs_look:
+                member.needs_look = False
+                self._due[url] = 0.0
+
     def look_at(self, url: str) -> asyncio.Task[None]:
         """A look at this engine: the one that is under way, or a new one."""
         looking = self._looking.get(url)
@@ -129,16 +129,7 @@ class HealthWatch:
 
     def _looked(self, url: str) -> None:
         self._looking.pop(url, None)
-        self._woken.set()
-
-    def _trouble(self, member: Member, error: EngineError) -> None:
-        """A turn met an engine that cannot be connected to, or that hung up."""
-        if isinstance(error, NotSent):
-            member.is_refusing = True
-            self._fail(member, f"a connection was refused ({error})")
-        if member.url in self._due and member.health != "dead":
-            self._due[member.url] = 0.0
-            self._woken.set()
+        self._engines.news.set()
 
     async def _look(self, url: str) -> None:
         member = self._engines.members.get(url)
@@ -161,26 +152,26 @@ class HealthWatch:
     def _judge(self, member: Member, cheap: Asked, health: Asked | None, is_gated: bool, known: str | None) -> None:
         if isinstance(cheap, NotSent) and isinstance(health, NotSent | None):
             member.is_refusing = True
-            self._fail(member, f"it cannot be connected to ({cheap})")
+            member.failed(f"it cannot be connected to ({cheap})", time.time())
             return
         if not isinstance(cheap, EngineReply) and not isinstance(health, EngineReply):
             if is_gated and member.health != "dead":
-                self._live(member, "paused")
+                member.lives("paused", time.time())
             else:
-                self._fail(member, f"it answers nothing ({type(cheap).__name__})")
+                member.failed(f"it answers nothing ({type(cheap).__name__})", time.time())
             return
         info, paused = _read(cheap, _ModelInfo), _read(cheap, _IsPaused)
         if info is not None or paused is not None:
             version = None if info is None or info.weight_version is None else str(info.weight_version)
             self._engines.seen(member.url, version, known, "sglang" if paused is None else "vllm")
         if is_gated or (paused is not None and paused.is_paused):
-            self._live(member, "paused")
+            member.lives("paused", time.time())
         elif not isinstance(health, EngineReply):
-            self._live(member, "busy")
+            member.lives("busy", time.time())
         elif health.status >= 500:
-            self._fail(member, f"/health answers {health.status}")
+            member.failed(f"/health answers {health.status}", time.time())
         else:
-            self._live(member, "healthy")
+            member.lives("healthy", time.time())
 
     async def _ask(self, url: str) -> Asked:
         try:
@@ -190,18 +181,6 @@ class HealthWatch:
             return error
         except TimeoutError:
             return TimedOut(f"no answer in {TIMEOUT_S:g} s")
-
-    def _live(self, member: Member, alive: Alive) -> None:
-        was = member.health
-        member.lives(alive, time.time())
-        if was == "dead" and member.health != was:
-            log.warning("engine %s is back", member.url)
-
-    def _fail(self, member: Member, error: str) -> None:
-        was = member.health
-        member.failed(error, time.time())
-        if member.health == "dead" != was:
-            log.warning("engine %s is dead: %s; its sessions go on elsewhere", member.url, error)
 
 
 async def _nothing() -> None:

@@ -8,11 +8,14 @@ several times in a row is dead, and it is back after several good signs.
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import msgspec
 
 from app.domain.events import is_number
+
+log = logging.getLogger("turnlog.engines")
 
 Alive = Literal["healthy", "busy", "paused"]
 """How an engine lives: `busy` answers, but not where it has to generate; `paused` has been told to wait."""
@@ -35,6 +38,9 @@ class Member(msgspec.Struct):
     `generation` grows each time the engine answers after it had refused connections: then it has been restarted, and
     nothing that was learned of it holds. Such is `sessions`, whether it has the session routes, and `dialect`.
 
+    `has_aborted`: it ended a generation that could not be continued, of which the log was told.
+    `needs_look`: a turn has met it in trouble, and nobody has looked after it since.
+
     `weight_version` is the newest that is known. While it is lower than one before, that is `fell_from`.
     """
 
@@ -53,6 +59,8 @@ class Member(msgspec.Struct):
     signs: int = 0
     failed_at: float = 0.0
     is_refusing: bool = False
+    needs_look: bool = False
+    has_aborted: bool = False
 
     def lives(self, alive: Alive, now: float) -> None:
         """It gave a sign of life at `now`, in seconds since the epoch."""
@@ -60,6 +68,8 @@ class Member(msgspec.Struct):
         self.failures = 0
         self.signs += 1
         if self.health != "dead" or self.signs >= SIGNS:
+            if self.health == "dead":
+                log.warning("engine %s is back", self.url)
             self.last_error = None
             self._become(alive, now)
 
@@ -71,8 +81,14 @@ class Member(msgspec.Struct):
             return
         self.failures += 1
         self.failed_at = now
-        if self.failures >= FAILURES:
+        if self.failures >= FAILURES and self.health != "dead":
             self._become("dead", now)
+            log.warning("engine %s is dead: %s; its sessions go on elsewhere", self.url, error)
+
+    def refused(self, error: str, now: float) -> None:
+        """A connection to it was refused."""
+        self.is_refusing = True
+        self.failed(f"a connection was refused ({error})", now)
 
     def answers(self) -> None:
         """It answered a request; what it says is another question."""

@@ -38,6 +38,7 @@ from app.fleet.member import Member
 from app.fleet.state import POLL_S, STALE_S, FleetState
 from app.store import fleet as store
 from app.store.ports import Database
+from app.tasks import cancelled
 from app.upstream.control import EngineControl
 
 log = logging.getLogger("turnlog.pauses")
@@ -112,9 +113,7 @@ class Pauses:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-leases")
 
     async def stop(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await cancelled(self._watching)
 
     async def pause_adapter(self, name: str, lease_s: float) -> Swept:
         """Shut an adapter's gate, or keep it shut for longer, and abort its generations, whichever process has them.

@@ -15,6 +15,7 @@ from app.domain.fleet import Fleet, FleetEvent, Gate, Placed
 from app.errors import AppError, StoreUnavailable
 from app.store import fleet as store
 from app.store.ports import Database, Writer
+from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.fleet")
 
@@ -74,9 +75,7 @@ class FleetState:
             self._polling = asyncio.create_task(self._poll(), name="turnlog-fleet")
 
     async def stop(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
-            await asyncio.gather(self._polling, return_exceptions=True)
+        await cancelled(self._polling)
 
     def left(self, gate: Gate) -> float:
         """Seconds until the gate opens by itself, by the database's clock; 0.0 for one that is open."""

@@ -21,6 +21,7 @@ from app.sessions.prefix_buffer import PrefixBuffer
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database, Writer
+from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -223,9 +224,7 @@ class SessionCache:
         return live.tokens.upto(turn) or b""
 
     async def close(self) -> None:
-        for task in (*self._loading.values(), *self._saving):
-            task.cancel()
-        await asyncio.gather(*self._loading.values(), *self._saving, return_exceptions=True)
+        await cancelled(*self._loading.values(), *self._saving)
 
     async def _load_anew(self, session_id: str) -> CacheEntry | None:
         """As `_load`, but read from now on: what others are reading may be older than what was acknowledged since."""

@@ -24,6 +24,7 @@ from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.ports import Database, Writer
+from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.janitor")
 
@@ -92,9 +93,7 @@ class Janitor:
         self._task = asyncio.create_task(self._run(), name="turnlog-janitor")
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled(self._task)
 
     async def _run(self) -> None:
         told: tuple[type[AppError], str] | None = None

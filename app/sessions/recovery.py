@@ -15,6 +15,7 @@ from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead, next_dead
 from app.store.ports import Database, Writer
 from app.store.writer import CONFLICT_TRIES
+from app.tasks import cancelled
 
 T = TypeVar("T")
 
@@ -75,9 +76,7 @@ class Recovery:
         self._tasks = [asyncio.create_task(self._sweep_always()), asyncio.create_task(self._beat())]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         try:
             number = self._incarnation()
             await written(self._database, lambda tx: incarnations.end(tx, number))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from app.errors import StartupError, StoreFull, StoreUnavailable
 from app.sessions.recovery import register
 from app.store.engine import Database
+from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.recovery")
 
@@ -66,9 +67,7 @@ class Registration:
         self._trying = asyncio.create_task(self._retry(then), name="turnlog-registration")
 
     async def stop(self) -> None:
-        if self._trying is not None:
-            self._trying.cancel()
-            await asyncio.gather(self._trying, return_exceptions=True)
+        await cancelled(self._trying)
 
     async def _retry(self, then: tuple[Callable[[], None], ...]) -> None:
         began = asyncio.get_running_loop().time()

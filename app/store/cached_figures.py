@@ -10,6 +10,7 @@ from app.errors import AppError
 from app.store import survey_lists
 from app.store.engine import Database
 from app.store.figures import Figures, figures
+from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.figures")
 
@@ -66,6 +67,4 @@ class CachedFigures:
             reading.result()
 
     async def stop(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+        await cancelled(self._reading)

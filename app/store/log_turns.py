@@ -127,7 +127,7 @@ class Commit(BaseOperation, frozen=True):
     """End the open turn with what it brought, if the fence still stands; else nothing is written.
 
     `chunks` are those that have not been staged. Those that have must still be there: staging is not synced, and a
-    crash of PostgreSQL may have undone it and kept the claim.
+    crash of PostgreSQL may have undone it and kept the claim. `is_alone`: no other turn is in flight in this process.
     """
 
     session_id: str
@@ -139,6 +139,7 @@ class Commit(BaseOperation, frozen=True):
     wire: bytes
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
+    is_alone: bool = False
 
     @property
     def size(self) -> int:

@@ -31,7 +31,7 @@ from app.store.statements import is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-6"
+SNAPSHOT_FORMAT = "session-7"
 """Changes with the shape of `Session`; snapshots in another format are folded anew."""
 
 

@@ -1,21 +1,18 @@
-"""Taking the one open turn of a session, and letting go of it."""
+"""Taking a session's open turn, and releasing it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-
-import msgspec
+from typing import Literal
 
 from app.crash_points import reach
 from app.domain import decide
-from app.domain.completion import IncomingPrompt
-from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
-from app.domain.history import Incoming, Plan
-from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.events import Event, TurnAbandoned, TurnRejected
+from app.domain.history import Plan
 from app.domain.rids import rid_of
-from app.domain.session import Session, apply
+from app.domain.session import Session, fold
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable, StoreUnavailable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.followers import Followers
@@ -23,16 +20,13 @@ from app.sessions.lifecycle import Clock, refusal
 from app.store.log import Appended, Refused
 from app.store.log_turns import Busy, Claim, Reject, Release
 from app.store.ports import Writer
+from app.tasks import cancelled
+from app.turn.context import ClaimedTurn, Request, RequestHistory, TurnContext
 from app.turn.in_flight import RetryMark
 from app.upstream.body import Body
 from workers import codec
 
 log = logging.getLogger("turnlog.claims")
-
-Request = ChatRequest | CompletionRequest
-
-RequestHistory = Incoming | IncomingPrompt
-"""A request's history: a chat's messages, or a completion's prompt."""
 
 KEPT_BYTES = 256 << 10
 """Of a refused reply, for diagnosis."""
@@ -45,25 +39,7 @@ FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
 other's lease ends."""
 
 RELEASE_AGAIN_S = 1.0
-"""Between tries to let go of claims that the store could not take back."""
-
-
-class ClaimedTurn(msgspec.Struct, frozen=True):
-    """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change.
-
-    `idle_since` is when the session's event before the claim was written.
-    """
-
-    live: CacheEntry
-    session: Session
-    plan: Plan
-    event: TurnOpened
-    fence: int
-    idle_since: float
-
-    @property
-    def rid(self) -> str:
-        return rid_of(self.session.session_id, self.fence)
+"""Between tries to release claims that the store could not take back."""
 
 
 class Claims:
@@ -98,39 +74,20 @@ class Claims:
         """Raises StoreFull, StoreUnavailable while this process is not registered."""
         return self._incarnation()
 
-    async def open(
-        self, live: CacheEntry, request: Request, incoming: RequestHistory, mark: RetryMark, adapter: str | None
-    ) -> ClaimedTurn | None:
+    async def take(self, entry: CacheEntry, context: TurnContext) -> ClaimedTurn | None:
         """Claim the session at a version at which the request fits; None if the turn is found committed."""
-        session_id = live.session.session_id
+        session_id, request, mark = context.session_id, context.request, context.mark
         tries, look_s = 0, FIRST_LOOK_S
         while tries < CLAIM_TRIES:
             tries += 1
             # The session may have moved since it was read: while the turn waited for a gate, others read it again.
-            if repeated_turn(live, mark, request) is not None:
+            if repeated_turn(entry, mark, request) is not None:
                 return None
-            session = live.session
-            plan = await self._match(session, incoming)
+            plan = await self._match(entry.session, context.history)
             if plan is not None:
-                event = decide.open_turn(
-                    session,
-                    plan,
-                    incarnation=self.incarnation,
-                    body_hash=request.body_hash,
-                    retry_key=mark.key,
-                    protocol="chat" if isinstance(request, ChatRequest) else "completions",
-                    adapter=adapter,
-                )
-                claim = Claim(session_id, session.version, session.last_event_at, self._clock(), event, self._lease_s())
-                reach("before_claim")
-                outcome = await self._writer.submit(claim)
-                if isinstance(outcome, Appended):
-                    reach("after_claim")
-                    # A crash of PostgreSQL gives the fence of a claim that it took back to the next.
-                    self._unreleased.pop((session_id, claim.fence), None)
-                    self.appended(session_id, outcome)
-                    claimed = apply(session, outcome.events[0], session_id)
-                    return ClaimedTurn(live, claimed, plan, event, session.version + 1, session.last_event_at)
+                outcome = await self._claim(entry, plan, context)
+                if isinstance(outcome, ClaimedTurn):
+                    return outcome
                 if isinstance(outcome, Refused):
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)
@@ -142,18 +99,43 @@ class Claims:
             fresh = await self._cache.refresh(session_id)
             decide.require_open(fresh.session if fresh else None, session_id)
             assert fresh is not None
-            live = fresh
+            entry = fresh
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
         raise busy
 
-    async def _match(self, session: Session, incoming: RequestHistory) -> Plan | None:
+    async def _claim(self, entry: CacheEntry, plan: Plan, context: TurnContext) -> ClaimedTurn | Refused | Busy | None:
+        """The claim, if the session is still at its version and nobody else holds it; None where it has moved."""
+        session = entry.session
+        opened = decide.open_turn(
+            session,
+            plan,
+            incarnation=self.incarnation,
+            body_hash=context.request.body_hash,
+            retry_key=context.mark.key,
+            protocol=context.request.protocol,
+            adapter=context.adapter,
+        )
+        session_id, fence = session.session_id, session.version + 1
+        claim = Claim(session_id, session.version, session.last_event_at, self._clock(), opened, self._lease_s())
+        reach("before_claim")
+        outcome = await self._writer.submit(claim)
+        if not isinstance(outcome, Appended):
+            return outcome if isinstance(outcome, Refused | Busy) else None
+        reach("after_claim")
+        # A crash of PostgreSQL gives the fence of a claim that it took back to the next.
+        self._unreleased.pop((session_id, fence), None)
+        claimed = self._after(entry, session, outcome)
+        rid = rid_of(session_id, fence)
+        return ClaimedTurn(entry, claimed, plan, opened, fence, rid, session.last_event_at)
+
+    async def _match(self, session: Session, history: RequestHistory) -> Plan | None:
         """Where the request joins; None if the session has moved on since it was read.
 
         Raises SessionBusy, which comes before a history that does not fit, RollbackTooDeep, HistoryMismatch.
         """
         try:
-            return incoming.join(session)
+            return history.join(session)
         except (RollbackTooDeep, HistoryMismatch):
             fresh = await self._cache.refresh(session.session_id)
             if fresh is not None and fresh.session.version != session.version:
@@ -165,7 +147,7 @@ class Claims:
     async def _in_the_way(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> float | None:
         """For how long another process may keep its open turn, which the request repeats, without a sign of life.
 
-        None where it is in the way no longer: this process had failed to let it go, or its own is gone. Raises
+        None where it is in the way no longer: this process had failed to release it, or its own is gone. Raises
         SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
         if held.incarnation == self.incarnation:
@@ -179,39 +161,42 @@ class Claims:
 
     async def reject(
         self,
-        opening: ClaimedTurn,
+        claimed: ClaimedTurn,
         reason: str,
         status: int | None = None,
         detail: str | None = None,
         reply: Body | None = None,
     ) -> None:
-        """Let go of a claim because of what the engine answered; the beginning of `reply` is kept for diagnosis."""
-        session_id, turn, fence = opening.session.session_id, opening.event.turn, opening.fence
+        """Release a claim because of what the engine answered; the beginning of `reply` is kept for diagnosis."""
+        session_id, turn, fence = claimed.session.session_id, claimed.opened.turn, claimed.fence
         if reply is None:
-            await self.release(session_id, fence, TurnRejected(turn, fence, reason, status, detail))
+            await self.release(claimed, TurnRejected(turn, fence, reason, status, detail))
             return
         kept = reply.beginning(KEPT_BYTES)
         event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
-        await self._let_go(
+        await self._release(
             Reject(session_id, fence, self.incarnation, self._clock(), event, len(reply), codec.compress(kept))
         )
 
     async def fail(
-        self, opening: ClaimedTurn, error: AppError, detail: str | None = None, reply: Body | None = None
+        self, claimed: ClaimedTurn, error: AppError, detail: str | None = None, reply: Body | None = None
     ) -> None:
-        """Let go of a claim because of an error; not before the reply where the client has waited for the store."""
+        """Release a claim because of an error; where the client has waited for the store, beside its reply."""
         if not isinstance(error, StoreUnavailable):
-            await self.reject(opening, error.code, None, detail, reply)
+            await self.reject(claimed, error.code, None, detail, reply)
             return
-        session_id, fence = opening.session.session_id, opening.fence
-        event = TurnRejected(opening.event.turn, fence, error.code, None, detail)
+        session_id, fence = claimed.session.session_id, claimed.fence
+        event = TurnRejected(claimed.opened.turn, fence, error.code, None, detail)
         self._keep_trying(Release(session_id, fence, self.incarnation, self._clock(), event), 0)
 
-    async def release(self, session_id: str, fence: int, event: Event) -> None:
-        """Let go of a claim."""
-        await self._let_go(Release(session_id, fence, self.incarnation, self._clock(), event))
+    async def abandon(self, claimed: ClaimedTurn, reason: Literal["disconnect", "not_released"]) -> None:
+        """Release a claim whose turn nobody works on any more."""
+        await self.release(claimed, TurnAbandoned(claimed.opened.turn, claimed.fence, reason))
 
-    async def _let_go(self, operation: Release | Reject) -> None:
+    async def release(self, claimed: ClaimedTurn, event: Event) -> None:
+        await self._release(Release(claimed.session.session_id, claimed.fence, self.incarnation, self._clock(), event))
+
+    async def _release(self, operation: Release | Reject) -> None:
         """A store that cannot take it is not an error of the turn: it is tried again until it can."""
         session_id, fence, event = operation.session_id, operation.fence, operation.event
         try:
@@ -237,7 +222,7 @@ class Claims:
                 except SessionUnreadable:
                     pass
                 except AppError:
-                    break  # The store is still not well, of which the first failure has told.
+                    break  # The store is still not well; the first failure was logged.
                 self._unreleased.pop(key, None)
 
     async def _end(self, operation: Release | Reject) -> None:
@@ -252,24 +237,32 @@ class Claims:
         else:
             self._cache.drop(session_id)
 
-    async def close(self) -> None:
-        """What could not be released by now is void with the process."""
-        if self._releasing is not None:
-            self._releasing.cancel()
-            await asyncio.gather(self._releasing, return_exceptions=True)
-
     def appended(self, session_id: str, outcome: Appended) -> None:
+        """This process has written these events."""
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
 
+    def _after(self, entry: CacheEntry, before: Session, outcome: Appended) -> Session:
+        """The session after what was appended to `before`, which `entry` held when the write was decided."""
+        self.appended(before.session_id, outcome)
+        if entry.session.version == outcome.events[-1].seq:
+            return entry.session
+        # Others have moved the entry on meanwhile, or it is no longer in the cache.
+        after = fold(before.session_id, outcome.events, before)
+        assert after is not None
+        return after
 
-def repeated_turn(live: CacheEntry, mark: RetryMark, request: Request) -> int | None:
+    async def close(self) -> None:
+        """What could not be released by now is void with the process."""
+        await cancelled(self._releasing)
+
+
+def repeated_turn(entry: CacheEntry, mark: RetryMark, request: Request) -> int | None:
     """The committed turn that the request is a marked retry of."""
-    if mark.key is not None and mark.key in live.keyed:
-        number = live.keyed[mark.key]
-        turn = live.session.turn(number)
-    elif live.session.leaf is not None:
-        turn = live.session.leaf
+    if mark.key is not None and mark.key in entry.keyed:
+        turn = entry.session.turn(entry.keyed[mark.key])
+    elif entry.session.leaf is not None:
+        turn = entry.session.leaf
     else:
         return None
     return turn.number if mark.repeats(turn.retry_key, turn.body_hash, request.body_hash) else None

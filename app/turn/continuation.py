@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from app.domain.events import Part, VersionSpan
+from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
 from app.errors import UpstreamInvalid
 from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.settings import Settings
-from app.turn.claims import Request
+from app.turn.context import Request
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt
-from app.turn.validation import ValidatedReply
 from app.upstream.body import Body
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
@@ -49,7 +49,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 
 
-def can_go_on(request: Request, judged: ValidatedReply) -> bool:
+def can_go_on(request: Request, reply: ValidatedReply) -> bool:
     """Would an engine that is sent the tokens so far go on behind them?
 
     vLLM's chat takes no ids, and SGLang's looks at no images where it gets them. A grammar begins anew with each
@@ -57,7 +57,7 @@ def can_go_on(request: Request, judged: ValidatedReply) -> bool:
     """
     if not isinstance(request, ChatRequest):
         return not _has_grammar(request)
-    if judged.reply.dialect != "sglang" or has_more_than_text(request.messages):
+    if reply.result.dialect != "sglang" or has_more_than_text(request.messages):
         return False
     choice = value_of(request.params.get("tool_choice"), "tool_choice")
     forced = choice == "required" or isinstance(choice, dict)
@@ -71,31 +71,31 @@ def _has_grammar(request: Request) -> bool:
     return any(value_of(request.params.get(name), name) is not None for name in _GRAMMARS)
 
 
-class Generation(msgspec.Struct, frozen=True):
-    """What an engine returned, and how it was judged."""
+class GeneratedPart(msgspec.Struct, frozen=True):
+    """What an engine returned, and what validation made of it."""
 
     answer: Answer
-    judged: ValidatedReply
+    reply: ValidatedReply
 
 
 class Unfinished:
-    """`prompt` is the text of the prompt's ids, `ask` what the first generation was asked for."""
+    """`prompt` is the text of the prompt's ids, `options` what the first generation was asked for."""
 
     def __init__(
-        self, request: Request, settings: Settings, prompt: bytes, ask: EngineRequestOptions, first: Generation
+        self, request: Request, settings: Settings, prompt: bytes, options: EngineRequestOptions, first: GeneratedPart
     ) -> None:
         self._request = request
         self._settings = settings
-        self._ask = ask
+        self._options = options
         self._ids = prompt
-        self._generations: list[Generation] = []
+        self._generations: list[GeneratedPart] = []
         self._pieces: list[Piece] = []
         self._stop: Stop | None = None
-        reply = first.judged.reply
+        result = first.reply.result
         self._shape = Shape(
-            dialect=reply.dialect,
-            protocol="chat" if isinstance(request, ChatRequest) else "completions",
-            prompt_tokens=reply.base + reply.suffix_tokens,
+            dialect=result.dialect,
+            protocol=request.protocol,
+            prompt_tokens=result.base + result.suffix_tokens,
             stops=_stops(request),
             keeps_stop=any(self._value(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
             has_tools=isinstance(request, ChatRequest)
@@ -105,7 +105,7 @@ class Unfinished:
         self._take(first)
 
     @property
-    def newest(self) -> Generation:
+    def newest(self) -> GeneratedPart:
         return self._generations[-1]
 
     @property
@@ -121,35 +121,35 @@ class Unfinished:
     @property
     def is_over(self) -> bool:
         """Is there nothing more to ask for?"""
-        return self.newest.judged.reply.finish_reason != "abort" or self._stop is not None or self.is_spent
+        return self.newest.reply.result.finish_reason != "abort" or self._stop is not None or self.is_spent
 
-    async def add(self, generation: Generation) -> None:
+    async def add(self, part: GeneratedPart) -> None:
         """Raises UpstreamInvalid."""
-        self._take(generation)
-        self._stop = await self._beside(lambda: join.stopped(self._pieces, self._shape))
+        self._take(part)
+        self._stop = await self._run_in_thread(lambda: join.stopped(self._pieces, self._shape))
 
-    def _take(self, generation: Generation) -> None:
-        judged = generation.judged
-        spans = [Span(span.version, span.start, span.end) for span in judged.reply.weight_versions]
-        rows = {str(payload.kind): (payload.sent, payload.stop) for payload in judged.payloads}
-        self._generations.append(generation)
-        self._pieces.append(Piece(generation.answer.reply.body.joined(), judged.reply.output_tokens, spans, rows))
-        output = codec.unpack(judged.facts, Facts).output_ids
+    def _take(self, part: GeneratedPart) -> None:
+        reply, result = part.reply, part.reply.result
+        spans = [Span(span.version, span.start, span.end) for span in reply.weight_versions]
+        rows = {str(payload.kind): (payload.sent, payload.stop) for payload in reply.payloads}
+        self._generations.append(part)
+        self._pieces.append(Piece(part.answer.reply.body.joined(), result.output_tokens, spans, rows))
+        output = codec.unpack(result.facts, Facts).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
     def prompt(self) -> Prompt:
         """The prompt and all tokens so far."""
         return Prompt(self._ids, None)
 
-    def ask(self) -> EngineRequestOptions:
+    def options(self) -> EngineRequestOptions:
         """The rows of `routed_experts` that are not there yet."""
         held = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
         if not held:
-            return self._ask
+            return self._options
         own = from_row(held[-1], self._settings.upstream_dialect)
-        return msgspec.structs.replace(self._ask, own=own, first_row=held[-1])
+        return msgspec.structs.replace(self._options, own=own, first_row=held[-1])
 
-    def sending(self, whole: EngineRequest) -> EngineRequest:
+    def request(self, whole: EngineRequest) -> EngineRequest:
         """The turn's parameters, with what is left of its budget of tokens."""
         params = {name: bytes(raw) for name, raw in _FIELDS.decode(whole.params).items()}
         left = self._left()
@@ -160,7 +160,7 @@ class Unfinished:
         least = self._value("min_tokens")
         if _is_count(least):
             params["min_tokens"] = str(max(least - self.tokens, 0)).encode()
-        if self.ask().own:
+        if self.options().own:
             for name in FIRST_ROW_NAMES:
                 params.pop(name, None)
         return msgspec.structs.replace(whole, params=join_object(params))
@@ -168,10 +168,10 @@ class Unfinished:
     async def joined(self) -> Answer:
         """All generations as one, of the engine that had the last. Raises UpstreamInvalid."""
         finish: Literal["length"] | None = None
-        if self._stop is None and self.newest.judged.reply.finish_reason == "abort" and self.is_spent:
+        if self._stop is None and self.newest.reply.result.finish_reason == "abort" and self.is_spent:
             finish = "length"
-        body = await self._beside(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
-        began = next((one for one in self._generations if one.judged.reply.output_tokens), self._generations[0])
+        body = await self._run_in_thread(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
+        began = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
         answer = self.newest.answer
         reply = msgspec.structs.replace(answer.reply, body=Body([body]))
         return msgspec.structs.replace(answer, reply=reply, dispatched=began.answer.dispatched)
@@ -217,7 +217,7 @@ class Unfinished:
     def _value(self, name: str) -> Any:
         return value_of(self._request.params.get(name), name)
 
-    async def _beside(self, work: Callable[[], T]) -> T:
+    async def _run_in_thread(self, work: Callable[[], T]) -> T:
         """On a thread where the loop would wait for it. Raises UpstreamInvalid."""
         large = sum(len(piece.body) for piece in self._pieces) > INLINE
         try:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, Protocol
 from app.domain.fleet import Fleet
 from app.domain.request import ChatRequest, join_object, value_of
@@ -16,7 +17,7 @@ from app.errors import InvalidRequest
 from app.sessions import transcript
 from app.settings import Settings
 from app.store.log import StoredBlob
-from app.turn.claims import ClaimedTurn, Request
+from app.turn.context import ClaimedTurn, Request
 from app.upstream.dialects import (
     DialectChoice,
     asked_for,
@@ -28,15 +29,6 @@ from app.upstream.dialects import (
 )
 from workers import codec
 from workers.parse import REPLAY, Known
-
-
-class RequestBlobs(msgspec.Struct, frozen=True):
-    """The per-session blobs of a turn: their numbers, and the rows of those that are new."""
-
-    params: int
-    tools: int | None
-    refs: tuple[BlobRef, ...]
-    rows: tuple[StoredBlob, ...]
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -66,21 +58,25 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """A turn's request but for its messages: `params` is a JSON object, `tools` raw JSON."""
+    """A turn's request but for its messages: `params` is a JSON object, `tools` raw JSON.
+
+    `blobs` names where both are stored; `new_blobs` are the rows of those that are not stored yet.
+    """
 
     protocol: Protocol
     params: bytes
     tools: bytes | None
-    blobs: RequestBlobs
+    blobs: TurnBlobs
+    new_blobs: tuple[StoredBlob, ...]
 
     def body(
-        self, ask: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: Prompt | None
+        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: Prompt | None
     ) -> bytes:
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
         if self.protocol == "chat":
-            return transcript.chat_body(self.params, self.tools, messages, ask.rid, ask.own, ids)
-        return transcript.completion_body(self.params, text, ids, ask.rid, ask.own)
+            return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids)
+        return transcript.completion_body(self.params, text, ids, options.rid, options.own)
 
 
 def engine_request(
@@ -90,7 +86,7 @@ def engine_request(
 
     `adapter` is the turn's, `engines` what the engines are known to speak.
     """
-    protocol: Protocol = "chat" if isinstance(request, ChatRequest) else "completions"
+    protocol = request.protocol
     dialect = settings.upstream_dialect
     fields = complete(request.params, dialect, settings.replay, protocol)
     if adapter is not None:
@@ -113,19 +109,20 @@ def engine_request(
 
     params_number = number_of("params", params)
     tools_number = None if tools is None else number_of("tools", tools)
-    return EngineRequest(protocol, params, tools, RequestBlobs(params_number, tools_number, tuple(refs), tuple(rows)))
+    blobs = TurnBlobs(params_number, tools_number, tuple(refs))
+    return EngineRequest(protocol, params, tools, blobs, tuple(rows))
 
 
 def options_for(
-    opening: ClaimedTurn, request: Request, prompt: Prompt | None, settings: Settings
+    claimed: ClaimedTurn, request: Request, prompt: Prompt | None, settings: Settings
 ) -> EngineRequestOptions:
     """What is known at the parent need not be sent again, where the operator says that engines keep it."""
-    plan = opening.plan
-    rid = opening.rid if takes_rid(settings.upstream_dialect) else ""
+    plan = claimed.plan
+    rid = claimed.rid if takes_rid(settings.upstream_dialect) else ""
     clients = asked_for(request.params)
     if "routed_experts" not in settings.replay:
         return EngineRequestOptions(rid, b"", clients_first_row(request.params), clients)
-    before = opening.session.payload(plan.parent, "routed_experts")
+    before = claimed.session.payload(plan.parent, "routed_experts")
     anew = not plan.base_messages or (prompt is not None and prompt.known is None)
     if not settings.replay_incremental or before is None or anew:
         return EngineRequestOptions(rid, b"", 0, clients)

@@ -1,4 +1,9 @@
-"""From a claim to a sound reply: the prompt, the engine, the judgement, and again where an engine was interrupted."""
+"""From a claim to a validated reply.
+
+prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation ─▶ (an engine that was paused ended it: gate, engine, …)
+            ▲                     │
+            └── shut meanwhile ───┘
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,25 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.history import Incoming
+from app.domain.reply import ValidatedReply
 from app.domain.request import CompletionRequest
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
-from app.fleet.engines import Answer, Engines
-from app.fleet.gates import Closings, Gates
-from app.sessions.cache import SessionCache, id_text
-from app.sessions.lifecycle import Clock
-from app.settings import Settings
-from app.turn.claims import ClaimedTurn, Request, RequestHistory
-from app.turn.continuation import Generation, Unfinished, can_go_on
+from app.fleet.engines import Answer, EngineChoice
+from app.sessions.cache import id_text
+from app.turn.context import ClaimedTurn, TurnContext
+from app.turn.continuation import GeneratedPart, Unfinished, can_go_on
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt, engine_request, options_for
-from app.turn.in_flight import InFlightTurn, Waiter
-from app.turn.large_bodies import LargeBodies
-from app.turn.placement import EngineChoice, Placement
+from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
-from app.turn.stages import Stages, TurnStage
-from app.turn.token_in import Template, TokenIn
-from app.turn.validation import ReplyValidator, ValidatedReply
+from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import Withheld
@@ -48,40 +47,17 @@ EMPTY_TRIES = 5
 """How often in a row that is done: three seconds in all."""
 
 
-class TurnContext(msgspec.Struct):
-    """A turn that holds its claim, and for whom it works. `received` is the last reply that is being judged.
-
-    `stages` is what it does now, `ticket` its place where turns wait for a gate, `passed` the gates as they were when
-    it was last sent, `control` what its client asks of the engine beside it. `large` is the size of a request
-    that is not put together on the loop, else 0.
-    """
-
-    flight: InFlightTurn
-    opening: ClaimedTurn
-    request: Request
-    template: Template | None
-    incoming: RequestHistory
-    client: Headers
-    reader: Waiter
-    stages: Stages
-    ticket: int
-    control: ControlledTurn | None = None
-    large: int = 0
-    received: Body | None = None
-    passed: Closings = (0, 0)
-
-
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A sound reply, and what was sent for it."""
+    """A validated reply, its body and headers, and what was sent for it; `new` are the messages that are new."""
 
-    judged: ValidatedReply
+    reply: ValidatedReply
     body: Body
     headers: Headers
-    sending: EngineRequest
+    request: EngineRequest
     new: Sequence[bytes]
     prompt: Prompt | None
-    ask: EngineRequestOptions
-    place: EngineChoice
+    options: EngineRequestOptions
+    choice: EngineChoice
 
 
 class EngineRefusal(msgspec.Struct, frozen=True):
@@ -92,285 +68,276 @@ class EngineRefusal(msgspec.Struct, frozen=True):
     body: Body
 
 
-class Generator:
-    """`clock` gives seconds since the epoch."""
+class Generation:
+    """The generation of one turn. `received` is the reply that is being validated: kept where it is refused."""
 
     def __init__(
-        self,
-        *,
-        large_bodies: LargeBodies,
-        cache: SessionCache,
-        engines: Engines,
-        placement: Placement,
-        gates: Gates,
-        judge: ReplyValidator,
-        token_in: TokenIn,
-        settings: Settings,
-        clock: Clock,
+        self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
     ) -> None:
-        self._large_bodies = large_bodies
-        self._cache = cache
-        self._engines = engines
-        self._placement = placement
-        self._gates = gates
-        self._judge = judge
-        self._token_in = token_in
-        self._settings = settings
-        self._clock = clock
-        self._told: set[str] = set()
+        self.received: Body | None = None
+        self._services = services
+        self._context = context
+        self._claimed = claimed
+        self._controlled = controlled
+        self._requested_at = services.clock()
 
-    async def generate(self, taken: TurnContext) -> GeneratedTurn | EngineRefusal:
-        """Raises Cut, and AppError as the engine, the judge and the prompt's makers do."""
-        opening, request = taken.opening, taken.request
-        requested_at = self._clock()
-        adapter = opening.event.adapter
-        dialect = self._engines.dialect
-        sending = await self._large_bodies.run(
-            taken.large, lambda: engine_request(opening.session, request, self._settings, adapter, dialect)
-        )
-        stored = await self._stored_messages(opening)
-        new = await self._large_bodies.run(taken.large, lambda: taken.incoming.new(opening.plan))
-        with taken.flight.may_be_cut():
-            prompt = await self._prompt(taken, sending)
-            text = request.text if isinstance(request, CompletionRequest) else None
-
-            def body(ask: EngineRequestOptions) -> bytes:
-                return sending.body(ask, [*stored, *new], text, prompt)
-
-            await self._pass_gates(taken)
-            place = await self._placement.place(opening)
-            if taken.control is not None:
-                place = await taken.control.place(place)
-            ask, answer = await self._ask(taken, place, prompt, body)
-        one = await self._judged(taken, answer, new, requested_at, ask, prompt)
-        if isinstance(one, EngineRefusal):
-            return one
+    async def run(self) -> GeneratedTurn | EngineRefusal:
+        """Raises TurnCut, and AppError as the engine, the validation and the prompt's makers do."""
+        context, claimed, services = self._context, self._claimed, self._services
+        request, new = await services.large_bodies.run(context.large, self._request)
+        messages = [*await self._stored_messages(), *new]
+        with context.flight.may_be_cut():
+            prompt = await self._prompt(request)
+            await self._pass_gate()
+            choice = await services.placement.place(claimed.session, claimed.idle_since)
+            if self._controlled is not None:
+                choice = await self._controlled.place(choice)
+            options, answer = await self._asked(choice, request, messages, prompt)
+        part = await self._validated(answer, new, options, prompt)
+        if isinstance(part, EngineRefusal):
+            return part
         made = GeneratedTurn(
-            one.judged, one.answer.reply.body, one.answer.reply.headers, sending, new, prompt, ask, place
+            part.reply, part.answer.reply.body, part.answer.reply.headers, request, new, prompt, options, choice
         )
-        if one.judged.reply.finish_reason == "abort":
-            found = await self._after_abort(taken, made, one, [*stored, *new], requested_at)
+        if part.reply.result.finish_reason == "abort":
+            found = await self._after_abort(made, part, messages)
             if isinstance(found, EngineRefusal):
                 return found
             made = found
-        await self._require_no_drift(opening, made.judged, prompt)
+        await self._require_no_drift(made)
         return made
 
-    async def _judged(
+    # prompt
+
+    def _request(self) -> tuple[EngineRequest, list[bytes]]:
+        """The request but for its messages, and the messages that are not stored."""
+        context, claimed, services = self._context, self._claimed, self._services
+        request = engine_request(
+            claimed.session, context.request, services.settings, context.adapter, services.engines.dialect
+        )
+        return request, context.history.new(claimed.plan)
+
+    async def _stored_messages(self) -> list[bytes]:
+        claimed = self._claimed
+        if claimed.plan.base_messages == 0 or claimed.opened.protocol != "chat":
+            return []
+        return [await self._services.cache.messages(claimed.entry, claimed.plan.parent)]
+
+    async def _prompt(self, request: EngineRequest) -> Prompt | None:
+        """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
+        context, token_in = self._context, self._services.token_in
+        if context.request.ids is not None:
+            return await token_in.given(self._claimed, context.request.ids)
+        if context.template is None or not isinstance(context.history, Incoming):
+            return None
+        return await token_in.built(self._claimed, context.template, context.history, request)
+
+    # engine
+
+    async def _asked(
+        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: Prompt | None
+    ) -> tuple[EngineRequestOptions, Answer]:
+        """What was asked in the end, and which engine answered how. Raises as `Engines.generate`."""
+        options = options_for(self._claimed, self._context.request, prompt, self._services.settings)
+        answer = await self._sent(choice, request, options, messages, prompt)
+        if answer.reply.status == 400 and options.own:
+            # A prompt that drifted may be shorter than the row asked for, which engines refuse.
+            options = msgspec.structs.replace(options, own=b"", first_row=0)
+            answer = await self._sent(choice, request, options, messages, prompt)
+        return options, answer
+
+    async def _sent(
         self,
-        taken: TurnContext,
-        answer: Answer,
-        new: Sequence[bytes],
-        requested_at: float,
-        ask: EngineRequestOptions,
+        choice: EngineChoice,
+        request: EngineRequest,
+        options: EngineRequestOptions,
+        messages: Sequence[bytes],
         prompt: Prompt | None,
-    ) -> Generation | EngineRefusal:
-        """One generation, if it is sound. Raises as `Judge.judge`."""
-        opening = taken.opening
+    ) -> Answer:
+        """The engine's answer to one request, which is sent only while the gates are open."""
+        context, claimed, services = self._context, self._claimed, self._services
+        asked = context.request
+        text = asked.text if isinstance(asked, CompletionRequest) else None
+        body = await services.large_bodies.run(context.large, lambda: request.body(options, messages, text, prompt))
+        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
+        reach("before_engine")
+        while True:
+            await self._pass_gate()
+            context.stages.enter(TurnStage.ENGINE)
+            try:
+                answer = await services.engines.generate(
+                    choice,
+                    claimed.opened.protocol,
+                    body,
+                    headers,
+                    context.waiter.grow,
+                    rid=options.rid,
+                    version=context.gate.version,
+                    may_send=self._may_send,
+                )
+            except Withheld:
+                continue
+            context.stages.enter(TurnStage.VALIDATE)
+            reach("after_engine")
+            return answer
+
+    def _may_send(self) -> bool:
+        """Asked at the last moment, with a connection at hand."""
+        if not self._context.gate.take():
+            return False
+        self._context.flight.asked = True
+        return True
+
+    async def _pass_gate(self) -> None:
+        """Wait while a gate is shut. As long as no engine was asked, nobody waits here for a client that is gone.
+
+        Raises as `GatePass.wait`, SessionClosed.
+        """
+        context = self._context
+        if context.gate.is_open:
+            return
+        with contextlib.nullcontext() if context.flight.asked else context.flight.held():
+            context.stages.enter(TurnStage.GATE)
+            await context.gate.wait()
+            context.stages.enter(TurnStage.PREPARE)
+        await self._require_still_open()
+
+    async def _require_still_open(self) -> None:
+        """Raises SessionClosed: another process may have closed the session while this turn waited at a gate."""
+        session_id = self._context.session_id
+        entry = await self._services.cache.current(session_id)
+        decide.require_open(entry.session if entry else None, session_id)
+
+    # validation
+
+    async def _validated(
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+    ) -> GeneratedPart | EngineRefusal:
+        """One generation, if it is sound. Raises as `ReplyValidator.validate`."""
         reply = msgspec.structs.replace(answer.reply, headers=http_headers.to_client(answer.reply.headers))
         if reply.status != 200:
             return EngineRefusal(reply.status, reply.headers, reply.body)
-        taken.received = reply.body
-        _require_own(reply.body, opening.rid)
+        _require_own(reply.body, self._claimed.rid)
         answer = msgspec.structs.replace(answer, reply=reply)
-        judged = await self._judge.judge(opening, taken.incoming, new, answer, requested_at, ask, prompt)
+        found = await self._accepted(answer, new, options, prompt)
         reach("after_judged")
-        self._engines.seen(answer.engine, _own_version(answer, judged), answer.known, judged.reply.dialect)
-        return Generation(answer, judged)
+        version = _own_version(answer, found)
+        self._services.engines.seen(answer.engine, version, answer.known, found.result.dialect)
+        return GeneratedPart(answer, found)
+
+    async def _accepted(
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+    ) -> ValidatedReply:
+        self.received = answer.reply.body
+        return await self._services.validator.validate(
+            self._claimed, self._context.history, new, answer, self._requested_at, options, prompt
+        )
+
+    async def _require_no_drift(self, made: GeneratedTurn) -> None:
+        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.
+
+        It should where it was built on them, and where the session rejects drift.
+        """
+        claimed, result = self._claimed, made.reply.result
+        parent = decide.token_parent(claimed.session, claimed.plan)
+        if parent is None or result.base:
+            return
+        if claimed.session.config.on_drift != "reject" and not (made.prompt is not None and made.prompt.extends):
+            return
+        at = await self._services.token_in.first_difference(
+            claimed, parent, lambda: memoryview(codec.unpack(result.facts, Facts).suffix_ids).cast("i")
+        )
+        raise TokenPrefixMismatch(
+            f"the prompt's {result.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
+            f"they differ at position {at}"
+        )
+
+    # a generation that an engine ended before its time
 
     async def _after_abort(
-        self,
-        taken: TurnContext,
-        made: GeneratedTurn,
-        first: Generation,
-        messages: Sequence[bytes],
-        requested_at: float,
+        self, made: GeneratedTurn, first: GeneratedPart, messages: Sequence[bytes]
     ) -> GeneratedTurn | EngineRefusal:
         """What becomes of a generation that an engine ended, by the session's policy.
 
-        It goes on only if a gate was shut since it passed them: a driver that has enough samples ends the others for
-        good. `messages` are those that were sent. Raises GenerationAborted, and as `generate`.
+        It goes on only if a gate was shut since it was sent: a driver that has enough samples ends the others for
+        good. `messages` are those that were sent. Raises GenerationAborted, and as `run`.
         """
-        opening, request = taken.opening, taken.request
-        policy = opening.session.config.on_abort or self._settings.abort_policy
+        claimed, request, settings = self._claimed, self._context.request, self._services.settings
+        policy = claimed.session.config.on_abort or settings.abort_policy
         if policy == "fail":
             raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
-        if policy == "return" or not await self._gates.shut_since(opening.event.adapter, taken.passed):
+        if policy == "return" or not await self._context.gate.was_shut():
             return made
-        if not can_go_on(request, first.judged):
-            if first.answer.engine not in self._told:
-                self._told.add(first.answer.engine)
-                log.warning("%s aborted a generation that cannot be continued: docs/fleet.md", first.answer.engine)
+        if not can_go_on(request, first.reply):
+            self._services.engines.warn_of_aborts(first.answer.engine)
             return made
-        ids = made.prompt.text if made.prompt is not None else await self._reported_ids(opening, first.judged)
-        unfinished = Unfinished(request, self._settings, ids, made.ask, first)
-        place = await self._go_on(taken, made, unfinished, messages)
-        if isinstance(place, EngineRefusal):
-            return place
+        ids = made.prompt.text if made.prompt is not None else await self._reported_ids(first.reply)
+        unfinished = Unfinished(request, settings, ids, made.options, first)
+        choice = await self._go_on(made, unfinished, messages)
+        if isinstance(choice, EngineRefusal):
+            return choice
         answer = await unfinished.joined()
-        taken.reader.grow(len(answer.reply.body))
-        taken.received = answer.reply.body
-        judged = await self._judge.judge(opening, taken.incoming, made.new, answer, requested_at, made.ask, made.prompt)
-        reply = msgspec.structs.replace(judged.reply, parts=unfinished.parts(), weight_versions=unfinished.versions())
-        judged = msgspec.structs.replace(judged, reply=reply)
+        self._context.waiter.grow(len(answer.reply.body))
+        found = await self._accepted(answer, made.new, made.options, made.prompt)
+        reply = msgspec.structs.replace(found, parts=unfinished.parts(), weight_versions=unfinished.versions())
         body, headers = answer.reply.body, answer.reply.headers
-        return msgspec.structs.replace(made, judged=judged, body=body, headers=headers, place=place)
+        return msgspec.structs.replace(made, reply=reply, body=body, headers=headers, choice=choice)
 
     async def _go_on(
-        self, taken: TurnContext, made: GeneratedTurn, unfinished: Unfinished, messages: Sequence[bytes]
+        self, made: GeneratedTurn, unfinished: Unfinished, messages: Sequence[bytes]
     ) -> EngineChoice | EngineRefusal:
         """Generate what is left behind each gate, until it is whole, or was ended for good; where it was at last.
 
         An engine may still be ending generations when the gate is open again: one of no tokens is tried again, after
         a while, and not for ever. All parts have the turn's rid, by which they can be aborted: SGLang forgets a
-        request before it answers it. Raises Cut, and as `generate`.
+        request before it answers it. Raises TurnCut, and as `run`.
         """
-        opening, adapter = taken.opening, taken.opening.event.adapter
-        misses, place = 0, made.place
+        context = self._context
+        misses, choice = 0, made.choice
         while not unfinished.is_over:
-            sending, prompt, ask = unfinished.sending(made.sending), unfinished.prompt(), unfinished.ask()
-            taken.stages.enter(TurnStage.GATE)
-            with taken.flight.may_be_cut():
+            request, prompt, options = unfinished.request(made.request), unfinished.prompt(), unfinished.options()
+            context.stages.enter(TurnStage.GATE)
+            with context.flight.may_be_cut():
                 if misses:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
-                await self._gates.wait(adapter, taken.ticket)
-                taken.stages.enter(TurnStage.PREPARE)
-                await self._require_still_open(opening)
-                place = await self._place_again(opening, place, unfinished.newest.answer.engine)
-                answer = await self._sent(taken, place, sending.body(ask, messages, None, prompt), ask.rid)
-            one = await self._judged(taken, answer, (), made.judged.reply.requested_at, ask, prompt)
-            if isinstance(one, EngineRefusal):
-                return one
-            await unfinished.add(one)
-            if await self._gates.shut_since(adapter, taken.passed):
+                await context.gate.wait()
+                context.stages.enter(TurnStage.PREPARE)
+                await self._require_still_open()
+                choice = await self._place_again(choice, unfinished.newest.answer.engine)
+                answer = await self._sent(choice, request, options, messages, prompt)
+            part = await self._validated(answer, (), options, prompt)
+            if isinstance(part, EngineRefusal):
+                return part
+            await unfinished.add(part)
+            if await context.gate.was_shut():
                 misses = 0
-            elif misses == EMPTY_TRIES or one.judged.reply.output_tokens:
+            elif misses == EMPTY_TRIES or part.reply.result.output_tokens:
                 break
             else:
                 misses += 1
-        return place
+        return choice
 
-    async def _place_again(self, opening: ClaimedTurn, place: EngineChoice, engine: str) -> EngineChoice:
+    async def _place_again(self, choice: EngineChoice, engine: str) -> EngineChoice:
         """The engine that has the tokens so far in its cache comes first, if it may still get turns.
 
         Raises as `Placement.place`.
         """
-        order = self._engines.order(opening.session.session_id, engine)
-        if place.control is not None:
-            return msgspec.structs.replace(place, order=order)
-        again = await self._placement.place(opening)
-        return msgspec.structs.replace(again, order=order, away=again.away or place.away)
+        claimed, services = self._claimed, self._services
+        order = services.engines.order(claimed.session.session_id, engine)
+        if choice.control is not None:
+            return msgspec.structs.replace(choice, order=order)
+        again = await services.placement.place(claimed.session, claimed.idle_since)
+        return msgspec.structs.replace(again, order=order, away=again.away or choice.away)
 
-    async def _require_still_open(self, opening: ClaimedTurn) -> None:
-        """Raises SessionClosed: another process may have closed the session while this turn waited at a gate."""
-        session_id = opening.session.session_id
-        live = await self._cache.current(session_id)
-        decide.require_open(live.session if live else None, session_id)
-
-    async def _reported_ids(self, opening: ClaimedTurn, judged: ValidatedReply) -> bytes:
+    async def _reported_ids(self, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, where the engine made them itself. Raises SessionUnreadable."""
-        suffix = id_text(codec.unpack(judged.facts, Facts).suffix_ids)
-        parent = decide.token_parent(opening.session, opening.plan)
-        if parent is None or not judged.reply.base:
+        claimed = self._claimed
+        suffix = id_text(codec.unpack(reply.result.facts, Facts).suffix_ids)
+        parent = decide.token_parent(claimed.session, claimed.plan)
+        if parent is None or not reply.result.base:
             return suffix
-        stored = await self._cache.tokens(opening.live, parent.number)
+        stored = await self._services.cache.tokens(claimed.entry, parent.number)
         return b",".join(filter(None, (stored, suffix)))
-
-    async def _stored_messages(self, opening: ClaimedTurn) -> list[bytes]:
-        if opening.plan.base_messages == 0 or opening.event.protocol != "chat":
-            return []
-        return [await self._cache.messages(opening.live, opening.plan.parent)]
-
-    async def _prompt(self, taken: TurnContext, sending: EngineRequest) -> Prompt | None:
-        """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
-        if taken.request.ids is not None:
-            return await self._token_in.given(taken.opening, taken.request.ids)
-        if taken.template is None or not isinstance(taken.incoming, Incoming):
-            return None
-        return await self._token_in.built(taken.opening, taken.template, taken.incoming, sending)
-
-    async def _ask(
-        self,
-        taken: TurnContext,
-        place: EngineChoice,
-        prompt: Prompt | None,
-        body: Callable[[EngineRequestOptions], bytes],
-    ) -> tuple[EngineRequestOptions, Answer]:
-        """What was asked in the end, and which engine answered how. Raises as `Engines.generate`."""
-        ask = options_for(taken.opening, taken.request, prompt, self._settings)
-        answer = await self._sent(taken, place, await self._large_bodies.run(taken.large, lambda: body(ask)), ask.rid)
-        if answer.reply.status == 400 and ask.own:
-            # A prompt that drifted may be shorter than the row asked for, which engines refuse.
-            ask = msgspec.structs.replace(ask, own=b"", first_row=0)
-            answer = await self._sent(
-                taken, place, await self._large_bodies.run(taken.large, lambda: body(ask)), ask.rid
-            )
-        return ask, answer
-
-    async def _sent(self, taken: TurnContext, place: EngineChoice, body: bytes, rid: str) -> Answer:
-        opening, event = taken.opening, taken.opening.event
-        headers = http_headers.to_engine(taken.client, opening.session.session_id, self._settings.upstream_api_key)
-        prepare = None if place.control is None else place.control.prepare
-
-        def may_send() -> bool:
-            may = self._gates.may_pass(event.adapter)
-            if may:
-                taken.flight.asked = True
-                taken.passed = self._gates.closings(event.adapter)
-            return may
-
-        reach("before_engine")
-        while True:
-            await self._pass_gates(taken)
-            taken.stages.enter(TurnStage.ENGINE)
-            try:
-                answer = await self._engines.generate(
-                    place.order,
-                    event.protocol,
-                    body,
-                    headers,
-                    taken.reader.grow,
-                    rid=rid,
-                    version=self._gates.version(event.adapter),
-                    prepare=prepare,
-                    may_send=may_send,
-                )
-            except Withheld:
-                continue
-            taken.stages.enter(TurnStage.VALIDATE)
-            reach("after_engine")
-            return answer
-
-    async def _pass_gates(self, taken: TurnContext) -> None:
-        """As long as no engine was asked, nobody waits here for a client that is gone.
-
-        Raises as `Gates.wait`, SessionClosed.
-        """
-        adapter = taken.opening.event.adapter
-        if not self._gates.may_pass(adapter):
-            with contextlib.nullcontext() if taken.flight.asked else taken.flight.held():
-                taken.stages.enter(TurnStage.GATE)
-                await self._gates.wait(adapter, taken.ticket)
-                taken.stages.enter(TurnStage.PREPARE)
-            await self._require_still_open(taken.opening)
-
-    async def _require_no_drift(self, opening: ClaimedTurn, judged: ValidatedReply, prompt: Prompt | None) -> None:
-        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.
-
-        It should where it was built on them, and where the session rejects drift.
-        """
-        parent = decide.token_parent(opening.session, opening.plan)
-        if parent is None or judged.reply.base:
-            return
-        if opening.session.config.on_drift != "reject" and not (prompt is not None and prompt.extends):
-            return
-        at = await self._token_in.first_difference(
-            opening, parent, lambda: memoryview(codec.unpack(judged.facts, Facts).suffix_ids).cast("i")
-        )
-        raise TokenPrefixMismatch(
-            f"the prompt's {judged.reply.suffix_tokens} tokens do not continue the {parent.token_count} stored ones: "
-            f"they differ at position {at}"
-        )
 
 
 _REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
@@ -378,9 +345,9 @@ _REPLY_ID_WITHIN = 512
 """SGLang begins a reply with its id, which is the request's `rid`."""
 
 
-def _own_version(answer: Answer, judged: ValidatedReply) -> str | None:
+def _own_version(answer: Answer, reply: ValidatedReply) -> str | None:
     """The weight version that the engine told at the end, if it is another than what the turn was stamped with."""
-    spans = judged.reply.weight_versions
+    spans = reply.weight_versions
     return spans[-1].version if spans and spans[-1].version not in (UNKNOWN_VERSION, answer.dispatched) else None
 
 

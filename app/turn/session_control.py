@@ -24,14 +24,14 @@ from app.domain.control import SessionControl
 from app.domain.events import AffinityBound, AffinityReleased
 from app.domain.session import Affinity, Session
 from app.errors import AppError, SessionOpenFailed
-from app.fleet.engines import Engines
+from app.fleet.engines import EngineChoice, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store import affinities as store
 from app.store.affinities import Ending
 from app.store.log import Operation
 from app.store.ports import Database, Writer
-from app.turn.placement import EngineChoice
+from app.tasks import cancelled
 from app.upstream.sessions import EngineSessions, OpenUnknown
 
 log = logging.getLogger("turnlog.session_control")
@@ -96,16 +96,12 @@ class SessionControls:
 
     async def stop(self) -> None:
         """Engines are told what is due to them; what cannot be told by now is left to another process."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await cancelled(self._watching)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 while self._beside:
                     await asyncio.wait(set(self._beside))
-        for task in self._beside:
-            task.cancel()
-        await asyncio.gather(*self._beside, return_exceptions=True)
+        await cancelled(*self._beside)
 
     def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
         """A turn that holds its session's claim; to be `finish`ed."""

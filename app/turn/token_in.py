@@ -28,7 +28,7 @@ from app.sessions.cache import SessionCache, id_text
 from app.store import reads
 from app.tito import normalise
 from app.tito.extension import NotAnExtension
-from app.turn.claims import ClaimedTurn, Request
+from app.turn.context import ClaimedTurn, Request, Template
 from app.turn.engine_request import EngineRequest, Prompt, template_arguments
 from workers.codec import CorruptContent
 from workers.parse import Known
@@ -66,7 +66,7 @@ class TokenIn:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._brief.shutdown(wait=False, cancel_futures=True)
 
-    def check(self, request: Request) -> Template | None:
+    def template_of(self, request: Request) -> Template | None:
         """What the prompt of a chat will be rendered with; None where none will be. Raises InvalidRequest."""
         if self.prompts is None or request.ids is not None or not isinstance(request, ChatRequest):
             return None
@@ -76,22 +76,22 @@ class TokenIn:
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
         return template
 
-    async def given(self, opening: ClaimedTurn, ids: TokenIds) -> Prompt:
+    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> Prompt:
         """The client's own ids. Raises TokenPrefixMismatch where the session rejects drift, and SessionUnreadable."""
-        parent = decide.token_parent(opening.session, opening.plan)
+        parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or not parent.token_count:
             return Prompt(ids.text, None)
         if _begins_with(ids.text, parent):
             return Prompt(ids.text, _known(parent))
-        if opening.session.config.on_drift == "reject":
-            at = await self.first_difference(opening, parent, lambda: map(int, ids.text.split(b",")))
+        if claimed.session.config.on_drift == "reject":
+            at = await self.first_difference(claimed, parent, lambda: map(int, ids.text.split(b",")))
             raise TokenPrefixMismatch(
                 f"input_ids do not continue the {parent.token_count} stored tokens: they differ at position {at}"
             )
         return Prompt(ids.text, None)
 
     async def built(
-        self, opening: ClaimedTurn, template: Template, incoming: Incoming, outgoing: EngineRequest
+        self, claimed: ClaimedTurn, template: Template, incoming: Incoming, sending: EngineRequest
     ) -> Prompt:
         """The ids of a chat's prompt.
 
@@ -99,16 +99,16 @@ class TokenIn:
         tokens that are not those of the log), and SessionUnreadable.
         """
         assert self.prompts is not None
-        parent = decide.token_parent(opening.session, opening.plan)
+        parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is not None and parent.token_count:
             try:
-                return await self._extended(opening, parent, incoming, outgoing, template)
+                return await self._extended(claimed, parent, incoming, sending, template)
             except NotAnExtension as error:
-                if opening.session.config.on_drift == "reject":
+                if claimed.session.config.on_drift == "reject":
                     raise TokenPrefixMismatch(
                         f"the prompt cannot continue the {parent.token_count} stored tokens: {error}"
                     ) from error
-        messages = await self._history(opening, incoming)
+        messages = await self._history(claimed, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
         text = await self._run(size, _first_text, self.prompts, messages, template.offered, template.arguments)
         return Prompt(text, None)
@@ -140,12 +140,12 @@ class TokenIn:
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 
-    async def first_difference(self, opening: ClaimedTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
+    async def first_difference(self, claimed: ClaimedTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which a prompt that continues nothing differs from the stored tokens.
 
         `given` makes its ids, on a thread. Raises SessionUnreadable.
         """
-        stored = await self._cache.tokens(opening.live, parent.number)
+        stored = await self._cache.tokens(claimed.entry, parent.number)
 
         def compared() -> int:
             pairs = zip_longest(map(int, stored.split(b",")), given())
@@ -154,14 +154,14 @@ class TokenIn:
         return await asyncio.to_thread(compared)
 
     async def _extended(
-        self, opening: ClaimedTurn, parent: Turn, incoming: Incoming, outgoing: EngineRequest, template: Template
+        self, claimed: ClaimedTurn, parent: Turn, incoming: Incoming, sending: EngineRequest, template: Template
     ) -> Prompt:
         """The stored tokens and what is new. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
-        await self._require_same_template(opening.session, parent, outgoing, template)
-        stored = await self._cache.tokens(opening.live, parent.number)
+        await self._require_same_template(claimed.session, parent, sending, template)
+        stored = await self._cache.tokens(claimed.entry, parent.number)
         tail = [int(one) for one in stored.rsplit(b",", TAIL)[-TAIL:]]
-        base = opening.plan.base_messages
+        base = claimed.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
         size = sum(len(memoryview(raw)) for raw in incoming.raws[base:])
         extension = await self._run(size, self.prompts.after, tail, new, template.offered, template.arguments, base)
@@ -178,7 +178,7 @@ class TokenIn:
         return Prompt(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
     async def _require_same_template(
-        self, session: Session, parent: Turn, outgoing: EngineRequest, template: Template
+        self, session: Session, parent: Turn, sending: EngineRequest, template: Template
     ) -> None:
         """Tools stand in front of the history, and template arguments may change it: are they those of its beginning?
 
@@ -187,7 +187,7 @@ class TokenIn:
         """
         assert self.prompts is not None
         first = session.token_chain(parent.number)[0]
-        if first.params == outgoing.blobs.params and first.tools == outgoing.blobs.tools:
+        if first.params == sending.blobs.params and first.tools == sending.blobs.tools:
             return
         before = await self._rendered_with(session, parent)
         kept = template.choice == "none" and template.tools == before.tools
@@ -198,12 +198,12 @@ class TokenIn:
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
 
-    async def _history(self, opening: ClaimedTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
+    async def _history(self, claimed: ClaimedTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
         """All messages: the stored ones as they are stored."""
-        new = [incoming.message(index) for index in range(opening.plan.base_messages, len(incoming))]
-        if not opening.plan.base_messages:
+        new = [incoming.message(index) for index in range(claimed.plan.base_messages, len(incoming))]
+        if not claimed.plan.base_messages:
             return new
-        stored = await self._cache.messages(opening.live, opening.plan.parent)
+        stored = await self._cache.messages(claimed.entry, claimed.plan.parent)
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
@@ -245,15 +245,6 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
 
 def _known(parent: Turn) -> Known:
     return Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
-
-
-class Template(msgspec.Struct, frozen=True):
-    """What a request has its template render beside messages: `offered` are those of its `tools` that it shows."""
-
-    tools: Sequence[Any] | None
-    choice: Any
-    offered: Sequence[Any] | None
-    arguments: Mapping[str, Any]
 
 
 def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> Template:

@@ -31,3 +31,14 @@ class Body:
     def beginning(self, size: int) -> bytes:
         """The first `size` bytes, or all of them."""
         return b"".join(self.slices(0, size))
+
+    def without(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes | memoryview]:
+        """The pieces with null for the values at these ranges [start, end); everything else is untouched."""
+        if not ranges:
+            return self.pieces
+        parts: list[bytes | memoryview] = []
+        done = 0
+        for start, end in sorted(ranges):
+            parts += [*self.slices(done, start), b"null"]
+            done = end
+        return [*parts, *self.slices(done, len(self))]

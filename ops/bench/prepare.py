@@ -23,7 +23,7 @@ from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.prompts import Prompts
-from app.turn.claims import ClaimedTurn
+from app.turn.context import ClaimedTurn
 from app.turn.engine_request import EngineRequestOptions, engine_request
 from app.turn.token_in import TAIL, TokenIn
 from app.upstream.dialects import complete
@@ -225,13 +225,13 @@ class _Steps:
         session = live.session
         plan = incoming.join(session)
         opened = decide.open_turn(session, plan, incarnation=1, body_hash=request.body_hash, retry_key=None)
-        opening = ClaimedTurn(live, session, plan, opened, session.version + 1, session.last_event_at)
+        claimed = ClaimedTurn(live, session, plan, opened, session.version + 1, "", session.last_event_at)
         sending = engine_request(session, request, self._settings, None, "auto")
         stored = await self._cache.messages(live, plan.parent)
-        template = self._token_in.check(request)
+        template = self._token_in.template_of(request)
         assert template is not None
-        prompt = await self._token_in.built(opening, template, incoming, sending)
-        ask = EngineRequestOptions(opening.rid, b"", 0, frozenset())
+        prompt = await self._token_in.built(claimed, template, incoming, sending)
+        ask = EngineRequestOptions(claimed.rid, b"", 0, frozenset())
         return sending.body(ask, [stored, *incoming.new(plan)], None, prompt)
 
     async def _require_right_ids(self, body: bytes) -> None:

@@ -184,7 +184,7 @@ async def test_a_process_that_polls_late_looks_before_it_lets_a_turn_pass(postgr
         await asyncio.sleep(2 * STALE_S)
         assert not gates.is_shut("a"), "it does not know"
         assert not gates.may_pass("a")
-        waiting = asyncio.create_task(gates.wait("a", gates.ticket()))
+        waiting = asyncio.create_task(gates.arrive("a").wait())
         async with asyncio.timeout(20):
             while not gates.held():
                 await asyncio.sleep(0.01)
@@ -220,7 +220,7 @@ async def test_a_slow_database_lets_turns_pass_and_is_still_asked(postgres_store
         await far.start()
         gates = Gates(far)
         async with asyncio.timeout(20):
-            await gates.wait("a", gates.ticket())
+            await gates.arrive("a").wait()
         await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
         async with asyncio.timeout(20):
             while not gates.is_shut("a"):

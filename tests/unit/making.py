@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.decide import Reply, TurnBlobs, commit_turn, open_turn, token_parent
+from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
     Event,
     Matcher,
@@ -24,9 +24,11 @@ from app.domain.events import (
     VersionSpan,
 )
 from app.domain.history import Incoming, Plan, canonical_hash, match
+from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
-from workers.parse import token_text
+from workers.job import WorkerResult
+from workers.parse import Known, token_text
 
 SESSION = "s"
 
@@ -53,6 +55,17 @@ def user(text: str) -> dict[str, Any]:
 
 def assistant(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
+
+
+def validated(
+    tokens: Sequence[int], base: int, output: int, message_hash: str, finish_reason: str | None = "stop", **rest: Any
+) -> ValidatedReply:
+    """A reply whose prompt and output are `tokens`: `base` of them the parent's, the last `output` sampled."""
+    text = token_text(tokens)
+    sequence = Known(len(tokens), len(text), hashlib.sha256(text).hexdigest())
+    counts = (base, len(tokens) - base - output, output)
+    result = WorkerResult("sglang", b"", *counts, sequence, finish_reason, [], b"", b"", [], [])
+    return ValidatedReply(result, "http://engine", 0.0, message_hash, **rest)
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -147,24 +160,18 @@ class Book:
         known = [] if before is None else self.made[before.number].prompt + self.made[before.number].output
         known = known[: len(known) - trimmed]
         base = len(known) if list(prompt[: len(known)]) == known else 0
-        text = token_text([*prompt, *output])
-        answer = Reply(
-            dialect="sglang",
-            engine="http://engine",
-            base=base,
-            suffix_tokens=len(prompt) - base,
-            output_tokens=len(output),
-            tokens_hash=hashlib.sha256(text).hexdigest(),
-            tokens_text_bytes=len(text),
+        answer = validated(
+            [*prompt, *output],
+            base,
+            len(output),
+            canonical_hash(reply, self.session.config.matcher),
             finish_reason=finish_reason,
             weight_versions=tuple(VersionSpan(*span) for span in versions),
-            message_hash=canonical_hash(reply, self.session.config.matcher),
-            requested_at=0.0,
+            payloads=payloads(fence),
             trimmed=trimmed,
         )
-        blobs = TurnBlobs("00", 0, None, (), payloads(fence))
         logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
-        events = commit_turn(self.session, opened, fence, plan, incoming, answer, blobs=blobs)
+        events = commit_turn(self.session, opened, fence, plan, incoming, answer, blobs=TurnBlobs(0))
         self.add(*events)
         [committed] = (event for event in events if isinstance(event, TurnCommitted))
         self.made[committed.turn] = Made(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,15 +9,15 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from making import validated
 
 from app.domain.completion import IncomingPrompt
-from app.domain.decide import Reply, TurnBlobs, commit_turn, open_turn
+from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated
 from app.domain.history import Plan
 from app.domain.request import parse_completion
 from app.domain.session import Session, fold
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
-from workers.parse import token_text
 
 Prompt = str | list[int]
 
@@ -54,22 +53,9 @@ class Story:
         self._add(opened)
         before = self.session.turn(plan.parent).token_count if plan.base_messages else 0
         tokens = [*(prompt if isinstance(prompt, list) else [1] * (before + 1)), *ids]
-        text = token_text(tokens)
-        reply = Reply(
-            dialect="sglang",
-            engine="http://engine",
-            base=before,
-            suffix_tokens=len(tokens) - before - len(ids),
-            output_tokens=len(ids),
-            tokens_hash=hashlib.sha256(text).hexdigest(),
-            tokens_text_bytes=len(text),
-            finish_reason="stop",
-            weight_versions=(),
-            message_hash=arrived.reply_hash(json.dumps(answer).encode()),
-            requested_at=0.0,
-        )
-        blobs = TurnBlobs("00", 0, None, ())
-        self._add(*commit_turn(self.session, opened, self.session.version, plan, arrived, reply, blobs=blobs))
+        reply = validated(tokens, before, len(ids), arrived.reply_hash(json.dumps(answer).encode()))
+        events = commit_turn(self.session, opened, self.session.version, plan, arrived, reply, blobs=TurnBlobs(0))
+        self._add(*events)
         said: Prompt = [*prompt, *ids] if isinstance(prompt, list) else prompt + answer
         self.said[opened.turn] = (prompt, said)
         return plan

@@ -11,9 +11,8 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamUnreachable
-from app.fleet.engines import Engines
-from app.fleet.member import Member
-from app.upstream.client import EngineClient, EngineError, Lost, NotSent, Withheld
+from app.fleet.engines import EngineChoice, Engines
+from app.upstream.client import EngineClient, Withheld
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio
@@ -141,24 +140,20 @@ async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: 
 
 
 async def asked(engines: Engines, *order: str, rid: str = "", version: str | None = None) -> str:
-    answer = await engines.generate(order, "chat", b"{}", [], lambda size: None, rid=rid, version=version)
+    answer = await engines.generate(EngineChoice(order), "chat", b"{}", [], lambda size: None, rid=rid, version=version)
     return answer.engine
 
 
 async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineClient) -> None:
-    troubled: list[tuple[str, type[EngineError]]] = []
-
-    def note(member: Member, error: EngineError) -> None:
-        troubled.append((member.url, type(error)))
-
     holder = Listening()
     gone = f"http://127.0.0.1:{reserve_port(holder)}"
     async with listening() as engine:
         engine.go.set()
         engines = over(client, gone, engine.url)
-        engines.listen(on_trouble=note)
+        engines.news.clear()
         assert await asked(engines, gone, engine.url) == engine.url
-        assert troubled == [(gone, NotSent)]
+        assert engines.news.is_set()
+        assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_look] == [(gone, True)]
         with pytest.raises(UpstreamUnreachable):
             await asked(engines, gone)
     assert [member.in_flight for member in engines.members.values()] == [0, 0]
@@ -166,13 +161,11 @@ async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineCli
 
 async def test_a_lost_connection_goes_nowhere_else(client: EngineClient) -> None:
     """The engine may be generating."""
-    troubled: list[type[EngineError]] = []
     async with listening(hangs_up=True) as first, listening() as second:
         engines = over(client, first.url, second.url)
-        engines.listen(on_trouble=lambda member, error: troubled.append(type(error)))
         with pytest.raises(UpstreamUnreachable):
             await asked(engines, first.url, second.url)
-    assert troubled == [Lost]
+    assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_look] == [(first.url, False)]
     assert second.asked == []
 
 
@@ -218,22 +211,20 @@ async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(c
         engine.go.set()
         engines = over(client, engine.url)
         engines.seen(engine.url, "7", None)
-        plain = await engines.generate([engine.url], "chat", b"{}", [], lambda size: None)
-        lora = await engines.generate([engine.url], "chat", b"{}", [], lambda size: None, version="41")
+        plain = await engines.generate(EngineChoice([engine.url]), "chat", b"{}", [], lambda size: None)
+        lora = await engines.generate(EngineChoice([engine.url]), "chat", b"{}", [], lambda size: None, version="41")
     assert (plain.dispatched, plain.known) == ("7", "7")
     assert (lora.dispatched, lora.known) == ("41", "7")
 
 
 async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineClient) -> None:
-    fallen: list[tuple[str | None, str | None]] = []
     engines = over(client, A)
-    engines.listen(on_fall=lambda member: fallen.append((member.fell_from, member.weight_version)))
-    engines.seen(A, "5", None)
-    engines.seen(A, "4", "5", "sglang")
-    engines.seen(A, "4", "4")
-    engines.seen(A, "5", "4")
-    engines.seen("http://elsewhere", "1", None)
-    assert fallen == [("5", "4"), ("5", "4")]
+    told: list[bool] = []
+    for url, version, known in ((A, "5", None), (A, "4", "5"), (A, "4", "4"), (A, "5", "4"), ("http://b", "1", None)):
+        engines.seen(url, version, known, "sglang")
+        told.append(engines.regression.is_set())
+        engines.regression.clear()
+    assert told == [False, True, True, False, False]
     assert engines.members[A].dialect == "sglang"
 
 
@@ -249,7 +240,7 @@ async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(c
 
         with pytest.raises(Withheld):
             await over(client, engine.url).generate(
-                [nobody, engine.url], "chat", b"{}", [], lambda size: None, may_send=no
+                EngineChoice([nobody, engine.url]), "chat", b"{}", [], lambda size: None, may_send=no
             )
         assert said == [True], "not of the engine that cannot be connected to"
         assert engine.asked == []

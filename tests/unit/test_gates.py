@@ -10,7 +10,7 @@ from helpers.store import Store
 
 from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
 from app.errors import Overloaded
-from app.fleet.gates import AT_ONCE, REST_S, Gates
+from app.fleet.gates import AT_ONCE, REST_S, GatePass, Gates
 from app.fleet.state import FleetState
 
 pytestmark = pytest.mark.anyio
@@ -38,13 +38,11 @@ class Crowd:
 
     def __init__(self, gates: Gates, count: int, adapter: str = "lora") -> None:
         self.passed: list[int] = []
-        self._gates = gates
-        self._adapter = adapter
-        self.tasks = [asyncio.create_task(self._one(gates.ticket())) for _ in range(count)]
+        self.tasks = [asyncio.create_task(self._one(gates.arrive(adapter))) for _ in range(count)]
 
-    async def _one(self, ticket: int) -> None:
-        await self._gates.wait(self._adapter, ticket)
-        self.passed.append(ticket)
+    async def _one(self, gate: GatePass) -> None:
+        await gate.wait()
+        self.passed.append(gate.ticket)
 
     async def all(self) -> None:
         async with asyncio.timeout(20):
@@ -71,9 +69,9 @@ async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_els
     await open_(state)
     await asyncio.sleep(0)
     assert 0 < len(crowd.passed) <= 2 * AT_ONCE, "not all at once"
-    assert not gates.may_enter("lora")
-    assert gates.may_enter("other")
-    late = asyncio.create_task(gates.wait("lora", gates.ticket()))
+    assert not gates.arrive("lora").admits_at_once
+    assert gates.arrive("other").admits_at_once
+    late = asyncio.create_task(gates.arrive("lora").wait())
     await asyncio.sleep(0)
     assert not late.done()
     await shut(state)
@@ -83,7 +81,7 @@ async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_els
     await late
     assert len(crowd.passed) == len(crowd.tasks)
     assert crowd.passed == sorted(crowd.passed)
-    assert gates.may_enter("lora")
+    assert gates.arrive("lora").admits_at_once
 
 
 async def test_a_gate_that_is_shut_again_at_once_keeps_their_places(state: FleetState) -> None:
@@ -146,9 +144,9 @@ async def test_a_server_that_stops_lets_go_of_all(state: FleetState) -> None:
     assert [type(one) for one in found] == [Overloaded] * 3
     assert await asking is False
     with pytest.raises(Overloaded):
-        await gates.wait("lora", gates.ticket())
+        await gates.arrive("lora").wait()
     assert await gates.opens("lora", 60) is False
-    await gates.wait("other", gates.ticket())
+    await gates.arrive("other").wait()
 
 
 async def test_asking_for_an_adapter_goes_by_its_own_gate(state: FleetState) -> None:
@@ -180,9 +178,12 @@ async def test_who_asks_for_an_adapter_waits_on_where_it_is_open_for_a_moment(st
 
 async def test_what_was_shut_meanwhile_is_told_also_where_it_is_open_again(state: FleetState) -> None:
     gates = Gates(state)
-    passed = await gates.wait("lora", gates.ticket())
-    assert not await gates.shut_since("lora", passed)
+    ours, others = gates.arrive("lora"), gates.arrive("other")
+    assert ours.take()
+    assert others.take()
+    assert not await ours.was_shut()
     await shut(state)
+    assert not ours.take()
     await open_(state)
-    assert await gates.shut_since("lora", passed)
-    assert not await gates.shut_since("other", passed)
+    assert await ours.was_shut()
+    assert not await others.was_shut()

@@ -10,11 +10,10 @@ from app.domain.events import AffinityBound, SessionConfig
 from app.domain.fleet import EngineListed
 from app.domain.session import Affinity, Session
 from app.errors import SessionUnreadable
-from app.fleet.engines import Engines
+from app.fleet.engines import EngineChoice, Engines
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.turn.claims import ClaimedTurn
-from app.turn.placement import EngineChoice, Placement
+from app.turn.placement import Placement
 
 pytestmark = pytest.mark.anyio
 
@@ -59,8 +58,7 @@ class Placed:
         )
 
     async def place(self, of: Session, idle_s: float = 0.0) -> EngineChoice:
-        opening = ClaimedTurn(None, of, None, None, 1, self.now - idle_s)  # type: ignore[arg-type]
-        return await self._placement.place(opening)
+        return await self._placement.place(of, self.now - idle_s)
 
     async def bound(self, of: Session, answered: str | None = None, idle_s: float = 0.0) -> AffinityBound | None:
         """What is written where `answered`, or else the first one, has answered."""

@@ -53,11 +53,9 @@ def the_claim_goes_before_the_commit(patch: Patch) -> None:
     """The claim is let go of as soon as the engine has answered, and the commit does without."""
     plain = Turns._commit
 
-    async def commit(self: Turns, taken: Any, *rest: Any) -> None:
-        opening = taken.opening
-        event = claims.TurnAbandoned(opening.event.turn, opening.fence, "not_released")
-        await self._claims.release(opening.session.session_id, opening.fence, event)
-        await plain(self, taken, *rest)
+    async def commit(self: Turns, context: Any, claimed: Any, *rest: Any) -> None:
+        await self._services.claims.abandon(claimed, "not_released")
+        await plain(self, context, claimed, *rest)
 
     patch.setattr(Turns, "_commit", commit)
     patch.setattr(log_turns, "_take", lambda tx, session_id, fence, incarnation: True)
@@ -102,7 +100,7 @@ def a_commit_that_failed_counts(patch: Patch) -> None:
 def keys_are_forgotten(patch: Patch) -> None:
     """A retry is not known again once its turn has been committed."""
     for module in (claims, turns):
-        patch.setattr(module, "repeated_turn", lambda live, mark, request: None)
+        patch.setattr(module, "repeated_turn", lambda entry, mark, request: None)
 
 
 def any_retry_joins(patch: Patch) -> None:

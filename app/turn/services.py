@@ -1,0 +1,37 @@
+"""What the turns of one process work with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.fleet.engines import Engines
+from app.fleet.gates import Gates
+from app.fleet.state import FleetState
+from app.sessions.cache import SessionCache
+from app.sessions.lifecycle import Clock
+from app.settings import Settings
+from app.store.ports import Writer
+from app.turn.claims import Claims
+from app.turn.large_bodies import LargeBodies
+from app.turn.placement import Placement
+from app.turn.session_control import SessionControls
+from app.turn.token_in import TokenIn
+from app.turn.validation import ReplyValidator
+
+
+class TurnServices(msgspec.Struct, frozen=True):
+    """`clock` gives seconds since the epoch."""
+
+    cache: SessionCache
+    claims: Claims
+    writer: Writer
+    engines: Engines
+    fleet: FleetState
+    gates: Gates
+    placement: Placement
+    validator: ReplyValidator
+    token_in: TokenIn
+    controls: SessionControls
+    large_bodies: LargeBodies
+    settings: Settings
+    clock: Clock
