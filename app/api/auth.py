@@ -57,6 +57,7 @@ class Guard:
 
     def __init__(self, tokens: Tokens, trusted: Sequence[Network] = (), clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens
+        self._needs_token = tokens.are_needed
         self._trusted = tuple(trusted)
         self._clock = clock
         self._is_loopback = lru_cache(_REMEMBERED)(_is_loopback)
@@ -78,7 +79,7 @@ class Guard:
         path = route_path(scope)
         if path in _OPEN and scope["method"] in _READS:
             return None
-        if not self._tokens.are_needed:
+        if not self._needs_token:
             return self._unless_local(scope, path, marks)
         return self._unless_known(scope, path, marks)
 

@@ -51,7 +51,7 @@ class Gates:
 
     def arrive(self, adapter: str | None) -> GatePass:
         """A turn has come: its place in the order, which it keeps if it has to wait more than once."""
-        return GatePass(self, adapter, next(self._tickets))
+        return GatePass(self, self._fleet, adapter, next(self._tickets))
 
     def is_shut(self, adapter: str | None) -> bool:
         return self._fleet.fleet.is_shut(adapter)
@@ -63,13 +63,6 @@ class Gates:
     def is_line_moving(self, adapter: str | None) -> bool:
         """Do turns pass that came before?"""
         return self._letting_pass is not None and self._held[adapter] > 0
-
-    def closings(self, adapter: str | None) -> Closings:
-        return self._fleet.fleet.closings(adapter)
-
-    def version(self, adapter: str | None) -> str | None:
-        """That of the adapter's weights, where a trainer told of it."""
-        return self._fleet.fleet.gates(adapter)[1].version
 
     async def wait(self, adapter: str | None, ticket: int) -> None:
         """Until a turn may pass.
@@ -97,15 +90,6 @@ class Gates:
             place = bisect.bisect_left(self._line, ticket, key=_ticket)
             if self._line[place : place + 1] == [waiter]:
                 del self._line[place]
-
-    async def shut_since(self, adapter: str | None, passed: Closings) -> bool:
-        """Was a gate shut since a turn passed it? Another process may have done so a moment ago.
-
-        Raises StoreUnavailable.
-        """
-        if self.closings(adapter) != passed:
-            return True
-        return (await self._fleet.refresh()).closings(adapter) != passed
 
     async def opens(self, name: str, timeout_s: float) -> bool:
         """Is an adapter's own gate open, now or within `timeout_s`? A server that stops answers as it is."""
@@ -151,8 +135,9 @@ class Gates:
 class GatePass:
     """All that one turn asks the gates, which are the fleet's and its adapter's; `ticket` is its place in the order."""
 
-    def __init__(self, gates: Gates, adapter: str | None, ticket: int) -> None:
+    def __init__(self, gates: Gates, fleet: FleetState, adapter: str | None, ticket: int) -> None:
         self._gates = gates
+        self._fleet = fleet
         self._adapter = adapter
         self.ticket = ticket
         self._closings: Closings = (0, 0)
@@ -164,13 +149,13 @@ class GatePass:
 
     @property
     def is_open(self) -> bool:
-        """May the turn go to an engine now?"""
+        """May the turn go to an engine now? Not by what was known too long ago: `wait` looks again."""
         return self._gates.may_pass(self._adapter)
 
     @property
     def version(self) -> str | None:
         """That of the adapter's weights, where a trainer told of it."""
-        return self._gates.version(self._adapter)
+        return self._fleet.fleet.gates(self._adapter)[1].version
 
     async def wait(self) -> None:
         """Until the gates are open. Raises Overloaded where the server stops, StoreUnavailable."""
@@ -180,12 +165,17 @@ class GatePass:
         """Right before a request is sent: may it be? If so, later closings count from here."""
         if not self.is_open:
             return False
-        self._closings = self._gates.closings(self._adapter)
+        self._closings = self._fleet.fleet.closings(self._adapter)
         return True
 
     async def was_shut(self) -> bool:
-        """Was a gate shut since the turn's request was sent? Raises StoreUnavailable."""
-        return await self._gates.shut_since(self._adapter, self._closings)
+        """Was a gate shut since the turn's request was sent? Another process may have done so a moment ago.
+
+        Raises StoreUnavailable.
+        """
+        if self._fleet.fleet.closings(self._adapter) != self._closings:
+            return True
+        return (await self._fleet.refresh()).closings(self._adapter) != self._closings
 
 
 def _ticket(waiter: _HeldTurn) -> int:

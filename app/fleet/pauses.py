@@ -213,13 +213,13 @@ class Pauses:
 
     async def _sweep(self, name: str) -> Swept:
         """Abort an adapter's generations, and those that another process began before it knew of the gate."""
-        passed = self._gates.closings(name)
+        passed = self._fleet.fleet.closings(name)
         outcomes: dict[str, dict[str, str | None]] = {url: {} for url in self._engines.members}
         rids = await self._abort(name, outcomes)
         if rids or not self._fleet.is_alone:
             await asyncio.sleep(max(AGAIN_S, 2 * self._fleet.stale_s))
             # What was let through meanwhile is none of this pause's business.
-            if self._gates.closings(name) == passed and self._gates.is_shut(name):
+            if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
         return Swept(rids, {url: _told(found) for url, found in outcomes.items()})
 

@@ -275,8 +275,9 @@ class SessionCache:
         """Count an entry anew; one that was evicted meanwhile no longer counts."""
         if self._entries.get(session_id) is not live:
             return
-        self._bytes += live.size - self._sizes[session_id]
-        self._sizes[session_id] = live.size
+        size = live.size
+        self._bytes += size - self._sizes[session_id]
+        self._sizes[session_id] = size
         self._entries.move_to_end(session_id)
         while self._bytes > self._max_bytes and len(self._entries) > 1:
             self.drop(next(iter(self._entries)))

@@ -29,7 +29,8 @@ Result = TypeVar("Result", covariant=True)
 class Operation(Protocol[Result]):
     """What it is about to write: `size` is about how many bytes.
 
-    `durable` says that an acknowledgement rests on it, `runs_inline` that it takes some tens of microseconds.
+    `durable` says that an acknowledgement rests on it, `runs_inline` that it takes some tens of microseconds,
+    `is_alone` that it is of the only turn that is in flight in this process.
     """
 
     durable: ClassVar[bool]
@@ -40,6 +41,9 @@ class Operation(Protocol[Result]):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def is_alone(self) -> bool: ...
 
     def apply(self, tx: Tx) -> Result: ...
 
@@ -132,6 +136,10 @@ class BaseOperation(msgspec.Struct, frozen=True):
     @property
     def size(self) -> int:
         return 512
+
+    @property
+    def is_alone(self) -> bool:
+        return False
 
 
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:

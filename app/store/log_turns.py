@@ -62,6 +62,7 @@ class Claim(BaseOperation, frozen=True):
     at: float
     event: TurnOpened
     lease_s: float
+    is_alone: bool = False
 
     @property
     def fence(self) -> int:

@@ -1,20 +1,22 @@
 """The one connection that writes to an SQLite file, and the thread that owns it.
 
-A durable batch runs on the thread, where its fsync holds nobody up. A small batch that needs no fsync
-(claims) runs on the event loop while the thread is idle: it takes tens of microseconds, less than handing
-it over and back. The log file is checkpointed between batches, not inside a commit that somebody waits for.
+A durable batch runs on the thread, where its fsync holds nobody up. A small batch that needs no fsync (claims) runs on
+the event loop while the thread is idle: it takes tens of microseconds, less than handing it over and back. So does the
+commit of a turn that is alone in flight, as long as the disk is quick. The log file is checkpointed between batches,
+not inside a commit that somebody waits for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import os
 import queue
 import sqlite3
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +36,9 @@ log = logging.getLogger("turnlog.sqlite")
 
 BUSY_POLL_S = 0.005
 """How often a lock that somebody else holds is asked for. The thread has other things to do in between."""
+
+QUICK_S, QUICK_SYNCS = 0.0005, 16
+"""A durable transaction of the only turn in flight runs on the event loop where the last so many took less."""
 
 CHECKPOINT_BYTES = 32 << 20
 """Bytes in the log file, roughly, after which it is moved into the database."""
@@ -84,6 +89,7 @@ class SqliteWriter:
         self._thread = threading.Thread(target=self._work, name="turnlog-writer", daemon=True)
         self._on_thread = 0
         self._durable: bool | None = None
+        self._synced_s = deque([math.inf] * QUICK_SYNCS, QUICK_SYNCS)
         self._checkpointed_at = 0
         self._content_bytes = 0
         self._checkpointing: asyncio.Task[None] | None = None
@@ -111,16 +117,26 @@ class SqliteWriter:
         Raises StoreLocked where somebody else holds the lock `until` then, in the loop's time, by default for LOCKED_S;
         sqlite3.Error, OSError, StoreLost. Nothing is written then.
         """
-        if runs_inline and not durable and not self._on_thread:
-            with contextlib.suppress(StoreLocked):
-                return self._transact(function, durable)
-        result = await self._patiently(lambda: self._transact(function, durable), until)
+        if runs_inline and not self._on_thread and (not durable or self._is_disk_quick):
+            try:
+                result = self._transact(function, durable)
+            except StoreLocked:
+                result = await self._patiently(lambda: self._transact(function, durable), until)
+            if not durable:
+                return result
+        else:
+            result = await self._patiently(lambda: self._transact(function, durable), until)
         self._content_bytes += size
         rows = self.connection.total_changes - self._checkpointed_at
         if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
             self._checkpointed_at, self._content_bytes = self.connection.total_changes, 0
             self._checkpointing = asyncio.ensure_future(self._checkpoint_beside())
         return result
+
+    @property
+    def _is_disk_quick(self) -> bool:
+        """Did each of the last commits reach the disk sooner than a thread would have been woken for it?"""
+        return max(self._synced_s) < QUICK_S
 
     async def _patiently(self, transact: Callable[[], T], until: float | None) -> T:
         clock = asyncio.get_running_loop().time
@@ -250,7 +266,9 @@ class SqliteWriter:
                 connection.execute("ROLLBACK")
             raise
         if durable:
-            self._committed(time.perf_counter() - began)
+            took_s = time.perf_counter() - began
+            self._synced_s.append(took_s)
+            self._committed(took_s)
         return result
 
     def _require_own(self) -> None:

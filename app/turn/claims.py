@@ -74,8 +74,11 @@ class Claims:
         """Raises StoreFull, StoreUnavailable while this process is not registered."""
         return self._incarnation()
 
-    async def take(self, entry: CacheEntry, context: TurnContext) -> ClaimedTurn | None:
-        """Claim the session at a version at which the request fits; None if the turn is found committed."""
+    async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
+        """Claim the session at a version at which the request fits; None if the turn is found committed.
+
+        `is_alone`: no other turn is in flight in this process.
+        """
         session_id, request, mark = context.session_id, context.request, context.mark
         tries, look_s = 0, FIRST_LOOK_S
         while tries < CLAIM_TRIES:
@@ -85,7 +88,7 @@ class Claims:
                 return None
             plan = await self._match(entry.session, context.history)
             if plan is not None:
-                outcome = await self._claim(entry, plan, context)
+                outcome = await self._claim(entry, plan, context, is_alone)
                 if isinstance(outcome, ClaimedTurn):
                     return outcome
                 if isinstance(outcome, Refused):
@@ -104,7 +107,9 @@ class Claims:
         busy.retry = True
         raise busy
 
-    async def _claim(self, entry: CacheEntry, plan: Plan, context: TurnContext) -> ClaimedTurn | Refused | Busy | None:
+    async def _claim(
+        self, entry: CacheEntry, plan: Plan, context: TurnContext, is_alone: bool
+    ) -> ClaimedTurn | Refused | Busy | None:
         """The claim, if the session is still at its version and nobody else holds it; None where it has moved."""
         session = entry.session
         opened = decide.open_turn(
@@ -117,7 +122,15 @@ class Claims:
             adapter=context.adapter,
         )
         session_id, fence = session.session_id, session.version + 1
-        claim = Claim(session_id, session.version, session.last_event_at, self._clock(), opened, self._lease_s())
+        claim = Claim(
+            session_id,
+            session.version,
+            session.last_event_at,
+            self._clock(),
+            opened,
+            self._lease_s(),
+            is_alone=is_alone,
+        )
         reach("before_claim")
         outcome = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):

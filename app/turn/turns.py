@@ -218,7 +218,7 @@ class Turns:
                 stages.enter(TurnStage.GATE)
                 await self._held_back(context.gate, flight, context.session_id)
                 stages.enter(TurnStage.CLAIM)
-            claimed = await services.claims.take(entry, context)
+            claimed = await services.claims.take(entry, context, is_alone=len(self._in_flight) == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
                 stages.enter(TurnStage.PREPARE)
