@@ -64,24 +64,15 @@ class Assembly:
         prompts: Prompts | None = None,
         poll_s: float = POLL_S,
     ) -> None:
-        self.writer = writer = Writer(database)
-        self.cache = cache = SessionCache(database, writer, settings.cache_bytes)
+        self.writer = Writer(database)
+        self.cache = SessionCache(database, self.writer, settings.cache_bytes)
         self.followers = Followers()
         # With SQLite the file's lock alone decides who is alive.
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         beat_s = settings.lease_s / BEATS_PER_LEASE
-        self._recovery = recovery = Recovery(database, writer, incarnation, lease_s, beat_s, clock)
-        self._claims = Claims(
-            cache=cache,
-            writer=writer,
-            followers=self.followers,
-            clock=clock,
-            incarnation=incarnation,
-            lease_s=recovery.lease_to_judge_by,
-            lease_left=lease_left or recovery.lease_left,
-        )
-        self.token_in = TokenIn(cache, prompts)
-        self.fleet = FleetState(database, writer, poll_s)
+        self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
+        self.token_in = TokenIn(self.cache, prompts)
+        self.fleet = FleetState(database, self.writer, poll_s)
         self.engines = Engines(client, settings.placement, settings.upstream_api_key)
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
@@ -92,25 +83,41 @@ class Assembly:
             control=EngineControl(client, settings.upstream_dialect, settings.upstream_api_key),
             database=database,
         )
+        self._claims = Claims(
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=self._recovery.lease_to_judge_by,
+            lease_left=lease_left or self._recovery.lease_left,
+        )
         self._controls = SessionControls(
             database=database,
-            writer=writer,
-            cache=cache,
+            writer=self.writer,
+            cache=self.cache,
             engines=self.engines,
             calls=EngineSessions(client, settings.upstream_api_key),
             settings=settings,
             incarnation=incarnation,
-            lease_s=recovery.lease_to_judge_by,
+            lease_s=self._recovery.lease_to_judge_by,
         )
-        self.turns = Turns(
+        self.turns = self._turns(pool, settings, clock)
+        self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.sessions.on_close(self.turns.close)
+        self.sessions.on_close(self._controls.session_closed)
+        self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
+
+    def _turns(self, pool: Workers, settings: Settings, clock: Clock) -> Turns:
+        return Turns(
             TurnServices(
-                cache=cache,
+                cache=self.cache,
                 claims=self._claims,
-                writer=writer,
+                writer=self.writer,
                 engines=self.engines,
                 fleet=self.fleet,
                 gates=self.gates,
-                placement=Placement(self.engines, cache, settings, clock),
+                placement=Placement(self.engines, self.cache, settings, clock),
                 validator=ReplyValidator(pool, settings),
                 token_in=self.token_in,
                 controls=self._controls,
@@ -119,10 +126,6 @@ class Assembly:
                 clock=clock,
             )
         )
-        self.sessions = Sessions(database, writer, cache, self.followers, clock)
-        self.sessions.on_close(self.turns.close)
-        self.sessions.on_close(self._controls.session_closed)
-        self.janitor = Janitor(database, writer, self.sessions, settings, clock)
 
     async def open(self) -> None:
         """Write and read, but take no turns yet. Raises AppError where the fleet's log cannot be read."""

@@ -89,15 +89,7 @@ async def run_services(
         registration = Registration(database)
         await registration.attempt()
         pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
-        made = Assembly(
-            database=database,
-            client=client,
-            pool=pool,
-            settings=settings,
-            clock=time.time,
-            incarnation=registration.incarnation,
-            prompts=prompts,
-        )
+        made = _assembled(settings, database, client, pool, registration, prompts)
         stack.push_async_callback(made.stop)
         await _open(made)
         health = _health(settings, made, client)
@@ -114,35 +106,73 @@ async def run_services(
         stack.push_async_callback(registration.stop)
         health.start()
         pool.start()
-        exporter = Exports(database, release)
-        yield Services(
-            settings=settings,
-            database=database,
-            registration=registration,
-            writer=made.writer,
-            engines=made.engines,
-            engine_pool=made.engine_pool,
-            health=health,
-            fleet=made.fleet,
-            gates=made.gates,
-            pauses=made.pauses,
-            sessions=made.sessions,
-            turns=made.turns,
-            exporter=exporter,
-            feed=Feed(database, made.writer, exporter),
-            samples=Samples(made.cache, made.token_in, release),
-            pool=pool,
-            inflight=RequestMemory(settings.inflight_bytes, settings.max_request_bytes),
-            followers=made.followers,
-            metrics=metrics,
-            counted=counted,
-            cache=made.cache,
-            janitor=made.janitor,
-            tokens=tokens,
-            doorway=doorway,
-            lag=lag,
-            page=LazyImport("app.api.page.page", lambda: _page(database, registration, made, metrics, release)),
+        yield _services(
+            settings, release, tokens, doorway, metrics, database, registration, pool, made, health, counted, lag
         )
+
+
+def _assembled(
+    settings: Settings,
+    database: Database,
+    client: EngineClient,
+    pool: Pool,
+    registration: Registration,
+    prompts: Prompts | None,
+) -> Assembly:
+    return Assembly(
+        database=database,
+        client=client,
+        pool=pool,
+        settings=settings,
+        clock=time.time,
+        incarnation=registration.incarnation,
+        prompts=prompts,
+    )
+
+
+def _services(
+    settings: Settings,
+    release: str,
+    tokens: Tokens,
+    doorway: ConnectionLimit,
+    metrics: Metrics,
+    database: Database,
+    registration: Registration,
+    pool: Pool,
+    made: Assembly,
+    health: HealthWatch,
+    counted: CachedFigures,
+    lag: LoopLag,
+) -> Services:
+    exporter = Exports(database, release)
+    return Services(
+        settings=settings,
+        database=database,
+        registration=registration,
+        writer=made.writer,
+        engines=made.engines,
+        engine_pool=made.engine_pool,
+        health=health,
+        fleet=made.fleet,
+        gates=made.gates,
+        pauses=made.pauses,
+        sessions=made.sessions,
+        turns=made.turns,
+        exporter=exporter,
+        feed=Feed(database, made.writer, exporter),
+        samples=Samples(made.cache, made.token_in, release),
+        pool=pool,
+        inflight=RequestMemory(settings.inflight_bytes, settings.max_request_bytes),
+        followers=made.followers,
+        metrics=metrics,
+        counted=counted,
+        cache=made.cache,
+        janitor=made.janitor,
+        tokens=tokens,
+        doorway=doorway,
+        lag=lag,
+        page=LazyImport("app.api.page.page", lambda: _page(database, registration, made, metrics, release)),
+    )
 
 
 def _page(database: Database, registration: Registration, made: Assembly, metrics: Metrics, release: str) -> Page:

@@ -113,10 +113,30 @@ def commit_turn(
     A rollback stands before it where it replaces turns, a tombstone behind it where payloads leave the window.
     `session` is the state in which the turn was claimed.
     """
+    committed = _committed(session, opened, fence, plan, incoming, reply, blobs, timing)
+    events: list[Event] = [] if binding is None else [binding]
+    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if session.payloads or reply.payloads:
+        after = fold(session.session_id, _placed(session, events), session)
+        gone = None if after is None else retention.tombstones(after)
+        events += [] if gone is None else [gone]
+    return events
+
+
+def _committed(
+    session: Session,
+    opened: TurnOpened,
+    fence: int,
+    plan: Plan,
+    incoming: HashedMessages,
+    reply: ValidatedReply,
+    blobs: TurnBlobs,
+    timing: Timing | None,
+) -> TurnCommitted:
     new = range(plan.base_messages, len(incoming))
     result = reply.result
     segment, cause = _segment(session, plan, result.base)
-    committed = TurnCommitted(
+    return TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
         fence=fence,
@@ -152,13 +172,6 @@ def commit_turn(
         parts=reply.parts,
         timing=timing,
     )
-    events: list[Event] = [] if binding is None else [binding]
-    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if session.payloads or reply.payloads:
-        after = fold(session.session_id, _placed(session, events), session)
-        gone = None if after is None else retention.tombstones(after)
-        events += [] if gone is None else [gone]
-    return events
 
 
 def _placed(session: Session, events: list[Event]) -> Iterator[Recorded]:
