@@ -6,7 +6,7 @@ says nothing). A message holds ids, lengths and limits, never a prompt, a comple
 
     AppError
     ├── InvalidRequest          400 invalid_request       what is wrong, and where
-    │   ├── Unsupported         400 unsupported           a documented choice that this version lacks
+    │   ├── Unsupported         400 unsupported           a documented choice that this version or installation lacks
     │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
     │   └── HistoryMismatch     400 history_mismatch      is not the stored history
     ├── Unauthorized            401 unauthorized          no token, or one that is not known

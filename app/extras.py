@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 
 _OF_EXTRA = re.compile(r"(?P<package>[^;]+);\s*extra == ['\"](?P<extra>[\w.-]+)['\"]")
-_OUR_OWN = re.compile(r"turnlog\[(?P<extras>[^\]]+)\]")
+_NAME = re.compile(r"[\w.-]+")
 
 
 def install(extra: str) -> str:
@@ -17,21 +16,29 @@ def install(extra: str) -> str:
     Nothing is published under the name `turnlog`, and outside a checkout there is nothing to install it from.
     """
     try:
-        packages = dict.fromkeys(_packages(extra))
+        return f"pip install {shlex.join(_packages(extra))}"
     except PackageNotFoundError:
         return f"pip install -e '.[{extra}]' in the checkout"
-    return f"pip install {shlex.join(packages)}"
 
 
-def _packages(extra: str) -> Iterator[str]:
-    """Also those of the extras that it is made of. Raises PackageNotFoundError where Turnlog is not installed."""
-    for line in requires("turnlog") or []:
-        found = _OF_EXTRA.fullmatch(line)
-        if found is None or found["extra"] != extra:
-            continue
-        ours = _OUR_OWN.fullmatch(found["package"].strip())
-        if ours is None:
-            yield found["package"].strip()
-            continue
-        for name in ours["extras"].split(","):
-            yield from _packages(name.strip())
+def missing(extra: str) -> list[str]:
+    """The extra's packages that are not installed; none where Turnlog itself is not."""
+    try:
+        names = [name[0] for line in _packages(extra) if (name := _NAME.match(line))]
+    except PackageNotFoundError:
+        return []
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _packages(extra: str) -> list[str]:
+    """With their versions. Raises PackageNotFoundError where Turnlog is not installed."""
+    found = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
+    return [one["package"].strip() for one in found if one is not None and one["extra"] == extra]

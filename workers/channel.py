@@ -271,13 +271,12 @@ def _spawn(settings: Settings, channel_fd: int, segment_fd: int) -> subprocess.P
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """No setting and no key of ours; modules are found where we find them, and numpy starts no threads."""
+    """No setting and no key of ours; our modules before others of their names, and numpy starts no threads."""
     taken = {name: value for name, value in ours.items() if name in INHERITED or name.startswith("LC_")}
     here = str(Path(__file__).resolve().parent.parent)
-    path = [os.path.abspath(entry) for entry in sys.path]
     return {
         **taken,
-        "PYTHONPATH": os.pathsep.join(path if here in path else [*path, here]),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([here, *map(os.path.abspath, sys.path)])),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 
 import msgspec
 
 from app.domain.samples import Segment, Status
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, Unsupported
 from app.export.columns import Columns
 from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
@@ -16,6 +17,7 @@ from app.export.containers.writer import EXCLUSION
 from app.export.containers.writer import Writer as Writer
 from app.export.row import Fields, Row, Shape
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
+from app.extras import install
 
 GroupShape = Callable[[Sequence[Row]], Fields]
 """A row for all rows of a group. Raises Unfit."""
@@ -74,11 +76,13 @@ FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(format: str, shape: str) -> None:
-    """Raises InvalidRequest for a format or shape that there is not, or the two together."""
+    """Raises InvalidRequest for a format or shape that there is not, or both together, Unsupported without pyarrow."""
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
         raise InvalidRequest(f"shape={shape} is not one of {', '.join(SHAPES)}")
+    if format == "parquet" and find_spec("pyarrow") is None:
+        raise Unsupported(f"format=parquet needs pyarrow on the server (turnlog[parquet]): {install('parquet')}")
     if format in DOCUMENTS and shape != DEFAULT:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"

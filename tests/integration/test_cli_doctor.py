@@ -84,7 +84,7 @@ def test_an_engine_that_is_not_what_a_turn_needs(
 def test_something_else_at_the_address(stand: Stand, clean_environment: Environment, sqlite_url: str) -> None:
     clean_environment(DATABASE_URL=sqlite_url, URL=str(stand.sim.base_url), UPSTREAMS=str(stand.sim.base_url))
     [what] = whats(answer("doctor", "--no-generate", code=1)["findings"], "server", "problem")
-    assert "is not Turnlog" in what or "is it Turnlog?" in what
+    assert "is not Turnlog" in what or "is this Turnlog's address?" in what
 
 
 def test_postgresql_is_looked_at(postgres_url: str, sglang: SimulatorProcess, clean_environment: Environment) -> None:

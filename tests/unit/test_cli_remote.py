@@ -89,7 +89,7 @@ def test_nobody_there_is_one_line(run: Callable[..., Result]) -> None:
 def test_a_password_in_an_address_is_refused_and_not_shown(run: Callable[..., Result], scheme: str) -> None:
     result = run("sessions", "--url", f"{scheme}://me:secret@127.0.0.1:1")
     assert result.exit_code == 2
-    assert "--token" in result.stderr
+    assert "use a token" in result.stderr
     assert "secret" not in result.output
 
 
@@ -109,28 +109,43 @@ def test_the_servers_error_is_told_with_its_code(run: Callable[..., Result], say
     assert failed(run("--url", sayer.url, "show", "x")) == (
         "turnlog: 404 session_not_found: session x\\x1b[2J does not exist"
     )
-    sayer.answers = [(502, {}, b"<html>of a proxy</html>")]
-    assert failed(run("--url", sayer.url, "engines")) == "turnlog: 502 no_code: Bad Gateway: is it Turnlog?"
+    sayer.answers = [(502, {"x-should-retry": "false"}, b"<html>of a proxy</html>")]
+    assert (
+        failed(run("--url", sayer.url, "engines")) == "turnlog: 502 without an error of Turnlog's: is this its address?"
+    )
     sayer.answers = [(200, {}, b"no json")]
-    assert "is no JSON" in failed(run("--url", sayer.url, "engines"))
+    assert "is not JSON" in failed(run("--url", sayer.url, "engines"))
     sayer.answers = [(307, {"location": "http://elsewhere"}, b"")]
-    assert failed(run("--url", sayer.url, "engines")).startswith("turnlog: 307 no_code")
+    assert failed(run("--url", sayer.url, "engines")).startswith("turnlog: 307 without")
 
 
-def test_a_get_comes_again_when_the_server_says_and_an_order_does_not(run: Callable[..., Result], sayer: Sayer) -> None:
-    busy = (503, {"retry-after": "0"}, error("store_unavailable", "later"))
-    listed: dict[str, Any] = {"engines": [], "version": 0}
-    sayer.answers = [busy, busy, (200, {}, json.dumps(listed).encode())]
-    result = run("--url", sayer.url, "engines", "--json")
+@pytest.mark.parametrize("command", [("engines",), ("engines", "drain", "http://e:1")], ids=["read", "order"])
+def test_it_asks_again_when_the_server_says(run: Callable[..., Result], sayer: Sayer, command: tuple[str, ...]) -> None:
+    """By the client's rules. What would take too long is told at once."""
+    unavailable = error("store_unavailable", "later")
+    soon, late = ((503, {"retry-after": after}, unavailable) for after in ("0", "60"))
+    engine = dict.fromkeys(("url", "state", "health", "in_flight", "dialect", "weight_version", "source", "last_error"))
+    listed: dict[str, Any] = {"engines": [], "version": 0, **engine, "since": 0}
+    sayer.answers = [soon, soon, (200, {}, json.dumps(listed).encode())]
+    result = run("--url", sayer.url, *command, "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
     assert len(sayer.asked) == 3
     sayer.asked.clear()
-    sayer.answers = [busy]
-    assert "store_unavailable" in failed(run("--url", sayer.url, "engines"))
-    assert len(sayer.asked) == 4
-    sayer.asked.clear()
-    assert "store_unavailable" in failed(run("--url", sayer.url, "engines", "drain", "http://e:1"))
-    assert len(sayer.asked) == 1
+    for answer in (late, (507, {}, error("store_full", "full")), (409, {"x-should-retry": "false"}, error("x", "no"))):
+        sayer.answers = [answer]
+        failed(run("--url", sayer.url, *command))
+    assert len(sayer.asked) == 3
+
+
+def test_what_breaks_off_is_asked_for_again_once_the_server_has_answered(
+    run: Callable[..., Result], sayer: Sayer
+) -> None:
+    page = {"sessions": [], "total": 0, "next_cursor": None}
+    first = json.dumps({**page, "next_cursor": "more"}).encode()
+    sayer.answers = [(200, {}, first), (200, {"content-length": "1000"}, b"{"), (200, {}, json.dumps(page).encode())]
+    result = run("--url", sayer.url, "sessions", "--all", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (0, page)
+    assert len(sayer.asked) == 3
 
 
 def test_where_the_token_comes_from(
@@ -161,7 +176,7 @@ def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Say
     run("--url", sayer.url, "tail", "../engines?x=1")
     run("--url", f"{sayer.url}/behind/", "pause", "a/b")
     assert [asked[1] for asked in sayer.asked] == [
-        "/sessions/..%2Fengines%3Fx%3D1/events?after=0",
+        "/sessions/..%2Fengines%3Fx%3D1/events?after=0&follow=false",
         "/behind/adapters/a%2Fb/pause",
     ]
 

@@ -9,8 +9,8 @@ import pytest
 
 from app import errors as server
 from turnlog import client
-from turnlog.client.errors import NotTurnlog, TurnlogError, Unreachable, refusal
 from turnlog.client.waits import Waits, may_help
+from turnlog.errors import NotTurnlog, TurnlogError, Unreachable, refusal
 
 
 def tree(root: type[server.AppError]) -> list[type[server.AppError]]:

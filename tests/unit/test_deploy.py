@@ -25,7 +25,7 @@ from app.assembly import DRAIN_S
 from app.settings import PREFIX, Settings
 from turnlog.cli.commands import app
 from turnlog.cli.serve import STOP_S
-from turnlog.keeper.plan import BACKLOG
+from turnlog.keeper.options import BACKLOG
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "ops" / "deploy"
@@ -45,9 +45,10 @@ def locked(name: str) -> dict[str, tuple[Version, int]]:
 
 
 def needed() -> list[Requirement]:
-    """What the server needs, with a tokenizer."""
+    """What the server needs, with a tokenizer and Parquet."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["tito"]]]
+    extras = [project["optional-dependencies"][extra] for extra in ("server", "parquet", "tito")]
+    return [Requirement(line) for lines in (project["dependencies"], *extras) for line in lines]
 
 
 def closure(requirements: list[Requirement]) -> dict[str, list[Requirement]]:
@@ -242,37 +243,6 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
         check=False,
     )
     assert scored.returncode == 0, scored.stdout[-300:]
-
-
-@pytest.mark.long
-def test_the_wheel_serves_where_no_checkout_is(tmp_path: Path) -> None:
-    """Built as the image builds it, from a copy, and run with nothing else of ours on the path."""
-    source = tmp_path / "source"
-    for name in ("app", "workers", "migrations", "ops", "turnlog"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    wheels, installed, empty = tmp_path / "wheels", tmp_path / "installed", tmp_path / "empty"
-    empty.mkdir()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(wheels), str(source)], check=True, timeout=300)
-    [wheel] = wheels.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=300)
-    assert {path.name for path in (installed / "app/api/page/static").iterdir()} == {
-        path.name for path in (ROOT / "app/api/page/static").iterdir()
-    }
-    for words in (["migrate"], ["verify"], ["doctor", "--no-generate", "--json"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "turnlog.cli", *words],
-            cwd=empty,
-            env={"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == (1 if words[0] == "doctor" else 0), done.stderr
-    assert (empty / "var/turnlog.db").is_file()
 
 
 @pytest.mark.long

@@ -36,7 +36,7 @@ from turnlog.cli.run import Failure
 if TYPE_CHECKING:
     import httpx
 
-    from turnlog.cli.remote import Remote
+    from turnlog.client._sync.transport import Transport
 
 BLOCK = 1 << 20
 
@@ -60,7 +60,7 @@ class _Begun(NamedTuple):
 class Download:
     """One file. `wish` are the parameters of `/export`."""
 
-    def __init__(self, server: Remote, wish: Mapping[str, Any], file: Path, *, overwrite: bool) -> None:
+    def __init__(self, server: Transport, wish: Mapping[str, Any], file: Path, *, overwrite: bool) -> None:
         self._server = server
         self._wish = wish
         self._file = file
@@ -70,7 +70,7 @@ class Download:
         self._has_lines = wish["format"] in LINES
 
     def run(self, *, restart: bool) -> dict[str, Any]:
-        """Returns what was made, for machines. Raises Failure; what has come is kept for the next run."""
+        """Returns what was made, for machines. Raises Failure, TurnlogError; what has come is kept for the next run."""
         if self._file.exists() and not self._overwrite:
             raise Failure(f"{self._file} is there already: --overwrite replaces it once the export is whole")
         try:
@@ -120,7 +120,7 @@ class Download:
             return None
         except ValueError:
             raise Failure(f"{self._notes} cannot be read: --restart begins anew") from None
-        if notes.get("url") != self._server.url or notes.get("wish") != dict(self._wish):
+        if notes.get("url") != self._server.base_url or notes.get("wish") != dict(self._wish):
             raise Failure(f"{self._partial} is of an export with other parameters: --restart begins anew")
         return dict(notes)
 
@@ -159,7 +159,7 @@ class Download:
 
     def _note(self, response: httpx.Response) -> dict[str, Any]:
         """Before the first byte of the rows, so that these always have a cursor."""
-        notes = {"url": self._server.url, "wish": dict(self._wish), "cursor": response.headers["x-turnlog-cursor"]}
+        notes = {"url": self._server.base_url, "wish": dict(self._wish), "cursor": response.headers["x-turnlog-cursor"]}
         unfinished = self._notes.with_name(f"{self._notes.name}.new")
         with unfinished.open("w") as file:
             json.dump(notes, file)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turnlog.cli.run import INTERRUPTED, Failure, Json, Token, Url, Usage, remote, say, wants_json
+from turnlog.cli.remote import remote
+from turnlog.cli.run import INTERRUPTED, Failure, Json, Token, Url, Usage, say, wants_json
+from turnlog.errors import Unreachable
 
 if TYPE_CHECKING:
-    from turnlog.cli.remote import Remote
+    from turnlog.client._sync.transport import Transport
 
 KEPT = "; what has come is kept, the same command goes on from there"
 
@@ -79,11 +81,10 @@ def export(
 
 
 def _to_file(
-    server: Remote, wish: dict[str, Any], file: Path, *, overwrite: bool, restart: bool, for_machine: bool
+    server: Transport, wish: dict[str, Any], file: Path, *, overwrite: bool, restart: bool, for_machine: bool
 ) -> None:
     from turnlog.cli.download import Download
     from turnlog.cli.output import machine, size
-    from turnlog.cli.remote import Unreachable
 
     download = Download(server, wish, file, overwrite=overwrite)
     try:
@@ -101,7 +102,7 @@ def _to_file(
         say(f"what changes from now on: --cursor {made['next_cursor']}")
 
 
-def _to_output(server: Remote, wish: dict[str, Any]) -> None:
+def _to_output(server: Transport, wish: dict[str, Any]) -> None:
     """Bytes as they come: a reader that goes away ends the export."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
         raise Usage(f"{wish['format']} is not for a terminal: name a file, or redirect")

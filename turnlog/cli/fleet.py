@@ -9,7 +9,9 @@ from urllib.parse import quote
 
 import typer
 
-from turnlog.cli.run import Json, Token, Url, Usage, remote, wants_json
+from turnlog.cli.remote import remote
+from turnlog.cli.run import Json, Token, Url, Usage, wants_json
+from turnlog.errors import TurnlogError
 
 
 class Mode(StrEnum):
@@ -55,7 +57,7 @@ def drain(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = No
 @engines_app.command()
 def remove(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
     """Take an engine out of the pool; turns in flight end there."""
-    remote(ctx, url, token).send("DELETE", "/engines", params={"url": engine})
+    remote(ctx, url, token).call("DELETE", "/engines", parameters={"url": engine})
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 
@@ -63,7 +65,7 @@ def remove(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = N
 
 
 def _list(ctx: typer.Context, url: str | None, token: str | None, as_json: bool) -> None:
-    found = remote(ctx, url, token).get("/engines")
+    found = remote(ctx, url, token).read("GET", "/engines")
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 
@@ -73,7 +75,7 @@ def _list(ctx: typer.Context, url: str | None, token: str | None, as_json: bool)
 
 
 def _put(ctx: typer.Context, engine: str, state: str, url: str | None, token: str | None, as_json: bool) -> None:
-    found = remote(ctx, url, token).send("POST", "/engines", json={"url": engine, "state": state})
+    found = remote(ctx, url, token).read("POST", "/engines", body={"url": engine, "state": state})
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 
@@ -157,16 +159,15 @@ def _order(
     as_json: bool,
 ) -> None:
     """Say it, and print how the gate is now and how each engine took it; exit code 1 where one did not."""
-    from turnlog.cli.remote import Refused
-
     if fleet == (adapter is not None):
         raise Usage("name an adapter, or --fleet")
     where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"
     body = {name: value for name, value in wish.items() if value is not None}
-    failure: Refused | None = None
+    failure: TurnlogError | None = None
+    state: Mapping[str, Any]
     try:
-        state = remote(ctx, url, token).send("POST", f"{where}/{verb}", json=body)
-    except Refused as error:
+        state = remote(ctx, url, token).read("POST", f"{where}/{verb}", body=body, slow=True)
+    except TurnlogError as error:
         if "engines" not in error.body:
             raise
         failure, state = error, error.body

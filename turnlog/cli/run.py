@@ -1,17 +1,17 @@
-"""What every command has: the server it asks, whether it speaks to a machine, and how it fails."""
+"""What every command has: its common options, whether it speaks to a machine, and how it fails."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-if TYPE_CHECKING:
-    from turnlog.cli.remote import Remote
+from turnlog.errors import TurnlogError
+from turnlog.server_code import put_on_path
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -46,10 +46,25 @@ class Commands(TyperGroup):
             for line in error.lines:
                 say(line)
             raise typer.Exit(error.code) from None
+        except TurnlogError as error:
+            say(str(error))
+            raise typer.Exit(1) from None
         except BrokenPipeError:
             _drop_output()
             raise typer.Exit(1) from None
         return result
+
+
+class ServerCommand(TyperCommand):
+    """Runs the server's code in this process."""
+
+    def invoke(self, ctx: Any) -> Any:
+        put_on_path()
+        from app.extras import missing
+
+        if absent := missing("server"):
+            raise Failure(f"{ctx.command_path} needs the extra turnlog[server]; missing: {', '.join(absent)}")
+        return super().invoke(ctx)
 
 
 def say(line: str) -> None:
@@ -89,13 +104,3 @@ def globals_of(ctx: typer.Context) -> Globals:
 
 def wants_json(ctx: typer.Context, as_json: bool) -> bool:
     return as_json or globals_of(ctx).as_json
-
-
-def remote(ctx: typer.Context, url: str | None, token: str | None) -> Remote:
-    """The server that a command is to ask. Raises Usage for a URL that is none."""
-    from turnlog.cli.remote import Remote
-
-    given = globals_of(ctx)
-    made = Remote(url or given.url, token or given.token)
-    ctx.call_on_close(made.close)
-    return made

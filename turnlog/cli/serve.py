@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnlog.cli.run import DatabaseUrl, Failure, Json, Usage, say, wants_json
-from turnlog.keeper.plan import Plan, command
-from turnlog.keeper.sockets import CannotListen, Listening, listening, shown
+from turnlog.keeper.options import ServeOptions, python_command
+from turnlog.keeper.sockets import CannotListen, Listening, host_in_url, open_sockets
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -50,11 +50,11 @@ def serve(
         _require_unserved(settings.database_url)
         _upgrade(settings.database_url)
     _greet(settings, found.host, found.port)
-    plan = Plan(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
+    options = ServeOptions(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
     for one in found.sockets:
         one.set_inheritable(True)
     # This process has imported what the keeper need not: it becomes the keeper, with its number and its sockets.
-    arguments = command("turnlog.keeper", plan.text())
+    arguments = python_command("turnlog.keeper", options.to_json())
     os.execv(arguments[0], arguments)
 
 
@@ -126,7 +126,7 @@ def _require_unserved(url: str) -> None:
 def _listening(host: str, port: int) -> Listening:
     """Raises Failure."""
     try:
-        return listening(host, port)
+        return open_sockets(host, port)
     except CannotListen as error:
         raise Failure(str(error)) from None
 
@@ -152,7 +152,7 @@ def _upgrade(url: str, revision: str = "head") -> None:
 
 def _greet(settings: Settings, host: str, port: int) -> None:
     """Where it is, and who is let in; on standard error, as the server's own lines."""
-    url = f"http://{shown(host)}:{port}"
+    url = f"http://{host_in_url(host)}:{port}"
     say(f"{url}, the page at {url}/ui")
     if settings.admin_token:
         say("sign in with the first token of TURNLOG_ADMIN_TOKEN")

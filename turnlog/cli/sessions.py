@@ -8,10 +8,11 @@ from urllib.parse import quote
 
 import typer
 
-from turnlog.cli.run import Json, Token, Url, Usage, remote, say, wants_json
+from turnlog.cli.remote import remote
+from turnlog.cli.run import Json, Token, Url, Usage, say, wants_json
 
 if TYPE_CHECKING:
-    from turnlog.cli.remote import Remote
+    from turnlog.client._sync.transport import Transport
 
 PAGE = 500
 """What the server gives at a time at most."""
@@ -85,12 +86,12 @@ def sessions(
         say(f"{len(found['sessions'])} of {found['total']}; more with --all, or --cursor {found['next_cursor']}")
 
 
-def _pages(server: Remote, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
+def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
     """The server's pages as one."""
     rows: list[dict[str, Any]] = []
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
-        page = server.get("/ui/api/sessions", **wish, limit=wanted, cursor=cursor)
+        page = server.read("GET", "/ui/api/sessions", parameters={**wish, "limit": wanted, "cursor": cursor})
         rows += page["sessions"]
         cursor = page["next_cursor"]
         if cursor is None or (limit is not None and len(rows) >= limit):
@@ -143,7 +144,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """A session: its turns with their stages, what failed, what was rolled back."""
-    state = remote(ctx, url, token).get(f"/ui/api/sessions/{quote(session, safe='')}", seq=at)
+    path = f"/ui/api/sessions/{quote(session, safe='')}"
+    state = remote(ctx, url, token).read("GET", path, parameters={"seq": at})
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 
@@ -168,9 +170,9 @@ def groups(
     if group is not None and cursor is not None:
         raise Usage("--cursor is for the list of all groups")
     if group is None:
-        found = server.get("/ui/api/groups", limit=limit, cursor=cursor)
+        found = server.read("GET", "/ui/api/groups", parameters={"limit": limit, "cursor": cursor})
     else:
-        found = server.get(f"/groups/{quote(group, safe='')}")
+        found = server.read("GET", f"/groups/{quote(group, safe='')}")
     if wants_json(ctx, as_json):
         from turnlog.cli.output import machine
 

@@ -4,7 +4,8 @@ from turnlog.client._async.client import AsyncExport, AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._sync.client import Export, Turnlog
 from turnlog.client._sync.session import Session
-from turnlog.client.errors import (
+from turnlog.client.samples import Sample, Samples
+from turnlog.errors import (
     Conflict,
     EnginesFailed,
     Forbidden,
@@ -17,7 +18,6 @@ from turnlog.client.errors import (
     Unavailable,
     Unreachable,
 )
-from turnlog.client.samples import Sample, Samples
 
 __all__ = [
     "AsyncExport",

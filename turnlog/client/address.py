@@ -39,7 +39,7 @@ def address(base_url: str) -> str:
     except ValueError as error:
         raise ValueError("the server's address cannot be read") from error
     if "@" in url.netloc:
-        raise ValueError("the server's address holds a name or a password: use token=")
+        raise ValueError("the server's address holds a name or a password: use a token")
     if url.scheme not in ("http", "https") or not has_host or url.query or url.fragment:
         raise ValueError(f"{base_url} is not an address like {DEFAULT}")
     return base_url.rstrip("/")

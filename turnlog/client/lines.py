@@ -6,9 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from turnlog.client.errors import NotTurnlog
+from turnlog.errors import NotTurnlog
 
 Object = dict[str, Any]
+
+
+def present(given: Mapping[str, Any]) -> Object:
+    """Without what is None: that is left to the server."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
 class Place(Protocol):
@@ -74,19 +79,25 @@ class EventsPlace:
     """A session's log, behind the event `after`."""
 
     def __init__(self, after: int, follow: bool) -> None:
-        self._after = after
+        self.after = after
         self._follow = follow
         self._is_erased = False
+        self.has_begun = False
+        """Has the server answered?"""
 
     def parameters(self) -> Mapping[str, Any]:
-        return {"after": self._after, "follow": "true" if self._follow else "false"}
+        return {"after": self.after, "follow": "true" if self._follow else "false"}
 
     def begin(self, headers: Mapping[str, str]) -> None:
-        pass
+        self.has_begun = True
 
     def read(self, line: Object) -> None:
-        self._after = line["seq"]
-        self._is_erased = line["type"] == "SessionErased"
+        match line:
+            case {"seq": int(seq), "type": str(kind)}:
+                self.after = seq
+                self._is_erased = kind == "SessionErased"
+            case _:
+                raise NotTurnlog("a line that is no event: is this Turnlog's address?")
 
     @property
     def is_open_ended(self) -> bool:
@@ -108,8 +119,7 @@ class ExportPlace:
         self._left: int | None = self._parameters.pop("limit", None)
 
     def parameters(self) -> Mapping[str, Any]:
-        place = {"cursor": self.cursor, "limit": self._left}
-        return {**self._parameters, **{name: value for name, value in place.items() if value is not None}}
+        return present({**self._parameters, "cursor": self.cursor, "limit": self._left})
 
     def begin(self, headers: Mapping[str, str]) -> None:
         self.cursor = self.cursor or headers.get("x-turnlog-cursor")

@@ -10,19 +10,19 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+from turnlog.errors import NotTurnlog
 
-from turnlog.client.errors import NotTurnlog
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
 
 META = "_samples_meta"
 
 DTYPES = {"I64": "<i8", "I32": "<i4", "F64": "<f8", "F32": "<f4", "U8": "u1"}
 """Those that samples have."""
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def parse(content: bytes) -> Samples:
 
 
 def _tensors(content: bytearray) -> dict[str, Array]:
+    import numpy as np  # which most commands and clients never need
+
     (size,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + size])
     header.pop("__metadata__", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 
-from turnlog.client.errors import NotTurnlog, TurnlogError, Unavailable, Unreachable
+from turnlog.errors import NotTurnlog, TurnlogError, Unavailable, Unreachable
 
 FIRST_S, MOST_S = 0.1, 5.0
 """A restarted server answers within seconds; a thousand clients that wait for it must not come all at once."""

@@ -1,4 +1,4 @@
-"""`python -m turnlog.keeper PLAN`: what `turnlog serve` becomes once all is in order. It ends as its servers do."""
+"""`python -m turnlog.keeper OPTIONS`: the keeper as a process. It ends as its servers do."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 
-from turnlog.keeper import siblings
-from turnlog.keeper.keep import STOPS, Keeper
-from turnlog.keeper.plan import Plan
+from turnlog.keeper.metrics_folder import metrics_folder
+from turnlog.keeper.options import ServeOptions
+from turnlog.keeper.supervise import STOPS, Keeper
 
 
 def main() -> int:
-    plan = Plan.read(sys.argv[1])
-    for descriptor in plan.sockets:
+    options = ServeOptions.from_json(sys.argv[1])
+    for descriptor in options.sockets:
         os.set_inheritable(descriptor, False)
-    with siblings.folder(plan):
-        code = Keeper(plan).run()
+    with metrics_folder(options):
+        code = Keeper(options).run()
     if code == -signal.SIGINT:
         return 0
     if -code in STOPS:

@@ -10,37 +10,37 @@ import socket
 import subprocess
 import time
 
-from turnlog.keeper.plan import Plan, command
+from turnlog.keeper.options import ServeOptions, python_command
 
-IMPORTED, SERVES = b"i", b"s"
-"""What a server says of itself: it can take over; it accepts connections."""
+READY, SERVING = b"i", b"s"
+"""What a server sends over its control socket: it has imported everything; it accepts connections."""
 
 
 class Phase(enum.IntEnum):
-    """How far it is."""
+    """How far a server is."""
 
-    IMPORTS = 0
-    WAITS = 1
-    STARTS = 2
-    """It was told to serve, perhaps before it had imported everything."""
-    SERVES = 3
+    IMPORTING = 0
+    READY = 1
+    STARTING = 2
+    """Promoted, perhaps before it had imported everything."""
+    SERVING = 3
 
 
 class Child:
-    """Started at once. Raises OSError where there is no room for a process."""
+    """A server process and the keeper's end of its control socket. Raises OSError where there is no room for one."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.phase = Phase.IMPORTS
-        self.since = time.monotonic()
+    def __init__(self, options: ServeOptions) -> None:
+        self.phase = Phase.IMPORTING
+        self.started_at = time.monotonic()
         self.control, theirs = socket.socketpair()
         self.control.setblocking(False)
         try:
             with theirs:
                 # Not in the keeper's process group: Ctrl-C is the keeper's to pass on, once.
                 self._process = subprocess.Popen(
-                    command("turnlog.keeper.server", plan.text(), str(theirs.fileno())),
+                    python_command("turnlog.keeper.server", options.to_json(), str(theirs.fileno())),
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(*plan.sockets, theirs.fileno()),
+                    pass_fds=(*options.sockets, theirs.fileno()),
                     process_group=0,
                 )
         except OSError:
@@ -50,36 +50,36 @@ class Child:
 
     @property
     def is_spare(self) -> bool:
-        return self.phase < Phase.STARTS
+        return self.phase < Phase.STARTING
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self.since
+        return time.monotonic() - self.started_at
 
-    def serve(self, reason: str) -> None:
-        """Tell it to serve, and what happened to the one before it, for its log."""
-        self.phase = Phase.STARTS
-        with contextlib.suppress(OSError):  # it has died meanwhile, which the keeper is about to hear
+    def promote(self, reason: str) -> None:
+        """Tell it to serve. `reason` is how the server before it ended, for its log."""
+        self.phase = Phase.STARTING
+        with contextlib.suppress(OSError):  # it has died; the keeper is about to reap it
             self.control.send(reason.encode() + b"\n")
 
-    def hear(self) -> bool:
-        """Read what it says of itself. False: it will say nothing more."""
+    def read_status(self) -> bool:
+        """Read what it has sent. False: its end of the socket is closed."""
         try:
-            said = self.control.recv(16)
+            sent = self.control.recv(16)
         except ConnectionError:
             return False
-        if SERVES in said:
-            self.phase = Phase.SERVES
-        elif IMPORTED in said and self.phase == Phase.IMPORTS:
-            self.phase = Phase.WAITS
-        return bool(said)
+        if SERVING in sent:
+            self.phase = Phase.SERVING
+        elif READY in sent and self.phase == Phase.IMPORTING:
+            self.phase = Phase.READY
+        return bool(sent)
 
     def signal(self, number: int) -> None:
-        """Not by `Popen`, which would reap it if it has ended: that is the keeper's to do."""
+        """Not through `Popen`, which would reap a process that has ended: the keeper does that."""
         os.kill(self.pid, number)
 
-    def ended(self, status: int) -> str:
-        """It was reaped with this exit code, as `subprocess` has it: in words."""
+    def record_exit(self, status: int) -> str:
+        """It was reaped. Returns in words how it ended; `status` is its exit code, as `subprocess` has it."""
         self._process.returncode = status
         self.control.close()
         how = f"was killed by {_name(-status)}" if status < 0 else f"ended with exit code {status}"

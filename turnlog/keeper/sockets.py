@@ -6,7 +6,7 @@ import os
 import socket
 from typing import NamedTuple
 
-from turnlog.keeper.plan import BACKLOG
+from turnlog.keeper.options import BACKLOG
 
 FIRST = 3
 """systemd's first descriptor."""
@@ -19,28 +19,28 @@ class CannotListen(Exception):
 
 
 class Listening(NamedTuple):
-    """The sockets, and where they are, for people."""
+    """The sockets, and their address for messages."""
 
     sockets: list[socket.socket]
     host: str
     port: int
 
 
-def listening(host: str, port: int) -> Listening:
+def open_sockets(host: str, port: int) -> Listening:
     """systemd's sockets where there are any, or else one for each address of `host`. Raises CannotListen."""
-    sockets = handed_over()
+    sockets = from_systemd()
     if sockets:
         return Listening(sockets, *sockets[0].getsockname()[:2])
-    sockets = bound(host, port)
+    sockets = bind(host, port)
     return Listening(sockets, host, sockets[0].getsockname()[1])
 
 
-def handed_over() -> list[socket.socket]:
-    """What systemd has bound for this process. The variables that say so are for nobody else, and go away."""
+def from_systemd() -> list[socket.socket]:
+    """What systemd has bound for this process. The variables are removed: they are not for child processes."""
     given = {name: os.environ.pop(name, "") for name in VARIABLES}
     if given["LISTEN_PID"] != str(os.getpid()) or not given["LISTEN_FDS"].isdecimal():
         return []
-    found = [_taken(FIRST + number) for number in range(int(given["LISTEN_FDS"]))]
+    found = [_adopt(FIRST + number) for number in range(int(given["LISTEN_FDS"]))]
     for one in found:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or not one.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -49,7 +49,7 @@ def handed_over() -> list[socket.socket]:
     return found
 
 
-def _taken(descriptor: int) -> socket.socket:
+def _adopt(descriptor: int) -> socket.socket:
     try:
         found = socket.socket(fileno=descriptor)
     except OSError as error:
@@ -58,7 +58,7 @@ def _taken(descriptor: int) -> socket.socket:
     return found
 
 
-def bound(host: str, port: int) -> list[socket.socket]:
+def bind(host: str, port: int) -> list[socket.socket]:
     """Port 0: one that is free, the same for all addresses. Raises CannotListen."""
     made: list[socket.socket] = []
     try:
@@ -68,7 +68,7 @@ def bound(host: str, port: int) -> list[socket.socket]:
     except OSError as error:
         for one in made:
             one.close()
-        raise CannotListen(f"cannot listen at {shown(host)}:{port}: {error.strerror or error}") from error
+        raise CannotListen(f"cannot listen at {host_in_url(host)}:{port}: {error.strerror or error}") from error
     return made
 
 
@@ -85,6 +85,6 @@ def _listen(one: socket.socket, address: tuple[str, int]) -> None:
     one.listen(BACKLOG)
 
 
-def shown(host: str) -> str:
+def host_in_url(host: str) -> str:
     """As it stands in a URL."""
     return f"[{host}]" if ":" in host else host

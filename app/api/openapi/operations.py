@@ -186,7 +186,7 @@ SESSIONS: Mapping[str, Operation] = {
 }
 
 EXPORTS: Mapping[str, Operation] = {
-    "GET /export": Operation("Training rows", "Export", "page", (ROWS,), (InvalidRequest, *READ)),
+    "GET /export": Operation("Training rows", "Export", "page", (ROWS,), (InvalidRequest, Unsupported, *READ)),
     "GET /export/groups": Operation(
         "Hand out complete groups, leased to a consumer",
         "Export",

@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
+from app.extras import install, missing
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 
 OPEN_FILES = 4096
 """A turn in flight has two sockets; a shell's usual 1024 are five hundred agents."""
+
+_OF_SERVER = re.compile(r"^[^;]*$|extra == ['\"]server['\"]")
+"""A requirement of the server's: of no extra, or of its own."""
 
 _BOUND = re.compile(r"(>=|<)\s*([\d.]+)")
 
@@ -21,7 +25,7 @@ _BOUND = re.compile(r"(>=|<)\s*([\d.]+)")
 def versions() -> Iterator[Finding]:
     """Of Python and of what is installed, against what this version says it needs."""
     try:
-        needed = [line for line in requires("turnlog") or [] if "extra ==" not in line]
+        needed = [line for line in requires("turnlog") or [] if _OF_SERVER.search(line)]
     except PackageNotFoundError:
         yield warning("packages", "turnlog itself is not installed as a package", "pip install its wheel or checkout")
         return
@@ -36,6 +40,8 @@ def versions() -> Iterator[Finding]:
         yield problem("packages", fault, "install turnlog anew, best from ops/deploy/requirements.lock")
     if not wrong:
         yield ok("packages", f"turnlog {version('turnlog')}, {len(needed)} packages as it needs them")
+    if missing("parquet"):
+        yield ok("packages", f"without pyarrow format=parquet is 400 unsupported; {install('parquet')} brings it")
 
 
 def _fault(requirement: str) -> str | None:

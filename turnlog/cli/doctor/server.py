@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
-from turnlog.cli.remote import Refused, Remote, Unreachable
-from turnlog.cli.run import Failure
+from turnlog.cli.remote import connected
+from turnlog.errors import TurnlogError
+
+if TYPE_CHECKING:
+    from turnlog.client._sync.transport import Transport
 
 PORTS = {"http": 80, "https": 443}
 
@@ -23,35 +27,35 @@ def examine(url: str, token: str | None, *, expected: bool) -> Generator[Finding
 
     Returns its engines: its settings may be others than those that are examined here.
     """
-    with closing(Remote(url, token)) as server:
+    with closing(connected(url, token, patience_s=0)) as server:
         return (yield from _examined(server, url, expected))
 
 
-def _examined(server: Remote, url: str, expected: bool) -> Generator[Finding, None, Engines]:
+def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding, None, Engines]:
     if not _listens(url):
-        what = f"nobody listens at {server.url}"
+        what = f"nobody listens at {server.base_url}"
         yield (
             warning("server", what, "start it, or correct --url") if expected else ok("server", f"{what}: not started")
         )
         return ()
     try:
-        alive = server.get("/health")
-    except (Refused, Unreachable, Failure) as error:
+        alive = server.read("GET", "/health")
+    except TurnlogError as error:
         yield problem("server", f"{error}", "another program has the port, or the server hangs: see its log")
         return ()
-    if not isinstance(alive, dict) or alive.get("status") != "ok":
-        yield problem("server", f"{server.url} is not Turnlog's", "free the port, or choose another: --port")
+    if alive.get("status") != "ok":
+        yield problem("server", f"{server.base_url} is not Turnlog's", "free the port, or choose another: --port")
         return ()
-    yield ok("server", f"{server.url} answers, {alive.get('in_flight', 0)} turns in flight")
+    yield ok("server", f"{server.base_url} answers, {alive.get('in_flight', 0)} turns in flight")
     yield from _pool(alive)
     try:
-        server.send("GET", "/ready")
-    except Refused as error:
+        server.call("GET", "/ready")
+    except TurnlogError as error:
         missing = [name for name, good in error.body.get("checks", {}).items() if not good]
         yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see what is said of these below")
     try:
-        listed = server.get("/engines")
-    except Refused as error:
+        listed = server.read("GET", "/engines")
+    except TurnlogError as error:
         yield problem("server", f"it refuses what an admin may: {error}", "set TURNLOG_TOKEN to its admin token")
         return None
     return tuple(one["url"] for one in listed["engines"])

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.lines import ExportPlace, Object, decode
+from turnlog.client.lines import ExportPlace, Object, decode, present
 
 
 class AsyncTurnlog:
@@ -94,7 +94,7 @@ class AsyncTurnlog:
     ) -> AsyncIterator[Object]:
         """All sessions, newest first: id, status, turns, reward, times."""
         given: Object = {"status": status, "group_id": group_id, "limit": 1000}
-        parameters = _present(given)
+        parameters = present(given)
         while True:
             page = await self._transport.read("GET", "/sessions", parameters=parameters)
             for one in page["sessions"]:
@@ -114,7 +114,7 @@ class AsyncTurnlog:
         `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `truncate`,
         `advantage`.
         """
-        return AsyncExport(self._transport, ExportPlace(_present(parameters)))
+        return AsyncExport(self._transport, ExportPlace(present(parameters)))
 
     async def hand_out(
         self,
@@ -136,7 +136,7 @@ class AsyncTurnlog:
         First those that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded` for
         each other group that waits. With `new_only`, groups of a reply that was lost wait for the end of their lease.
         """
-        parameters = _present(
+        parameters = present(
             {
                 "consumer": consumer,
                 "size": size,
@@ -165,18 +165,18 @@ class AsyncTurnlog:
         Raises EnginesFailed: the gate is shut, but not every engine took the order.
         """
         path = f"/adapters/{segment(name)}/pause"
-        return await self._transport.read("POST", path, body=_present({"lease_s": lease_s}), slow=True)
+        return await self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
 
     async def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
         """Let the adapter's turns go on; `version` is that of its weights now."""
         path = f"/adapters/{segment(name)}/resume"
-        return await self._transport.read("POST", path, body=_present({"version": version}))
+        return await self._transport.read("POST", path, body=present({"version": version}))
 
     async def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
     ) -> Object:
         """Hold all turns back and have every engine pause. Raises EnginesFailed: the gate is shut all the same."""
-        body = _present({"mode": mode, "lease_s": lease_s})
+        body = present({"mode": mode, "lease_s": lease_s})
         return await self._transport.read("POST", "/fleet/pause", body=body, slow=True)
 
     async def resume_fleet(self) -> Object:
@@ -219,8 +219,3 @@ class AsyncExport:
 
     def __aiter__(self) -> AsyncIterator[Object]:
         return self._transport.lines("/export", self._place)
-
-
-def _present(given: Mapping[str, Any]) -> Object:
-    """Without what is left to the server."""
-    return {name: value for name, value in given.items() if value is not None}

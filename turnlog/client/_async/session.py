@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import session_path
-from turnlog.client.errors import SessionClosed
 from turnlog.client.lines import EventsPlace, Object
 from turnlog.client.samples import Samples, parse
+from turnlog.errors import SessionClosed
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

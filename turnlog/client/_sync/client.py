@@ -11,7 +11,7 @@ from typing import Any, Literal
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.lines import ExportPlace, Object, decode
+from turnlog.client.lines import ExportPlace, Object, decode, present
 
 
 class Turnlog:
@@ -95,7 +95,7 @@ class Turnlog:
     ) -> Iterator[Object]:
         """All sessions, newest first: id, status, turns, reward, times."""
         given: Object = {"status": status, "group_id": group_id, "limit": 1000}
-        parameters = _present(given)
+        parameters = present(given)
         while True:
             page = self._transport.read("GET", "/sessions", parameters=parameters)
             yield from page["sessions"]
@@ -114,7 +114,7 @@ class Turnlog:
         `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `truncate`,
         `advantage`.
         """
-        return Export(self._transport, ExportPlace(_present(parameters)))
+        return Export(self._transport, ExportPlace(present(parameters)))
 
     def hand_out(
         self,
@@ -136,7 +136,7 @@ class Turnlog:
         First those that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded` for
         each other group that waits. With `new_only`, groups of a reply that was lost wait for the end of their lease.
         """
-        parameters = _present(
+        parameters = present(
             {
                 "consumer": consumer,
                 "size": size,
@@ -165,18 +165,18 @@ class Turnlog:
         Raises EnginesFailed: the gate is shut, but not every engine took the order.
         """
         path = f"/adapters/{segment(name)}/pause"
-        return self._transport.read("POST", path, body=_present({"lease_s": lease_s}), slow=True)
+        return self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
 
     def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
         """Let the adapter's turns go on; `version` is that of its weights now."""
         path = f"/adapters/{segment(name)}/resume"
-        return self._transport.read("POST", path, body=_present({"version": version}))
+        return self._transport.read("POST", path, body=present({"version": version}))
 
     def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
     ) -> Object:
         """Hold all turns back and have every engine pause. Raises EnginesFailed: the gate is shut all the same."""
-        body = _present({"mode": mode, "lease_s": lease_s})
+        body = present({"mode": mode, "lease_s": lease_s})
         return self._transport.read("POST", "/fleet/pause", body=body, slow=True)
 
     def resume_fleet(self) -> Object:
@@ -219,8 +219,3 @@ class Export:
 
     def __iter__(self) -> Iterator[Object]:
         return self._transport.lines("/export", self._place)
-
-
-def _present(given: Mapping[str, Any]) -> Object:
-    """Without what is left to the server."""
-    return {name: value for name, value in given.items() if value is not None}

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import session_path
-from turnlog.client.errors import SessionClosed
 from turnlog.client.lines import EventsPlace, Object
 from turnlog.client.samples import Samples, parse
+from turnlog.errors import SessionClosed
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 
 from turnlog.client.address import address, authorization
-from turnlog.client.errors import TurnlogError, Unreachable, refusal
-from turnlog.client.lines import Lines, Object, Place, decode
+from turnlog.client.lines import Lines, Object, Place, decode, present
 from turnlog.client.waits import Waits
+from turnlog.errors import TurnlogError, Unreachable, refusal
 
 CONNECT_S = 5.0
 SILENCE_S = 60.0
@@ -25,21 +26,35 @@ SLOW_S = 600.0
 class Transport:
     """`token` goes with every request that brings none of its own; `proxy` is the address of one that all of them take.
 
+    Without `waits_for_start`, a server that has never answered is not asked again.
     Raises ValueError for an invalid address, token or proxy.
     """
 
     def __init__(
-        self, base_url: str, token: str | None, patience_s: float, timeout_s: float, proxy: str | None = None
+        self,
+        base_url: str,
+        token: str | None,
+        patience_s: float,
+        timeout_s: float,
+        proxy: str | None = None,
+        *,
+        waits_for_start: bool = True,
     ) -> None:
         self.base_url = address(base_url)
         authorization(token)
         self._token = token
         self._patience_s = patience_s
         self._timeout_s = timeout_s
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+        self._may_be_starting = waits_for_start
         self.proxy = proxy
-        # Not by HTTP_PROXY: prompts and tokens go to the server alone, and to a proxy only where one is asked for.
-        self._client = httpx.Client(limits=limits, trust_env=False, proxy=proxy)
+        self._client = httpx.Client(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
+            # Not by HTTP_PROXY: prompts and tokens go to the server alone, and to a proxy only where one is asked for.
+            trust_env=False,
+            proxy=proxy,
+            # To read the machine's certificates takes a tenth of a second.
+            verify=self.base_url.startswith("https:"),
+        )
 
     def close(self) -> None:
         self._client.close()
@@ -55,7 +70,8 @@ class Transport:
         slow: bool = False,
         once: bool = False,
     ) -> httpx.Response:
-        """A reply that is a success. With `once` nothing is sent again that may have arrived.
+        """A reply that is a success. Parameters that are None are left out. With `once` nothing is sent again that may
+        have arrived.
 
         Raises TurnlogError.
         """
@@ -66,10 +82,11 @@ class Transport:
                     method,
                     self.base_url + path,
                     json=None if body is None else dict(body),
-                    params=parameters,
+                    params=present(parameters or {}),
                     headers=self._headers(token),
                     timeout=self._timeout(SLOW_S if slow else self._timeout_s),
                 )
+                self._may_be_starting = True
                 if response.is_success:
                     return response
                 raise refusal(response.status_code, response.headers, response.content)
@@ -85,23 +102,40 @@ class Transport:
         response = self.call(method, path, **options)
         return decode(response.content)
 
+    @contextmanager
+    def stream(
+        self, path: str, parameters: Mapping[str, Any], *, token: str | None = None, silence_s: float = SLOW_S
+    ) -> Iterator[httpx.Response]:
+        """A reply to a GET that is read piece by piece, with at most so many seconds between two. It is sent once.
+
+        Raises TurnlogError, also while it is read.
+        """
+        try:
+            with self._client.stream(
+                "GET",
+                self.base_url + path,
+                params=present(parameters),
+                headers=self._headers(token),
+                timeout=self._timeout(silence_s),
+            ) as response:
+                self._may_be_starting = True
+                if not response.is_success:
+                    raise refusal(response.status_code, response.headers, response.read())
+                yield response
+        except httpx.TransportError as cause:
+            raise self._unreachable(cause) from cause
+
     def lines(self, path: str, place: Place, token: str | None = None) -> Iterator[Object]:
         """The objects of a reply of lines; where it breaks off, it is asked for again from that place.
 
         Raises TurnlogError.
         """
         waits = Waits(self._patience_s)
+        silence_s = SILENCE_S if place.is_open_ended else SLOW_S
         while True:
+            error: TurnlogError = Unreachable("the server ended the stream")
             try:
-                with self._client.stream(
-                    "GET",
-                    self.base_url + path,
-                    params=place.parameters(),
-                    headers=self._headers(token),
-                    timeout=self._timeout(SILENCE_S if place.is_open_ended else SLOW_S),
-                ) as response:
-                    if not response.is_success:
-                        raise refusal(response.status_code, response.headers, response.read())
+                with self.stream(path, place.parameters(), token=token, silence_s=silence_s) as response:
                     place.begin(response.headers)
                     lines = Lines()
                     for data in response.iter_bytes():
@@ -111,17 +145,16 @@ class Transport:
                             yield line
                 if place.is_done:
                     return
-                self._pause(waits, Unreachable("the server ended the stream"), None)
-            except httpx.TransportError as cause:
-                if isinstance(cause, httpx.ReadTimeout) and place.is_open_ended:
+            except TurnlogError as caught:
+                if isinstance(caught.__cause__, httpx.ReadTimeout) and place.is_open_ended:
                     continue
-                self._pause(waits, self._unreachable(cause), cause)
-            except TurnlogError as error:
-                self._pause(waits, error, None)
+                error = caught
+            self._pause(waits, error, error.__cause__)
 
-    def _pause(self, waits: Waits, error: TurnlogError, cause: Exception | None) -> None:
+    def _pause(self, waits: Waits, error: TurnlogError, cause: BaseException | None) -> None:
         """Raises the error where another try cannot help."""
-        wait_s = waits.after(error)
+        is_worth_it = self._may_be_starting or not isinstance(error, Unreachable)
+        wait_s = waits.after(error) if is_worth_it else None
         if wait_s is None:
             raise error from cause
         time.sleep(wait_s)
@@ -133,4 +166,11 @@ class Transport:
         return httpx.Timeout(read_s, connect=CONNECT_S)
 
     def _unreachable(self, cause: httpx.TransportError) -> Unreachable:
-        return Unreachable(f"{self.base_url} cannot be reached: {cause or type(cause).__name__}")
+        match cause:
+            case httpx.ConnectError() | httpx.ConnectTimeout():
+                why = f"cannot connect to {self.base_url} ({cause}): is the server running, and is its address right?"
+            case httpx.TimeoutException():
+                why = f"{self.base_url} did not answer in time"
+            case _:
+                why = f"the connection to {self.base_url} ended before the answer was whole ({type(cause).__name__})"
+        return Unreachable(why)

@@ -118,7 +118,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> TurnlogE
     after = _seconds(headers.get("retry-after"))
     if not isinstance(error, dict) or not isinstance(code, str):
         message = f"{status} without an error of Turnlog's: is this its address?"
-        return NotTurnlog(message, status=status, should_retry=should_retry, retry_after_s=after)
+        return NotTurnlog(message, status=status, body=body, should_retry=should_retry, retry_after_s=after)
     kind = _BY_CODE.get((status, code)) or _BY_STATUS.get(status) or (Unavailable if status >= 500 else TurnlogError)
     return kind(
         str(error.get("message")),
