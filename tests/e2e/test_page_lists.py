@@ -265,6 +265,27 @@ def test_no_view_has_a_barrier_that_axe_finds(watch: Watch, page_stand: PageStan
     assert not found, "\n".join(found)
 
 
+def test_the_form_has_the_parameters_of_an_export(watched: Watched, api: Callable[..., Any]) -> None:
+    """All but the format, which the links choose, and the cursor; in each choice the values that the server takes."""
+    page = watched.open("#/exports")
+    fields = page.eval_on_selector_all(
+        "form.filters [name]",
+        """fields => fields.map(({ name, options = [] }) =>
+            [name, [...options].map(({ value }) => value).filter(Boolean)])""",
+    )
+    known = {one["name"]: one["schema"] for one in api("/openapi.json")["paths"]["/export"]["get"]["parameters"]}
+    assert {name for name, _ in fields} == known.keys() - {"format", "cursor"}
+    for name, choices in fields:
+        assert set(choices) <= _choices(known[name]), name
+    assert set(dict(fields)["shape"]) == _choices(known["shape"])
+
+
+def _choices(schema: dict[str, Any]) -> set[str]:
+    """What a parameter's schema enumerates."""
+    cases = (schema, *schema.get("anyOf", ()))
+    return {value for one in cases for value in (*one.get("enum", ()), *filter(None, [one.get("const")]))}
+
+
 def test_scripts_are_what_they_say(watched: Watched) -> None:
     """The pure parts, called by the browser that will run them."""
     page = watched.open()
@@ -292,4 +313,66 @@ def test_scripts_are_what_they_say(watched: Watched) -> None:
         "bytes": ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"],
         "decimals": ["–", "0.000", "0.500", "-12.250", "1.00e-9", "1.23e+7"],
         "ranges": "1–3, 7, 9",
+    }
+
+
+def test_a_view_that_is_left_takes_its_filter_along(watched: Watched) -> None:
+    """What was typed a moment before acts no more: the address is the next view's."""
+    page = watched.open()
+    page.wait_for_selector(ROWS)
+    assert (
+        page.evaluate(
+            """async () => {
+            const field = document.querySelector("input[name=q]");
+            field.value = "gsm8k";
+            field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+            location.hash = "#/groups";
+            await new Promise((resolve) => setTimeout(resolve, 300)); // later than the form's own timer
+            return location.hash;
+        }"""
+        )
+        == "#/groups"
+    )
+
+
+def test_one_request_of_a_view_at_a_time(watched: Watched) -> None:
+    """A newer one aborts the one before, and so does the view's end; changes that come together are read once."""
+    page = watched.open()
+    assert page.evaluate(
+        """async () => {
+            const { View } = await import("/ui/static/view.js");
+            const shown = [];
+            const asked = [];
+            class Example extends View {
+                load() {
+                    const answer = Promise.withResolvers();
+                    const request = (signal) => {
+                        signal.addEventListener("abort", () => answer.reject(signal.reason));
+                        return answer.promise;
+                    };
+                    return { answer, done: this.read(request, (value) => shown.push(value)) };
+                }
+                refresh() {
+                    asked.push(this.closed.aborted);
+                }
+            }
+            const view = new Example(document.createElement("div"));
+            const [first, second] = [view.load(), view.load()];
+            second.answer.resolve("second");
+            await Promise.all([first.done, second.done]);
+            const failed = view.load();
+            failed.answer.reject(Object.assign(new Error("gone"), { code: "not_found" }));
+            await failed.done;
+            const problem = view.problem.textContent;
+            await Promise.all([view.changed(), view.changed(), view.changed()]);
+            const left = view.load();
+            view.close();
+            await left.done;
+            return { shown, asked, problem, after: view.problem.textContent };
+        }"""
+    ) == {
+        "shown": ["second"],
+        "asked": [False, False],
+        "problem": "not_foundgoneTry again",
+        "after": "not_foundgoneTry again",
     }

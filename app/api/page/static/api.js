@@ -2,16 +2,19 @@
 
 import { queryOf } from "./route.js";
 
+/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
+/** @import {Parameters} from "./route.js" */
+
 /** Where the server's routes begin; a proxy may have put them below a path. */
 const BASE = new URL("../..", import.meta.url);
 
 const RETRY_MS = [500, 1000, 2000, 5000, 10000];
-/** The overview comes each second: a stream that is silent for so long is dead, whatever TCP believes. */
+/** The overview comes each second: a stream that is silent for so long is dead, even if TCP has not noticed. */
 const SILENCE_MS = 20_000;
-/** A browser has six connections to a server for all its tabs: one that nobody looks at gives its stream back. */
+/** A browser has six connections to a server for all its tabs: a hidden tab gives its stream back. */
 const HIDDEN_MS = 5_000;
 
-/** What a server answered instead of what was asked for. */
+/** A request that the server refused or did not answer. */
 export class ApiError extends Error {
   /** @param {number} status 0: no answer at all @param {string} code @param {string} text */
   constructor(status, code, text) {
@@ -26,19 +29,19 @@ let needsToken = false;
 /** @type {() => void} */
 let onUnauthorized = () => {};
 
-/** @param {() => void} listener what to do when a request was answered 401 */
+/** @param {() => void} listener called when a request is answered 401 */
 export function whenUnauthorized(listener) {
   onUnauthorized = listener;
 }
 
-/** @param {boolean} needed do requests need a token? Then the curl commands name one. */
+/** @param {boolean} needed must the curl commands name a token? */
 export function setNeedsToken(needed) {
   needsToken = needed;
 }
 
 /**
  * @param {string} path of the server, "/ui/api/sessions"
- * @param {Record<string, unknown>|URLSearchParams} [parameters]
+ * @param {Parameters} [parameters]
  * @returns {string} absolute
  */
 export function url(path, parameters) {
@@ -46,20 +49,20 @@ export function url(path, parameters) {
 }
 
 /**
- * GET as JSON. Throws ApiError; a 401 leads to the sign-in as well.
+ * GET of JSON; the caller names its type. Throws ApiError; a 401 also leads to the sign-in.
  * @param {string} path
- * @param {Record<string, unknown>|URLSearchParams} [parameters]
+ * @param {Parameters} [parameters]
  * @param {AbortSignal} [signal] an aborted request throws the signal's reason
- * @returns {Promise<any>}
+ * @returns {Promise<unknown>}
  */
 export async function get(path, parameters, signal) {
   return (await request(url(path, parameters), { signal })).json();
 }
 
 /**
- * GET whose body is read as it comes, for NDJSON that does not end.
+ * GET whose body is read as it comes, for endless NDJSON.
  * @param {string} path
- * @param {Record<string, unknown>|URLSearchParams} [parameters]
+ * @param {Parameters} [parameters]
  * @param {AbortSignal} [signal]
  * @returns {Promise<ReadableStream<Uint8Array>>}
  */
@@ -110,9 +113,9 @@ async function refusal(response) {
 }
 
 /**
- * The command that asks the same of the server.
+ * The same request as a command.
  * @param {string} path
- * @param {Record<string, unknown>|URLSearchParams} [parameters]
+ * @param {Parameters} [parameters]
  * @param {unknown} [body] with one it is a POST
  * @returns {string}
  */
@@ -131,30 +134,21 @@ function quoted(text) {
 
 /**
  * @typedef {object} LiveListeners
- * @property {(rows: any[]) => void} onSessions
- * @property {(overview: any) => void} onOverview
- * @property {() => void} onReset the stream begins here, not where this page was: read all anew
+ * @property {(rows: SessionRow[]) => void} onSessions
+ * @property {(overview: Overview) => void} onOverview
+ * @property {() => void} onReset changes may have been missed: read all anew
  * @property {(state: "connecting"|"live"|"lost") => void} onState
  */
 
-/**
- * Follow the server's changes, over any number of lost connections, until closed.
- * @param {LiveListeners} listeners
- * @returns {() => void} close
- */
-export function live(listeners) {
-  const connection = new LiveConnection(listeners);
-  connection.open();
-  return () => connection.close();
-}
+/** Follows the server's changes until it is closed; a lost connection is opened again. */
+export class LiveConnection {
+  #life = new AbortController();
 
-class LiveConnection {
   /** @param {LiveListeners} listeners */
   constructor(listeners) {
     this.listeners = listeners;
     this.cursor = "";
     this.failures = 0;
-    this.isClosed = false;
     /** @type {EventSource|null} */
     this.source = null;
     /** @type {number|undefined} */
@@ -163,47 +157,50 @@ class LiveConnection {
     this.silence = undefined;
     /** @type {number|undefined} */
     this.hiding = undefined;
-    this.onVisibility = () => this.#lookAtVisibility();
-    document.addEventListener("visibilitychange", this.onVisibility);
-  }
-
-  open() {
-    this.#drop();
-    if (this.isClosed) return;
-    const source = new EventSource(url("/ui/api/live", { cursor: this.cursor }));
-    this.source = source;
-    if (!this.failures) this.listeners.onState("connecting");
-    source.addEventListener("hello", (event) => {
-      const isGap = !this.cursor;
-      this.failures = 0;
-      this.cursor = JSON.parse(event.data).cursor;
-      this.listeners.onState("live");
-      if (isGap) this.listeners.onReset();
-    });
-    source.addEventListener("sessions", (event) => {
-      this.cursor = event.lastEventId || this.cursor;
-      this.listeners.onSessions(JSON.parse(event.data).rows);
-    });
-    source.addEventListener("overview", (event) => this.listeners.onOverview(JSON.parse(event.data)));
-    source.addEventListener("reset", () => {
-      this.cursor = "";
-      this.listeners.onReset();
-    });
-    source.addEventListener("error", () => this.#lost());
-    for (const name of ["hello", "sessions", "overview", "reset"]) {
-      source.addEventListener(name, () => this.#heard());
-    }
-    this.#heard();
+    document.addEventListener("visibilitychange", () => this.#visibilityChanged(), { signal: this.#life.signal });
+    this.#open();
   }
 
   close() {
-    this.isClosed = true;
-    document.removeEventListener("visibilitychange", this.onVisibility);
+    this.#life.abort();
     clearTimeout(this.hiding);
     this.#drop();
   }
 
-  #heard() {
+  #open() {
+    this.#drop();
+    const source = new EventSource(url("/ui/api/live", { cursor: this.cursor }));
+    this.source = source;
+    if (!this.failures) this.listeners.onState("connecting");
+    this.#on("hello", ({ data }) => {
+      const isGap = !this.cursor;
+      this.failures = 0;
+      this.cursor = JSON.parse(data).cursor;
+      this.listeners.onState("live");
+      if (isGap) this.listeners.onReset();
+    });
+    this.#on("sessions", ({ data, lastEventId }) => {
+      this.cursor = lastEventId || this.cursor;
+      this.listeners.onSessions(JSON.parse(data).rows);
+    });
+    this.#on("overview", ({ data }) => this.listeners.onOverview(JSON.parse(data)));
+    this.#on("reset", () => {
+      this.cursor = "";
+      this.listeners.onReset();
+    });
+    source.addEventListener("error", () => this.#lost());
+    this.#expectMore();
+  }
+
+  /** @param {string} name @param {(event: MessageEvent<string>) => void} listener */
+  #on(name, listener) {
+    this.source?.addEventListener(name, (event) => {
+      this.#expectMore();
+      listener(event);
+    });
+  }
+
+  #expectMore() {
     clearTimeout(this.silence);
     this.silence = setTimeout(() => this.#lost(), SILENCE_MS);
   }
@@ -211,13 +208,13 @@ class LiveConnection {
   #lost() {
     this.#drop();
     this.listeners.onState("lost");
-    this.retry = setTimeout(() => this.open(), RETRY_MS[Math.min(this.failures, RETRY_MS.length - 1)]);
+    this.retry = setTimeout(() => this.#open(), RETRY_MS[this.failures] ?? RETRY_MS.at(-1));
     this.failures += 1;
-    if (this.failures === 1) this.#askWhy();
+    if (this.failures === 1) this.#checkSignedIn();
   }
 
-  /** An EventSource does not say that it was answered 401; any other request does, and leads to the sign-in. */
-  #askWhy() {
+  /** An EventSource hides a 401; any other request shows it, and leads to the sign-in. */
+  #checkSignedIn() {
     get("/ui/api/me").catch((error) => {
       if (!(error instanceof ApiError)) throw error;
     });
@@ -230,9 +227,9 @@ class LiveConnection {
     this.source = null;
   }
 
-  #lookAtVisibility() {
+  #visibilityChanged() {
     clearTimeout(this.hiding);
     if (document.hidden) this.hiding = setTimeout(() => this.#drop(), HIDDEN_MS);
-    else if (!this.source && !this.isClosed) this.open();
+    else if (!this.source) this.#open();
   }
 }

@@ -1,46 +1,37 @@
-/** The page's frame: which view is shown, the stream of changes that all views share, theme, keys, signing out. */
+/** The page's frame: which view is shown, the stream of changes for all views, theme, keys, signing out. */
 
-import { ApiError, get, live, post, setNeedsToken, whenUnauthorized } from "./api.js";
-import { announce, clock, h, message, replace, serverNow, setServerNow, since, startTicking } from "./dom.js";
-import { view as exportsView } from "./exports.js";
+import { ApiError, get, LiveConnection, post, setNeedsToken, whenUnauthorized } from "./api.js";
+import { announce, button, failure, h, message, replace } from "./dom.js";
+import { ExportsView } from "./exports.js";
 import { fleetStrip } from "./fleet.js";
-import { view as groupView } from "./group.js";
-import { view as groupsView } from "./groups.js";
+import { clock, serverNow, setServerNow, since, startTicking } from "./format.js";
+import { GroupView } from "./group.js";
+import { GroupsView } from "./groups.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { parse } from "./route.js";
-import { view as sessionView } from "./session.js";
-import { view as sessionsView } from "./sessions.js";
-import { view as signInView } from "./signin.js";
-import { view as tokensView } from "./tokens.js";
+import { SessionView } from "./session.js";
+import { SessionsView } from "./sessions.js";
+import { SignInView } from "./signin.js";
+import { TokensView } from "./tokens.js";
 
-/**
- * @typedef {object} View what a view gives back; `onSessions` gets rows that changed, `onReset` says that some may have
- *   been missed, `onQuery` that the address has another query, for views that need not be made anew for that
- * @property {() => void} close
- * @property {(rows: any[]) => void} [onSessions]
- * @property {(overview: any) => void} [onOverview]
- * @property {() => void} [onReset]
- * @property {(query: URLSearchParams) => void} [onQuery]
- * @property {() => void} [onFilterKey] what `/` does
- *
- * @typedef {(root: HTMLElement, params: import("./route.js").Route & {overview: () => any}) => View} Enter
- */
+/** @import {Me, Overview} from "../ui_types.d.ts" */
+/** @import {View} from "./view.js" */
 
-/** @type {Record<string, {enter: Enter, title: string}>} */
 const VIEWS = {
-  sessions: { enter: sessionsView, title: "Sessions" },
-  session: { enter: sessionView, title: "Session" },
-  tokens: { enter: tokensView, title: "Tokens" },
-  groups: { enter: groupsView, title: "Groups" },
-  group: { enter: groupView, title: "Group" },
-  exports: { enter: exportsView, title: "Exports" },
+  sessions: { View: SessionsView, title: "Sessions" },
+  session: { View: SessionView, title: "Session" },
+  tokens: { View: TokensView, title: "Tokens" },
+  groups: { View: GroupsView, title: "Groups" },
+  group: { View: GroupView, title: "Group" },
+  exports: { View: ExportsView, title: "Exports" },
 };
 const NAVIGATION = [
-  ["sessions", "#/", "Sessions"],
-  ["groups", "#/groups", "Groups"],
-  ["exports", "#/exports", "Exports"],
+  { name: "sessions", href: "#/", title: "Sessions" },
+  { name: "groups", href: "#/groups", title: "Groups" },
+  { name: "exports", href: "#/exports", title: "Exports" },
 ];
-/** The first view waits so long for the stream, so that no change falls between its request and the stream's begin. */
+const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
+/** The first view waits so long for the stream, so that no change is lost before the stream begins. */
 const FIRST_HELLO_MS = 1500;
 
 class App {
@@ -50,10 +41,10 @@ class App {
     /** @type {View|null} */
     this.view = null;
     this.place = "";
-    /** @type {any} */
+    /** @type {Overview|null} */
     this.overview = null;
-    /** @type {(() => void)|null} */
-    this.stopLive = null;
+    /** @type {LiveConnection|null} */
+    this.live = null;
     this.lastHeard = serverNow();
   }
 
@@ -65,11 +56,11 @@ class App {
     await this.#begin();
   }
 
-  /** Ask who one is, then follow the changes, then show what the address names. */
+  /** Check whether the user is signed in, then follow the changes, then show what the address names. */
   async #begin() {
     let me;
     try {
-      me = await get("/ui/api/me");
+      me = /** @type {Me} */ (await get("/ui/api/me"));
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       if (error.status !== 401) this.#cannotBegin(error);
@@ -86,28 +77,20 @@ class App {
 
   /** @param {ApiError} error */
   #cannotBegin(error) {
-    const again = h("button", { type: "button", onclick: () => this.#begin() }, "Try again");
-    replace(this.main, message("error", error.code, h("p", null, error.message), again));
+    replace(this.main, failure(error, () => this.#begin()));
   }
 
   /** @returns {Promise<void>} once the stream has begun, failed, or taken too long */
   #follow() {
     return new Promise((resolve) => {
       setTimeout(resolve, FIRST_HELLO_MS);
-      this.stopLive = live({
+      this.live = new LiveConnection({
         onSessions: (rows) => {
-          this.#heard();
-          this.view?.onSessions?.(rows);
+          this.lastHeard = serverNow();
+          this.view?.onSessions(rows);
         },
-        onOverview: (overview) => {
-          this.#heard();
-          this.overview = overview;
-          setServerNow(overview.at);
-          this.strip.show(overview);
-          showReadOnly(overview.read_only);
-          this.view?.onOverview?.(overview);
-        },
-        onReset: () => this.view?.onReset?.(),
+        onOverview: (overview) => this.#showOverview(overview),
+        onReset: () => this.view?.onReset(),
         onState: (state) => {
           this.#showConnection(state);
           if (state !== "connecting") resolve();
@@ -116,17 +99,22 @@ class App {
     });
   }
 
-  #heard() {
+  /** @param {Overview} overview */
+  #showOverview(overview) {
     this.lastHeard = serverNow();
+    this.overview = overview;
+    setServerNow(overview.at);
+    this.strip.show(overview);
+    showReadOnly(overview.read_only);
+    this.view?.onOverview(overview);
   }
 
   /** @param {"connecting"|"live"|"lost"} state */
   #showConnection(state) {
-    const words = { connecting: "connecting", live: "live", lost: "not connected" };
     const element = part("connection");
     if (element.dataset.state !== state) {
       element.dataset.state = state;
-      replace(element, h("span", { class: "dot", "aria-hidden": "true" }), words[state]);
+      replace(element, h("span", { class: "dot", "aria-hidden": "true" }), CONNECTION_WORDS[state]);
     }
     const banner = part("banner");
     if (state !== "lost") banner.hidden = true;
@@ -146,30 +134,26 @@ class App {
 
   /** Show the view that the address names. */
   #enter() {
-    if (!this.stopLive) return;
+    if (!this.live) return;
     const route = parse(location.hash);
     const place = route ? `${route.name} ${route.id}` : location.hash;
-    if (route && place === this.place && this.view?.onQuery) {
+    if (route && place === this.place && this.view) {
       this.view.onQuery(route.query);
       return;
     }
     this.#leave();
     this.place = place;
-    const name = route?.name ?? "";
-    for (const link of document.querySelectorAll("#nav a")) {
-      const isHere = link.getAttribute("data-name") === `${name}${name === "group" ? "s" : ""}`;
-      if (isHere) link.setAttribute("aria-current", "page");
-      else link.removeAttribute("aria-current");
-    }
+    markNavigation(route?.name === "group" ? "groups" : route?.name);
     if (!route) {
       document.title = "Turnlog";
-      replace(this.main, message("empty", "There is no such view.", h("p", null, h("a", { href: "#/" }, "All sessions"))));
+      const all = h("p", null, h("a", { href: "#/" }, "All sessions"));
+      replace(this.main, message("empty", "There is no such view.", all));
       return;
     }
-    const { enter, title } = VIEWS[name];
-    document.title = `${route.id ?? title} · Turnlog`;
+    const { View, title } = VIEWS[route.name];
+    document.title = `${route.id || title} · Turnlog`;
     announce(route.id ? `${title} ${route.id}` : title);
-    this.view = enter(this.main, { ...route, overview: () => this.overview });
+    this.view = new View(this.main, { ...route, overview: () => this.overview });
   }
 
   #leave() {
@@ -178,11 +162,11 @@ class App {
     this.main.replaceChildren();
   }
 
-  /** A request was answered 401: nothing is shown any more until somebody signs in. */
+  /** A request was answered 401: nothing is shown until somebody signs in. */
   #signIn() {
     if (this.place === "sign-in") return;
-    this.stopLive?.();
-    this.stopLive = null;
+    this.live?.close();
+    this.live = null;
     this.#leave();
     this.place = "sign-in";
     part("fleet").hidden = true;
@@ -190,7 +174,7 @@ class App {
     part("sign-out").hidden = true;
     replace(part("connection"));
     document.title = "Sign in · Turnlog";
-    this.view = signInView(this.main, () => {
+    this.view = new SignInView(this.main, () => {
       this.#leave();
       this.place = "";
       this.#begin();
@@ -200,17 +184,17 @@ class App {
   #arrangeFrame() {
     replace(
       part("nav"),
-      NAVIGATION.map(([name, href, title]) => h("a", { href, dataset: { name } }, title)),
+      NAVIGATION.map(({ name, href, title }) => h("a", { href, dataset: { name } }, title)),
     );
     replace(
       part("tools"),
       h("span", { id: "release", class: "muted release" }),
-      h("button", { type: "button", onclick: showKeys, title: "Keys (?)", "aria-label": "Keys" }, "?"),
+      button("?", showKeys, { title: "Keys (?)", "aria-label": "Keys" }),
       themeSwitch(),
-      h("button", { type: "button", id: "sign-out", hidden: true, onclick: () => this.#signOut() }, "Sign out"),
+      button("Sign out", () => this.#signOut(), { id: "sign-out", hidden: true }),
     );
     part("skip").addEventListener("click", () => this.main.focus());
-    listenToKeys({ filter: () => this.view?.onFilterKey?.() });
+    listenToKeys(() => this.view?.onFilterKey());
   }
 
   async #signOut() {
@@ -225,9 +209,15 @@ class App {
   }
 }
 
-/**
- * @param {string|null} why the server has started, but cannot write; null where it can
- */
+/** @param {string|undefined} name of the view that is shown, or of the list above it */
+function markNavigation(name) {
+  for (const link of document.querySelectorAll("#nav a")) {
+    if (link.getAttribute("data-name") === name) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+/** @param {string|null} why the server cannot write; null: it can */
 function showReadOnly(why) {
   const banner = part("read-only");
   if (banner.hidden === !why) return;

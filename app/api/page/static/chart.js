@@ -1,7 +1,10 @@
 /** Small charts as inline SVG. */
 
-import { decimal, svg } from "./dom.js";
+import { svg } from "./dom.js";
+import { decimal } from "./format.js";
 import { sessionHref } from "./route.js";
+
+/** @import {Attempt} from "../ui_types.d.ts" */
 
 /** A line of the last values; the newest is at the right. */
 export class Sparkline {
@@ -45,11 +48,7 @@ const LANE = 15;
 const MOST_LANES = 12;
 
 /**
- * @typedef {{session_id: string, attempt: number|null, reward: number|null, status: string}} Attempt
- */
-
-/**
- * The rewards of a group on one axis, dots of near values above each other, each a link to its session.
+ * The rewards of a group on one axis. Each dot is a link to its session; dots of near values stand above each other.
  * @param {Attempt[]} attempts
  * @param {{mean: number}|null} statistics
  * @returns {Element}
@@ -59,7 +58,10 @@ export function rewardPlot(attempts, statistics) {
   const axis = axisOf(rewarded.map((one) => Number(one.reward)));
   const lanes = lanesOf(rewarded.map((one) => axis.place(Number(one.reward))));
   const floor = 30 + Math.min(MOST_LANES, Math.max(2, ...lanes)) * LANE;
-  const dots = rewarded.map((one, index) => dot(one, axis.place(Number(one.reward)), floor - 12 - lanes[index] * LANE));
+  const dots = rewarded.map((one, index) => {
+    const height = floor - 12 - (lanes[index] ?? 0) * LANE;
+    return dot(one, axis.place(Number(one.reward)), height);
+  });
   const ticks = axis.ticks.map((value) => [
     svg("path", { class: "grid", d: `M${axis.place(value)} 18V${floor + 4}` }),
     svg("text", { x: axis.place(value), y: floor + 18, "text-anchor": "middle" }, tidy(value)),

@@ -1,12 +1,18 @@
-/** What was said up to a turn: roles, reasoning, tool calls and their results, as they are stored. */
+/** The messages up to a turn: roles, reasoning, tool calls and their results, as they are stored. */
 
 import { curl, get } from "./api.js";
-import { badge, bytes, count, failure, h, message, replace } from "./dom.js";
 import { copyButton } from "./copy.js";
+import { badge, button, failure, folded, h, message, panel, replace } from "./dom.js";
+import { bytes, count } from "./format.js";
+import { LatestRequest } from "./view.js";
 import { named, pretty, safeJson, textBlock } from "./visible.js";
 
-/** Messages in the document at a time; the newest first, a button brings earlier ones. */
+/** @import {ChatMessage, Child, Entry, Session, Transcript, Turn} from "../ui_types.d.ts" */
+
+/** Messages in the document at first; a button adds as many earlier ones. */
 const SHOWN = 200;
+
+const ROLES = ["system", "developer", "user", "assistant", "tool", "function"];
 
 /** Fields of a message that have a place of their own. */
 const PLACED = new Set([
@@ -21,9 +27,19 @@ const PLACED = new Set([
   "name",
 ]);
 
-/** @param {any} value @returns {string} a text as it is, anything else as JSON */
+/** @param {unknown} value @returns {Record<string, unknown>|null} null: no JSON object, but a list perhaps */
+function objectOf(value) {
+  return value !== null && typeof value === "object" ? /** @type {Record<string, unknown>} */ (value) : null;
+}
+
+/** @param {unknown} value @returns {string} a text as it is, anything else as JSON */
 function textOf(value) {
   return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
+}
+
+/** @param {string} title @param {unknown} value @returns {HTMLElement} */
+function foldedJson(title, value) {
+  return folded(title, textBlock(JSON.stringify(value, null, 2), "code"), "offered");
 }
 
 /** @param {string} url of an image or a file @returns {string} what it is, never the thing itself */
@@ -36,11 +52,12 @@ function describedUrl(url) {
   return `${head.slice("data:".length, 100) || "data"}, ${bytes(size)}`;
 }
 
-/** @param {any} part of a message's content @returns {HTMLElement} */
+/** @param {unknown} part of a message's content @returns {HTMLElement} */
 function contentPart(part) {
-  if (part === null || typeof part !== "object") return textBlock(textOf(part));
-  if (part.type === "text" && typeof part.text === "string") return textBlock(part.text);
-  const url = typeof part.image_url === "string" ? part.image_url : part.image_url?.url;
+  const fields = objectOf(part);
+  if (!fields) return textBlock(textOf(part));
+  if (fields.type === "text" && typeof fields.text === "string") return textBlock(fields.text);
+  const url = objectOf(fields.image_url)?.url ?? fields.image_url;
   if (typeof url === "string") {
     return h(
       "p",
@@ -50,26 +67,22 @@ function contentPart(part) {
       named(describedUrl(url)),
     );
   }
-  const kind = named(part.type ?? "part");
-  return h(
-    "details",
-    { class: "placeholder" },
-    h("summary", null, kind, ` · ${bytes(JSON.stringify(part).length)}`),
-    textBlock(textOf(part), "code"),
-  );
+  const summary = [named(fields.type ?? "part"), ` · ${bytes(JSON.stringify(part).length)}`];
+  return folded(summary, textBlock(textOf(part), "code"), "placeholder");
 }
 
-/** @param {any} content @returns {HTMLElement[]} */
+/** @param {unknown} content @returns {HTMLElement[]} */
 function contentOf(content) {
   if (content === null || content === undefined || content === "") return [];
   if (Array.isArray(content)) return content.map(contentPart);
   return [textBlock(textOf(content))];
 }
 
-/** @param {any} call a tool call as the API has it @returns {HTMLElement} */
+/** @param {unknown} call @returns {HTMLElement} */
 function toolCall(call) {
-  const what = call?.function ?? call ?? {};
-  const given = what.arguments;
+  const fields = objectOf(call);
+  const called = objectOf(fields?.function) ?? fields;
+  const given = called?.arguments;
   return h(
     "div",
     { class: "toolcall" },
@@ -77,213 +90,175 @@ function toolCall(call) {
       "p",
       null,
       h("span", { class: "what" }, "calls "),
-      h("code", null, named(what.name ?? "?")),
-      h("span", { class: "note" }, " ", named(call?.id ?? "")),
+      h("code", null, named(called?.name ?? "?")),
+      h("span", { class: "note" }, " ", named(fields?.id ?? "")),
     ),
     given !== undefined && textBlock(typeof given === "string" ? pretty(given) : textOf(given), "code"),
   );
 }
 
-/** @param {string} title @param {any} text @returns {HTMLElement} */
-function folded(title, text) {
-  const shown = textOf(text);
-  return h(
-    "details",
-    { class: "reasoning" },
-    h("summary", null, `${title} · ${count(shown.length)} characters`),
-    textBlock(shown),
-  );
+/** @param {ChatMessage} chatMessage @returns {Child} */
+function reasoningOf({ reasoning_content, reasoning }) {
+  const found = [reasoning_content, reasoning].find((one) => one != null && one !== "");
+  if (found === undefined) return null;
+  const text = textOf(found);
+  return folded(`Reasoning · ${count(text.length)} characters`, textBlock(text), "reasoning");
 }
 
-/** @param {any} entry as the API gives it @returns {HTMLElement} */
+/** @param {ChatMessage} chatMessage @returns {Child} the fields that have no place of their own */
+function otherFields(chatMessage) {
+  const others = Object.entries(chatMessage).filter(([name, value]) => !PLACED.has(name) && value !== null);
+  if (!others.length) return null;
+  const names = others.map(([name]) => name).join(", ");
+  return folded(named(names), textBlock(textOf(Object.fromEntries(others)), "code"), "others");
+}
+
+/** @param {Entry} entry @returns {HTMLElement} */
 function messageElement(entry) {
+  const { index, turn } = entry;
   if (entry.error !== undefined)
-    return h(
-      "li",
-      { class: "said" },
-      message("error", `message ${entry.index}, turn ${entry.turn}`, h("p", null, entry.error)),
-    );
-  const said = entry.message !== null && typeof entry.message === "object" ? entry.message : { content: entry.message };
-  const role = String(said.role ?? "?");
-  const others = Object.entries(said).filter(([name, value]) => !PLACED.has(name) && value !== null);
+    return h("li", { class: "said" }, message("error", `message ${index}, turn ${turn}`, h("p", null, entry.error)));
+  /** @type {ChatMessage} */
+  const fields = objectOf(entry.message) ?? { content: entry.message };
+  const role = String(fields.role ?? "?");
   return h(
     "li",
-    {
-      class: "said",
-      dataset: {
-        role: ["system", "developer", "user", "assistant", "tool", "function"].includes(role) ? role : "other",
-      },
-    },
+    { class: "said", dataset: { role: ROLES.includes(role) ? role : "other" } },
     h(
       "p",
       { class: "who" },
       h("strong", null, named(role)),
-      said.name != null && h("code", null, named(said.name)),
-      said.tool_call_id != null && h("span", { class: "note" }, "answers ", named(said.tool_call_id)),
-      entry.sampled ? badge("sampled", "good") : null,
-      h("span", { class: "note" }, `message ${entry.index}`, entry.turn ? `, turn ${entry.turn}` : ""),
+      fields.name != null && h("code", null, named(fields.name)),
+      fields.tool_call_id != null && h("span", { class: "note" }, "answers ", named(fields.tool_call_id)),
+      entry.sampled && badge("sampled", "good"),
+      h("span", { class: "note" }, `message ${index}`, turn ? `, turn ${turn}` : ""),
     ),
-    [said.reasoning_content, said.reasoning]
-      .filter((text) => text != null && text !== "")
-      .slice(0, 1)
-      .map((text) => folded("Reasoning", text)),
-    contentOf(said.content),
-    said.refusal != null && h("div", { class: "refuses" }, "refuses: ", textBlock(textOf(said.refusal))),
-    Array.isArray(said.tool_calls) && said.tool_calls.map(toolCall),
-    said.function_call != null && toolCall({ function: said.function_call }),
-    others.length > 0 &&
-      h(
-        "details",
-        { class: "others" },
-        h("summary", null, named(others.map(([name]) => name).join(", "))),
-        textBlock(textOf(Object.fromEntries(others)), "code"),
-      ),
+    reasoningOf(fields),
+    contentOf(fields.content),
+    fields.refusal != null && h("div", { class: "refuses" }, "refuses: ", textBlock(textOf(fields.refusal))),
+    Array.isArray(fields.tool_calls) && fields.tool_calls.map(toolCall),
+    fields.function_call != null && toolCall({ function: fields.function_call }),
+    otherFields(fields),
   );
 }
 
 /** The conversation of one session, up to a turn. */
 export class Conversation {
   /**
+   * @param {AbortSignal} closed
    * @param {string} sessionId
    * @param {(turn: number|null) => void} onPick null: the newest live turn
    */
-  constructor(sessionId, onPick) {
+  constructor(closed, sessionId, onPick) {
     this.path = `/ui/api/sessions/${encodeURIComponent(sessionId)}/conversation`;
     this.chatPath = `/sessions/${encodeURIComponent(sessionId)}/v1/chat/completions`;
     this.onPick = onPick;
-    /** @type {Map<string, HTMLElement>} what is shown already; a message does not change */
+    this.requests = new LatestRequest(closed);
+    /** @type {Map<string, HTMLElement>} the messages that are shown; a message does not change */
     this.known = new Map();
     this.shown = SHOWN;
-    this.asked = 0;
+    /** @type {Transcript|null} */
+    this.transcript = null;
     this.list = h("ol", { class: "conversation" });
-    this.notes = h("div", null);
+    this.notes = h("div");
     this.turnField = h("input", { type: "number", min: "1", "aria-label": "turn", class: "short" });
     this.turnField.addEventListener("change", () => this.onPick(Number(this.turnField.value) || null));
-    this.leaf = h("button", { type: "button", onclick: () => this.onPick(null) }, "newest");
-    this.copy = copyButton(() => this.#request(), "Copy request as curl");
-    this.element = h(
-      "section",
-      { class: "panel", "aria-labelledby": "conversation-title" },
-      h(
-        "div",
-        { class: "panelhead" },
-        h("h2", { id: "conversation-title" }, "Conversation"),
-        h("label", null, "up to turn ", this.turnField),
-        this.leaf,
-        h("span", { class: "switches" }, this.copy),
-      ),
+    this.newest = button("newest", () => this.onPick(null));
+    this.copy = copyButton(() => (this.transcript ? this.#curl(this.transcript) : ""), "Copy request as curl");
+    this.element = panel(
+      "conversation-title",
+      "Conversation",
+      [h("label", null, "up to turn ", this.turnField), this.newest, h("span", { class: "switches" }, this.copy)],
       this.notes,
       this.list,
     );
   }
 
   /**
-   * @param {any} session as of the event that is shown
+   * @param {Session} session as of the event that is shown
    * @param {number|null} turn whose conversation; null: of the newest live turn
-   * @param {AbortSignal} signal
    */
-  async update(session, turn, signal) {
-    const asked = ++this.asked;
-    let found;
-    try {
-      found = session.turns.length ? await get(this.path, { seq: session.seq, turn }, signal) : null;
-    } catch (error) {
-      if (signal.aborted) return;
-      this.#clear(failure(error, () => this.update(session, turn, signal)));
-      return;
-    }
-    if (signal.aborted || asked !== this.asked) return;
-    if (!found || !found.messages.length) {
-      this.#clear(message("empty", session.erased ? "The content is erased." : "No turn is committed yet."));
-      return;
-    }
-    this.found = found;
-    this.fact = session.turns.find((one) => one.turn === found.turn);
-    this.turnField.max = String(session.turns.length);
-    if (document.activeElement !== this.turnField) this.turnField.value = String(found.turn);
-    this.leaf.setAttribute("aria-pressed", String(turn === null));
-    this.copy.disabled =
-      found.omitted > 0 ||
-      !found.params ||
-      this.fact?.protocol !== "chat" ||
-      found.messages.some((one) => one.error !== undefined);
-    this.#render();
+  async update(session, turn) {
+    const request = async (/** @type {AbortSignal} */ signal) => {
+      if (!session.turns.length) return null;
+      return /** @type {Transcript} */ (await get(this.path, { seq: session.seq, turn }, signal));
+    };
+    await this.requests.run(
+      request,
+      (transcript) => {
+        if (transcript?.messages.length) this.#show(transcript, session, turn);
+        else this.#clear(message("empty", session.erased ? "The content is erased." : "No turn is committed yet."));
+      },
+      (error) => this.#clear(failure(error, () => this.update(session, turn))),
+    );
   }
 
+  /** @param {HTMLElement} note why there is nothing */
   #clear(note) {
-    this.found = null;
+    this.transcript = null;
     this.copy.disabled = true;
     this.known.clear();
     replace(this.notes, note);
     replace(this.list);
   }
 
-  #render() {
-    const { messages, omitted, tools, params, errors } = this.found;
+  /** @param {Transcript} transcript @param {Session} session @param {number|null} picked */
+  #show(transcript, session, picked) {
+    const { messages, omitted, params } = transcript;
+    const turn = session.turns.find((one) => one.turn === transcript.turn);
+    this.transcript = transcript;
+    this.turnField.max = String(session.turns.length);
+    if (document.activeElement !== this.turnField) this.turnField.value = String(transcript.turn);
+    this.newest.setAttribute("aria-pressed", String(picked === null));
+    const isWhole = omitted === 0 && params !== null && messages.every((one) => one.error === undefined);
+    this.copy.disabled = !isWhole || turn?.protocol !== "chat";
+    this.#render(transcript, turn);
+  }
+
+  /** @param {Transcript} transcript @param {Turn|undefined} turn */
+  #render(transcript, turn) {
+    const { messages, omitted, tools, params, errors } = transcript;
     const begin = Math.max(0, messages.length - this.shown);
-    const earlier = () => {
+    const showEarlier = () => {
       this.shown += SHOWN;
-      this.#render();
+      this.#render(transcript, turn);
     };
     replace(
       this.notes,
-      this.fact &&
-        !this.fact.live &&
-        message("note", `Turn ${this.found.turn} was discarded by event ${this.fact.discarded_by}.`),
+      turn && !turn.live && message("note", `Turn ${turn.turn} was discarded by event ${turn.discarded_by}.`),
       omitted > 0 &&
         message("note", `${count(omitted)} earlier messages are not shown here; GET /sessions/{id} has all.`),
       Object.entries(errors).map(([what, why]) => message("error", what, h("p", null, why))),
-      params &&
-        h(
-          "details",
-          { class: "offered" },
-          h("summary", null, "Sampling parameters"),
-          textBlock(JSON.stringify(params, null, 2), "code"),
-        ),
-      tools &&
-        h(
-          "details",
-          { class: "offered" },
-          h("summary", null, tools.length === 1 ? "1 tool" : `${count(tools.length)} tools`),
-          textBlock(JSON.stringify(tools, null, 2), "code"),
-        ),
-      begin > 0 &&
-        h(
-          "p",
-          null,
-          h(
-            "button",
-            { type: "button", onclick: earlier },
-            `show ${Math.min(SHOWN, begin)} earlier of ${count(begin)}`,
-          ),
-        ),
+      params && foldedJson("Sampling parameters", params),
+      tools && foldedJson(tools.length === 1 ? "1 tool" : `${count(tools.length)} tools`, tools),
+      begin > 0 && h("p", null, button(`show ${Math.min(SHOWN, begin)} earlier of ${count(begin)}`, showEarlier)),
     );
-    const known = new Map();
-    const elements = messages.slice(begin).map((entry) => {
+    /** @type {Map<string, HTMLElement>} */
+    const shown = new Map();
+    for (const entry of messages.slice(begin)) {
       const key = `${entry.index} ${entry.turn} ${entry.sampled}`;
-      const element = this.known.get(key) ?? messageElement(entry);
-      known.set(key, element);
-      return element;
-    });
-    this.known = known;
-    this.#place(elements);
+      shown.set(key, this.known.get(key) ?? messageElement(entry));
+    }
+    this.known = shown;
+    this.#place([...shown.values()]);
   }
 
-  /** Only what is new enters the document, so that what somebody reads or has unfolded stays. */
+  /** Only new messages enter the document: what somebody reads or has unfolded stays. @param {HTMLElement[]} elements */
   #place(elements) {
     const wanted = new Set(elements);
-    for (const child of [...this.list.children]) if (!wanted.has(child)) child.remove();
-    elements.forEach((element, place) => {
-      if (this.list.children[place] !== element) this.list.insertBefore(element, this.list.children[place] ?? null);
+    for (const child of this.list.querySelectorAll("li")) if (!wanted.has(child)) child.remove();
+    elements.forEach((element, at) => {
+      const there = this.list.children[at] ?? null;
+      if (there !== element) this.list.insertBefore(element, there);
     });
   }
 
-  /** @returns {string} the request whose reply the shown turn is */
-  #request() {
-    const messages = this.found.messages.map((entry) => entry.message);
-    if (this.found.messages.at(-1)?.sampled) messages.pop();
-    const tools = this.found.tools ? { tools: this.found.tools } : {};
-    const body = safeJson({ ...this.found.params, messages, ...tools });
+  /** @param {Transcript} transcript @returns {string} the request whose reply the shown turn is */
+  #curl(transcript) {
+    const messages = transcript.messages.map((entry) => entry.message);
+    if (transcript.messages.at(-1)?.sampled) messages.pop();
+    const tools = transcript.tools ? { tools: transcript.tools } : {};
+    const body = safeJson({ ...transcript.params, messages, ...tools });
     const command = `${curl(this.chatPath)} -H 'content-type: application/json' --data-binary @-`;
     return `${command} <<'TURNLOG'\n${body}\nTURNLOG\n`;
   }

@@ -1,24 +1,25 @@
-/** Copying to the clipboard, also where the page did not come over TLS and a browser has no clipboard for it. */
+/** Copying to the clipboard. Without TLS a browser gives no clipboard: the text is then shown, selected. */
 
-import { announce, h } from "./dom.js";
+import { announce, button, h, showDialog } from "./dom.js";
 
-const SAID_MS = 1500;
+const SHOWN_MS = 1500;
 
 /**
- * A button that copies what `command` gives at that moment.
+ * A button that copies what `command` returns when it is pressed.
  * @param {() => string} command
  * @param {string} [label]
  * @returns {HTMLButtonElement}
  */
 export function copyButton(command, label = "Copy as curl") {
-  const button = h("button", { type: "button", class: "quiet" }, label);
-  button.addEventListener("click", async () => {
+  const made = button(label, press, { class: "quiet" });
+  return made;
+
+  async function press() {
     const isDone = await copy(command());
-    button.textContent = isDone ? "Copied" : "Select and copy";
+    made.textContent = isDone ? "Copied" : "Select and copy";
     announce(isDone ? "Copied" : "The command is shown");
-    setTimeout(() => (button.textContent = label), SAID_MS);
-  });
-  return button;
+    setTimeout(() => (made.textContent = label), SHOWN_MS);
+  }
 }
 
 /** @param {string} text @returns {Promise<boolean>} false: it is shown instead, selected */
@@ -39,9 +40,6 @@ async function copy(text) {
 function show(text) {
   const field = h("textarea", { readonly: true, rows: "6", "aria-label": "Command" });
   field.value = text;
-  const dialog = h("dialog", null, field, h("form", { method: "dialog" }, h("button", null, "Close")));
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+  showDialog(null, field);
   field.select();
 }

@@ -1,23 +1,19 @@
 /**
- * Elements, made without HTML: what agents and engines wrote becomes text nodes and attribute values and nothing else.
+ * Elements, made without HTML: text of agents and engines becomes text nodes and attribute values, nothing else.
  */
-
-export * from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const LINKS = new Set(["http:", "https:"]);
 
-/**
- * @typedef {Node|string|number|null|undefined|false|readonly any[]} Child
- * @typedef {Record<string, unknown>} Attributes
- */
+/** @import {Child} from "../ui_types.d.ts" */
+/** @typedef {Record<string, unknown>} Attributes */
 
 /**
  * An element.
  *
  * Attributes: a function under `onclick` and the like is a listener; `dataset` and `style` are objects (style is set
  * property by property, as the page's policy allows); true is an empty attribute, false, null and undefined are none.
- * `href` and `src` take http(s) URLs of any kind of spelling and nothing that runs.
+ * `href` and `src` take http(s) URLs, relative ones too, and nothing that runs.
  *
  * @template {keyof HTMLElementTagNameMap} T
  * @param {T} tag
@@ -61,7 +57,7 @@ export function replace(element, ...children) {
 }
 
 /**
- * Set a text only where it differs, so that a selection and the layout stay.
+ * Set a text only if it differs, so that a selection and the layout stay.
  * @param {Element} element
  * @param {string} text
  */
@@ -69,12 +65,13 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** @param {Element} element @param {Child[]} children */
+/** @param {Element} element @param {readonly Child[]} children */
 function append(element, children) {
   for (const child of children) {
     if (child == null || child === false) continue;
-    if (Array.isArray(child)) append(element, child);
-    else element.append(child instanceof Node ? child : String(child));
+    if (typeof child === "number") element.append(String(child));
+    else if (typeof child === "string" || child instanceof Node) element.append(child);
+    else append(element, child);
   }
 }
 
@@ -109,8 +106,90 @@ function isLink(text) {
   return URL.canParse(text, document.baseURI) && LINKS.has(new URL(text, document.baseURI).protocol);
 }
 
-/** How a session's state looks: a shape beside the word, so that it does not hang on the colour. */
+/**
+ * A button outside a form.
+ * @param {Child} label
+ * @param {() => void} onPress
+ * @param {Attributes} [attributes]
+ * @returns {HTMLButtonElement}
+ */
+export function button(label, onPress, attributes) {
+  return h("button", { type: "button", onclick: onPress, ...attributes }, label);
+}
+
+/**
+ * A link among others; the current one is where the user is.
+ * @param {string} href @param {string} label @param {boolean} isCurrent
+ * @returns {HTMLElement}
+ */
+export function chip(href, label, isCurrent) {
+  return h("a", { href, "aria-current": isCurrent ? "true" : null }, label);
+}
+
+/**
+ * Content that a click on its summary shows.
+ * @param {Child} summary
+ * @param {Child} content
+ * @param {string} [kind] a class
+ * @returns {HTMLElement}
+ */
+export function folded(summary, content, kind) {
+  return h("details", { class: kind }, h("summary", null, summary), content);
+}
+
+/** A number with its name above it. @param {string} label @param {Child} value @returns {HTMLElement} */
+export function figure(label, value) {
+  return h("div", { class: "figure" }, h("span", { class: "label" }, label), value);
+}
+
+/** A line of tools: the first to the left, the others to the right. @param {Child} left @param {Child} right */
+export function bar(left, right) {
+  return h("div", { class: "bar" }, left, h("span", { class: "spacer" }), right);
+}
+
+/**
+ * A part of a view with a head of its own.
+ * @param {string} id of the title
+ * @param {string} title
+ * @param {Child} head what stands beside the title
+ * @param {...Child} content
+ * @returns {HTMLElement}
+ */
+export function panel(id, title, head, ...content) {
+  return h(
+    "section",
+    { class: "panel", "aria-labelledby": id },
+    h("div", { class: "panelhead" }, h("h2", { id }, title), head),
+    ...content,
+  );
+}
+
+/**
+ * Content that is wider than the page scrolls by itself, also by keys.
+ * @param {string} label
+ * @param {...Child} content
+ */
+export function scrollRegion(label, ...content) {
+  return h("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": label }, ...content);
+}
+
+/**
+ * Show a dialog, and remove it when it is closed.
+ * @param {Attributes|null} attributes
+ * @param {...Child} content
+ */
+export function showDialog(attributes, ...content) {
+  const dialog = h("dialog", attributes, ...content, h("form", { method: "dialog" }, h("button", null, "Close")));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+/** The shape beside a session's state, for those who do not see the colour. */
+/** @type {Record<string, string>} */
 const SHAPES = { open: "○", idle: "○", claimed: "▶", gated: "‖", closed: "■", erased: "×" };
+/** @type {Record<string, string>} */
+const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
 
 /**
  * A state as word, shape and colour; also for engines' health.
@@ -130,17 +209,12 @@ export function setBadge(element, state, tone) {
   if (element.dataset.tone === wanted && element.dataset.state === state) return;
   element.dataset.tone = wanted;
   element.dataset.state = state;
-  const shape = SHAPES[/** @type {keyof typeof SHAPES} */ (state)] ?? toneShape(tone);
+  const shape = SHAPES[state] ?? TONE_SHAPES[tone ?? ""] ?? "·";
   replace(element, h("span", { class: "shape", "aria-hidden": "true" }, shape), state);
 }
 
-/** @param {string|undefined} tone @returns {string} */
-function toneShape(tone) {
-  return { good: "●", warn: "▲", bad: "✕" }[tone ?? ""] ?? "·";
-}
-
 /**
- * Say something to those who do not see the page.
+ * Say something to a screen reader.
  * @param {string} text
  */
 export function announce(text) {
@@ -156,11 +230,12 @@ export function announce(text) {
  * @returns {HTMLElement}
  */
 export function message(kind, title, ...more) {
-  return h("div", { class: `message ${kind}`, role: kind === "error" ? "alert" : null }, h("strong", null, title), ...more);
+  const role = kind === "error" ? "alert" : null;
+  return h("div", { class: `message ${kind}`, role }, h("strong", null, title), ...more);
 }
 
 /**
- * A failed request as a message; anything but an ApiError is thrown on: that is a fault of the page.
+ * A failed request as a message. Anything but an ApiError is a fault of the page, and thrown on.
  * @param {unknown} error
  * @param {() => void} [again] what the button does
  * @returns {HTMLElement}
@@ -171,6 +246,6 @@ export function failure(error, again) {
     "error",
     String(error.code),
     h("p", null, error.message),
-    again && h("button", { type: "button", onclick: again }, "Try again"),
+    again && button("Try again", again),
   );
 }

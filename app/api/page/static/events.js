@@ -1,22 +1,26 @@
-/** A session's log, as it is written: each event with all of its fields, and what comes is added while one looks. */
+/** A session's log: each event with all of its fields; new ones are added while one looks. */
 
 import { ApiError, curl, stream } from "./api.js";
 import { copyButton } from "./copy.js";
-import { clock, count, h, message, replace, setText } from "./dom.js";
+import { button, folded, h, message, panel, replace, setText } from "./dom.js";
+import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
+import { LatestRequest } from "./view.js";
 import { named, textBlock } from "./visible.js";
+
+/** @import {LogEvent} from "../ui_types.d.ts" */
 
 /** Events in the document at a time, and how many a press of "earlier" adds. */
 const SHOWN = 300;
 const MORE = 300;
-/** Events in memory while nobody asks for earlier ones. */
+/** Events in memory, unless somebody asks for earlier ones. */
 const KEPT = 2000;
-/** Lines are added together so often, however fast they come. */
+/** New lines are added together, at most so often. */
 const FLUSH_MS = 100;
 const RETRY_MS = 2000;
 
-/** The fields of an event that say most about it, for its line. */
-const TOLD = [
+/** The fields of an event that its line shows. */
+const SUMMARY = [
   "turn",
   "to_turn",
   "discarded",
@@ -31,10 +35,11 @@ const TOLD = [
   "cause",
 ];
 
-/** @param {any} event @returns {string} */
-function told(event) {
-  return TOLD.filter((name) => event[name] !== undefined && event[name] !== null)
-    .map((name) => `${name} ${typeof event[name] === "object" ? JSON.stringify(event[name]) : event[name]}`)
+/** @param {LogEvent} event @returns {string} */
+function summaryOf(event) {
+  const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
+  return SUMMARY.filter((name) => event[name] != null)
+    .map((name) => `${name} ${text(event[name])}`)
     .join(" · ");
 }
 
@@ -43,13 +48,14 @@ function told(event) {
  * @param {ReadableStream<Uint8Array>} body
  */
 async function* lines(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  const decoder = new TextDecoder();
+  const reader = body.getReader();
   let rest = "";
   try {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const parts = (rest + value).split("\n");
+      const parts = (rest + decoder.decode(value, { stream: true })).split("\n");
       rest = parts.pop() ?? "";
       yield* parts.filter((part) => part !== "");
     }
@@ -61,66 +67,69 @@ async function* lines(body) {
 /** The log of one session, live. */
 export class EventLog {
   /**
+   * @param {AbortSignal} closed
    * @param {string} sessionId
    * @param {() => void} onGrown events have come
    */
-  constructor(sessionId, onGrown) {
+  constructor(closed, sessionId, onGrown) {
+    this.closed = closed;
     this.sessionId = sessionId;
     this.path = `/sessions/${encodeURIComponent(sessionId)}/events`;
     this.onGrown = onGrown;
     this.shown = SHOWN;
-    /** @type {any[]} */
+    /** @type {LogEvent[]} */
     this.events = [];
     this.begin = 0;
     /** @type {number|null} the event whose state is shown; null: the last */
     this.at = null;
     this.isPaused = false;
-    /** @type {AbortController|null} */
-    this.following = null;
+    this.following = new LatestRequest(closed);
+    /** @type {number|undefined} */
+    this.flushing = undefined;
+    /** @type {number|undefined} */
+    this.retry = undefined;
     this.list = h("ol", { class: "events" });
-    this.earlier = h("button", { type: "button", hidden: true, onclick: () => this.#earlier() });
+    this.earlier = button("", () => this.#earlier(), { hidden: true });
     this.state = h("span", { class: "note", role: "status" });
-    this.pause = h("button", { type: "button", "aria-pressed": "false", onclick: () => this.#toggle() }, "pause");
-    this.notes = h("div", null);
-    this.element = h(
-      "section",
-      { class: "panel", "aria-labelledby": "events-title" },
-      h(
-        "div",
-        { class: "panelhead" },
-        h("h2", { id: "events-title" }, "Event log"),
-        this.state,
-        h(
-          "span",
-          { class: "switches" },
-          this.pause,
-          copyButton(() => curl(this.path), "Copy as curl"),
-        ),
-      ),
+    this.pause = button("pause", () => this.#toggle(), { "aria-pressed": "false" });
+    this.notes = h("div");
+    this.element = panel(
+      "events-title",
+      "Event log",
+      [this.state, h("span", { class: "switches" }, this.pause, copyButton(() => curl(this.path)))],
       this.notes,
       this.earlier,
       this.list,
     );
-    this.onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
-    document.addEventListener("visibilitychange", this.onVisibility);
+    const onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
+    document.addEventListener("visibilitychange", onVisibility, { signal: closed });
+    closed.addEventListener("abort", () => {
+      clearTimeout(this.retry);
+      clearTimeout(this.flushing);
+    });
   }
 
   /** @param {number} last the newest event that is known: the log is followed from somewhat before it */
   start(last) {
-    if (this.following || this.events.length) return;
+    if (this.following.isRunning || this.events.length) return;
     this.begin = Math.max(0, last - SHOWN);
-    if (!this.isPaused && !document.hidden) this.#follow();
+    if (!document.hidden) this.#resume();
   }
 
   /** @param {number|null} at the event whose state the view shows; later ones are dimmed */
   mark(at) {
     if (this.at === at) return;
     this.at = at;
-    for (const element of this.list.children) this.#markOne(element);
-    this.#scrollTo(this.list.querySelector(".here"));
+    for (const element of this.#lines) this.#markOne(element);
+    this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
   }
 
-  /** In the list alone: the rest of the page stays where it is. */
+  /** @returns {HTMLElement[]} */
+  get #lines() {
+    return [...this.list.querySelectorAll("li")];
+  }
+
+  /** Only the list scrolls: the rest of the page stays where it is. @param {HTMLElement|undefined} element */
   #scrollTo(element) {
     if (!element) return;
     const { list } = this;
@@ -129,21 +138,13 @@ export class EventLog {
       list.scrollTop = above - list.clientHeight / 2;
   }
 
-  close() {
-    document.removeEventListener("visibilitychange", this.onVisibility);
-    this.onGrown = () => {};
-    clearTimeout(this.retry);
-    this.#stop();
-  }
-
   #stop() {
-    this.following?.abort();
-    this.following = null;
+    this.following.abort();
     if (this.flushing !== undefined) this.#flush();
   }
 
   #resume() {
-    if (!this.isPaused && !this.following) this.#follow();
+    if (!this.isPaused && !this.following.isRunning) this.#follow();
   }
 
   #toggle() {
@@ -157,38 +158,34 @@ export class EventLog {
 
   /** The newest event that has come. */
   get last() {
-    return this.events.length ? this.events[this.events.length - 1].seq : this.begin;
+    return this.events.at(-1)?.seq ?? this.begin;
   }
 
-  async #follow() {
-    const following = new AbortController();
-    this.following = following;
+  #follow() {
     setText(this.state, "following");
-    try {
-      const body = await stream(this.path, { after: this.last, follow: true }, following.signal);
+    const request = async (/** @type {AbortSignal} */ signal) => {
+      const body = await stream(this.path, { after: this.last, follow: true }, signal);
       for await (const line of lines(body)) this.#arrived(JSON.parse(line));
-      this.#ended(following, null);
-    } catch (error) {
-      if (following.signal.aborted) return;
+    };
+    this.following.run(request, () => this.#ended(null), (error) => {
       if (!(error instanceof ApiError) && !(error instanceof TypeError)) throw error; // TypeError: the connection broke
-      this.#ended(following, error);
-    }
+      this.#ended(error);
+    });
   }
 
-  /** The stream is over: the log is, the server stops, the connection broke, or it was refused. */
-  #ended(following, error) {
-    if (this.following !== following) return;
-    this.following = null;
+  /** The log or the server ended the stream, or the connection broke, or it was refused. @param {Error|null} error */
+  #ended(error) {
     if (this.events.at(-1)?.type === "SessionErased") {
       setText(this.state, "complete");
       return;
     }
     const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
     setText(this.state, isRefused ? "" : "not connected, trying again");
-    replace(this.notes, isRefused && message("error", error.code, h("p", null, error.message)));
+    replace(this.notes, isRefused && refusal(error));
     if (!isRefused) this.retry = setTimeout(() => this.#resume(), RETRY_MS);
   }
 
+  /** @param {LogEvent} event */
   #arrived(event) {
     this.events.push(event);
     this.flushing ??= setTimeout(() => this.#flush(), FLUSH_MS);
@@ -199,8 +196,8 @@ export class EventLog {
     this.flushing = undefined;
     const most = Math.max(this.shown, KEPT);
     if (this.events.length > most) {
-      this.events.splice(0, this.events.length - most);
-      this.begin = this.events[0].seq - 1;
+      const dropped = this.events.splice(0, this.events.length - most);
+      this.begin = dropped.at(-1)?.seq ?? this.begin;
     }
     this.#render();
     this.onGrown();
@@ -214,8 +211,9 @@ export class EventLog {
       try {
         await this.#readEarlier(after, this.begin);
       } catch (error) {
+        if (this.closed.aborted) return;
         if (!(error instanceof ApiError)) throw error;
-        replace(this.notes, message("error", error.code, h("p", null, error.message)));
+        replace(this.notes, refusal(error));
       } finally {
         this.earlier.disabled = false;
       }
@@ -223,12 +221,14 @@ export class EventLog {
     this.#render();
   }
 
+  /** @param {number} after @param {number} upto */
   async #readEarlier(after, upto) {
     const reading = new AbortController();
+    /** @type {LogEvent[]} */
     const found = [];
-    const body = await stream(this.path, { after }, reading.signal);
+    const body = await stream(this.path, { after }, AbortSignal.any([reading.signal, this.closed]));
     for await (const line of lines(body)) {
-      const event = JSON.parse(line);
+      const event = /** @type {LogEvent} */ (JSON.parse(line));
       if (event.seq > upto) break;
       found.push(event);
     }
@@ -242,7 +242,7 @@ export class EventLog {
     const shown = this.events.slice(-this.shown);
     const first = shown[0]?.seq ?? 0;
     const isAtEnd = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 4;
-    const known = new Map([...this.list.children].map((element) => [Number(element.dataset.seq), element]));
+    const known = new Map(this.#lines.map((element) => [Number(element.dataset.seq), element]));
     for (const [seq, element] of known) if (seq < first) element.remove();
     const oldest = known.size ? Math.min(...known.keys()) : Infinity;
     const before = this.list.firstChild;
@@ -256,32 +256,27 @@ export class EventLog {
     if (isAtEnd && this.at === null) this.list.scrollTop = this.list.scrollHeight;
   }
 
+  /** @param {LogEvent} event */
   #line(event) {
-    const fields = h("div", null);
-    const details = h(
-      "details",
-      null,
-      h("summary", null, h("strong", null, named(event.type)), " ", h("span", { class: "told" }, named(told(event)))),
-      fields,
-    );
+    const fields = h("div");
+    const summary = [h("strong", null, named(event.type)), " ", h("span", { class: "told" }, named(summaryOf(event)))];
+    const details = folded(summary, fields);
     details.addEventListener("toggle", () => {
-      if (details.open && !fields.hasChildNodes()) fields.append(textBlock(JSON.stringify(event, null, 2), "code"));
+      if (!fields.hasChildNodes()) fields.append(textBlock(JSON.stringify(event, null, 2), "code"));
     });
+    const href = sessionHref(this.sessionId, { seq: event.seq });
     const element = h(
       "li",
       { dataset: { seq: event.seq } },
-      h(
-        "a",
-        { href: sessionHref(this.sessionId, { seq: event.seq }), title: "the session as of this event" },
-        event.seq,
-      ),
-      h("time", { title: clock(event.at) }, new Date(event.at * 1000).toISOString().slice(11, 23)),
+      h("a", { href, title: "the session as of this event" }, event.seq),
+      h("time", { title: clock(event.at) }, iso(event.at).slice(11, 23)),
       details,
     );
     this.#markOne(element);
     return element;
   }
 
+  /** @param {HTMLElement} element */
   #markOne(element) {
     const seq = Number(element.dataset.seq);
     element.classList.toggle("later", this.at !== null && seq > this.at);
@@ -289,4 +284,9 @@ export class EventLog {
     if (seq === this.at) element.setAttribute("aria-current", "step");
     else element.removeAttribute("aria-current");
   }
+}
+
+/** @param {ApiError} error */
+function refusal(error) {
+  return message("error", error.code, h("p", null, error.message));
 }

@@ -2,59 +2,50 @@
 
 import { curl, get, url } from "./api.js";
 import { copyButton } from "./copy.js";
-import { announce, compact, count, failure, h, message, replace, setText } from "./dom.js";
-import { exportForm, previewOf, SHAPES, wishOf } from "./exportform.js";
+import { announce, bar, button, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
+import { ExportForm, exportQueryOf, previewOf, SHAPES } from "./exportform.js";
+import { compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
+import { View } from "./view.js";
 import { visible } from "./visible.js";
 
-/** So many sessions are looked at by themselves; then the user says whether to go on. */
+/** @import {Example, ExportPreview, Missing} from "../ui_types.d.ts" */
+/** @import {Values} from "./form.js" */
+/** @import {Place} from "./view.js" */
+
+/** So many sessions are looked at without asking; then the user says whether to go on. */
 const AT_ONCE = 10_000;
+const MOST_EXAMPLES = 20;
 
 const CONTAINERS = ["ndjson", "parquet", "safetensors", "msgpack"];
 const DOCUMENTS = ["messages", "atif"];
+const NOTE =
+  "Each link has the filters and options above; what a shape cannot hold is counted once it is chosen there.";
 
-/**
- * @typedef {{session_id: string, segment: number|null, turn: number|null, detail: string|null}} Example
- * @typedef {{reason: string, count: number, examples: Example[]}} Missing
- */
-
-/**
- * @param {HTMLElement} root
- * @param {{query: URLSearchParams}} params
- */
-export function view(root, params) {
-  return new ExportsView(root, params.query);
-}
-
-class ExportsView {
-  /** @param {HTMLElement} root @param {URLSearchParams} query */
-  constructor(root, query) {
-    this.request = new AbortController();
-    this.tally = new Tally();
-    /** @type {Record<string, string>} */
-    this.wish = {};
-    this.form = exportForm((wish) => this.#open(wish));
-    this.bar = h("span", { role: "status" });
-    this.stop = h("button", { type: "button", hidden: true, onclick: () => this.request.abort() }, "Stop");
-    this.further = h("button", { type: "button", hidden: true, onclick: () => this.#count() }, "Look further");
+export class ExportsView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { query }) {
+    super(root);
+    this.totals = new PreviewTotals();
+    /** @type {Values} */
+    this.query = {};
+    this.form = new ExportForm((values) => this.#open(values));
+    this.progress = h("span", { role: "status" });
+    this.stop = button("Stop", () => this.#stop(), { hidden: true });
+    this.further = button("Look further", () => this.refresh(), { hidden: true });
     this.facts = h("div", { class: "facts" });
-    this.problem = h("div");
     this.missing = h("div", { class: "panel" });
     this.downloads = h("div", { class: "panel" });
-    const again = h("button", { type: "button", class: "quiet", onclick: () => this.#open(this.wish) }, "Count again");
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Exports"),
       this.form.element,
-      h(
-        "div",
-        { class: "bar" },
-        this.bar,
-        this.stop,
-        this.further,
-        h("span", { class: "spacer" }),
-        again,
-        copyButton(() => curl("/ui/api/exports", previewOf(this.wish))),
+      bar(
+        [this.progress, this.stop, this.further],
+        [
+          button("Count again", () => this.#open(this.query), { class: "quiet" }),
+          copyButton(() => curl("/ui/api/exports", previewOf(this.query))),
+        ],
       ),
       this.problem,
       this.facts,
@@ -65,67 +56,76 @@ class ExportsView {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#open(wishOf(query));
+    this.#open(exportQueryOf(query));
   }
 
   onFilterKey() {
     this.form.focus();
   }
 
-  close() {
-    this.request.abort();
+  /** Changes are not followed: a count may take long. */
+  onReset() {}
+
+  /** @param {Values} query */
+  #open(query) {
+    this.query = query;
+    setQuery(query);
+    this.form.set(query);
+    replace(this.downloads, downloads(query));
+    this.totals = new PreviewTotals();
+    this.refresh();
   }
 
-  /** @param {Record<string, string>} wish */
-  #open(wish) {
-    this.wish = wish;
-    setQuery(wish);
-    this.form.set(wish);
-    replace(this.downloads, ...downloads(wish));
-    this.tally = new Tally();
-    this.#count();
-  }
-
-  /** Look at sessions, page by page, and add up. */
-  async #count() {
-    this.request.abort();
-    const request = new AbortController();
-    this.request = request;
-    const until = this.tally.scanned + AT_ONCE;
+  /** Look at the next sessions, page by page, and add up. */
+  refresh() {
+    const { totals } = this;
+    const until = totals.scanned + AT_ONCE;
     replace(this.problem);
-    this.#show();
-    try {
+    const request = async (/** @type {AbortSignal} */ signal) => {
       do {
-        const asked = { ...previewOf(this.wish), cursor: this.tally.cursor };
-        this.tally.add(await get("/ui/api/exports", asked, request.signal));
         this.#show();
-      } while (!this.tally.isComplete && this.tally.scanned < until);
-      announce(`${count(this.tally.rows)} rows`);
-    } catch (error) {
-      if (this.request !== request) return;
-      if (!request.signal.aborted) replace(this.problem, failure(error, () => this.#count()));
-    }
-    request.abort();
+        const parameters = { ...previewOf(this.query), cursor: totals.cursor };
+        totals.add(/** @type {ExportPreview} */ (await get("/ui/api/exports", parameters, signal)));
+      } while (!totals.isComplete && totals.scanned < until);
+    };
+    return this.read(request, () => {
+      announce(`${count(totals.rows)} rows`);
+      this.#show();
+    });
+  }
+
+  /** @param {unknown} error */
+  onFailure(error) {
+    super.onFailure(error);
+    this.#show();
+  }
+
+  #stop() {
+    this.requests.abort();
     this.#show();
   }
 
   #show() {
-    const { tally } = this;
-    const isRunning = !this.request.signal.aborted;
-    const done = tally.isComplete ? "all" : "so far";
-    setText(this.bar, isRunning ? `Looking, ${count(tally.scanned)} sessions …` : `${count(tally.scanned)} sessions looked at: ${done}`);
+    const { totals } = this;
+    const { isRunning } = this.requests;
+    const sessions = `${count(totals.scanned)} sessions`;
+    const end = totals.isComplete ? "all" : "so far";
+    setText(this.progress, isRunning ? `Looking, ${sessions} …` : `${sessions} looked at: ${end}`);
     this.stop.hidden = !isRunning;
-    this.further.hidden = isRunning || tally.isComplete;
-    replace(this.facts, tally.isBegun ? tally.facts() : []);
-    const reasons = tally.reasons();
-    const head = h("h2", null, "Not in it");
-    this.missing.hidden = !tally.isBegun;
-    replace(this.missing, head, reasons.length ? reasonTable(reasons) : !isRunning && nothingMissing(tally));
+    this.further.hidden = isRunning || totals.isComplete;
+    replace(this.facts, totals.isBegun && totals.figures());
+    const reasons = totals.reasons();
+    this.missing.hidden = !totals.isBegun;
+    replace(
+      this.missing,
+      h("h2", null, "Not in it"),
+      reasons.length ? reasonTable(reasons) : !isRunning && nothingMissing(totals),
+    );
   }
 }
 
-/** What several pages of the preview say together. */
-class Tally {
+/** The sums of several pages of the preview. */
+class PreviewTotals {
   constructor() {
     this.rows = 0;
     this.sessions = 0;
@@ -140,7 +140,7 @@ class Tally {
     this.missing = new Map();
   }
 
-  /** @param {any} page */
+  /** @param {ExportPreview} page */
   add(page) {
     this.isBegun = true;
     this.rows += page.rows;
@@ -149,14 +149,14 @@ class Tally {
     this.sampled += page.sampled_tokens;
     this.scanned += page.scanned;
     this.isComplete = page.complete;
-    this.cursor = page.cursor ?? null;
-    for (const one of page.missing) {
-      const known = this.missing.get(one.reason);
-      if (!known) this.missing.set(one.reason, { ...one });
-      else {
-        known.count += one.count;
-        known.examples = [...known.examples, ...one.examples].slice(0, 20);
-      }
+    this.cursor = page.cursor;
+    for (const { reason, count, examples } of page.missing) {
+      const known = this.missing.get(reason);
+      this.missing.set(reason, {
+        reason,
+        count: (known?.count ?? 0) + count,
+        examples: [...(known?.examples ?? []), ...examples].slice(0, MOST_EXAMPLES),
+      });
     }
   }
 
@@ -165,26 +165,23 @@ class Tally {
     return [...this.missing.values()].sort((a, b) => b.count - a.count);
   }
 
-  /** @returns {HTMLElement[]} */
-  facts() {
+  figures() {
     const share = this.tokens ? ` (${Math.round((100 * this.sampled) / this.tokens)} %)` : "";
-    /** @type {[string, string][]} */
-    const found = [
-      ["Rows", count(this.rows)],
-      ["Sessions", count(this.sessions)],
-      ["Tokens", compact(this.tokens)],
-      ["Sampled", compact(this.sampled) + share],
-      ["Left out", count(this.reasons().reduce((sum, one) => sum + one.count, 0))],
-    ];
-    return found.map(([label, value]) =>
-      h("div", { class: "figure" }, h("span", { class: "label" }, label), h("span", { class: "value" }, value)),
-    );
+    /** @type {Record<string, string>} */
+    const found = {
+      Rows: count(this.rows),
+      Sessions: count(this.sessions),
+      Tokens: compact(this.tokens),
+      Sampled: compact(this.sampled) + share,
+      "Left out": count(this.reasons().reduce((sum, one) => sum + one.count, 0)),
+    };
+    return Object.entries(found).map(([label, value]) => figure(label, h("span", { class: "value" }, value)));
   }
 }
 
-/** @param {Tally} tally @returns {HTMLElement} */
-function nothingMissing(tally) {
-  if (tally.scanned) return h("p", { class: "muted" }, "Nothing that was looked at is left out.");
+/** @param {PreviewTotals} totals @returns {HTMLElement} */
+function nothingMissing(totals) {
+  if (totals.scanned) return h("p", { class: "muted" }, "Nothing that was looked at is left out.");
   const text = "A row is made of a session's committed turns: there is none yet, or the filters let none through.";
   return message("empty", "No session was found.", h("p", null, text));
 }
@@ -203,47 +200,43 @@ function reasonTable(reasons) {
       h("td", null, examples(one)),
     ),
   );
+  const table = h("table", { class: "wraps" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines));
+  return scrollRegion("What is left out", table);
+}
+
+/** @param {Missing} missing @returns {HTMLElement} the first, and the others folded */
+function examples({ reason, examples: found }) {
+  const list = (/** @type {Example[]} */ some) => h("ul", { class: "plain" }, some.map((one) => example(one, reason)));
+  const [first, ...rest] = found;
+  return h("div", null, first && list([first]), rest.length > 0 && folded(`${rest.length} more`, list(rest)));
+}
+
+/** @param {Example} example @param {string} reason @returns {HTMLElement} */
+function example({ session_id, segment, turn, detail }, reason) {
   return h(
-    "div",
-    { class: "table-scroll", tabindex: "0", role: "region", "aria-label": "What is left out" },
-    h("table", { class: "wraps" }, h("thead", null, h("tr", null, head)), h("tbody", null, lines)),
+    "li",
+    null,
+    h("a", { href: sessionHref(session_id) }, session_id),
+    segment != null && `, segment ${segment}`,
+    turn != null && `, turn ${turn}`,
+    detail && detail !== reason && [", ", visible(detail)],
   );
 }
 
-/** @param {Missing} missing @returns {HTMLElement} the first, and the others on demand */
-function examples({ reason, examples: found }) {
-  const items = found.map((one) => {
-    const place = [
-      one.segment != null && `segment ${one.segment}`,
-      one.turn != null && `turn ${one.turn}`,
-      one.detail && one.detail !== reason && visible(one.detail),
-    ].filter(Boolean);
-    return h("li", null, h("a", { href: sessionHref(one.session_id) }, one.session_id), place.map((part) => [", ", part]));
-  });
-  const [first, ...rest] = items;
-  const more = rest.length > 0 && h("details", null, h("summary", null, `${rest.length} more`), h("ul", { class: "plain" }, rest));
-  return h("div", null, first && h("ul", { class: "plain" }, first), more);
-}
-
-/** @param {Record<string, string>} wish @returns {HTMLElement[]} */
-function downloads(wish) {
+/** @param {Values} query @returns {HTMLElement[]} */
+function downloads(query) {
   const link = (/** @type {string} */ format, /** @type {string|null} */ shape) => {
-    const name = shape ? `${shape} as ${format}` : format;
-    return h("a", { href: url("/export", { ...wish, format, shape }), download: true, "aria-label": `Download ${name}` }, format);
+    const label = `Download ${shape ? `${shape} as ${format}` : format}`;
+    const href = url("/export", { ...query, format, shape });
+    return h("a", { href, download: true, "aria-label": label }, format);
   };
   const shapes = SHAPES.map((shape) =>
     h("tr", null, h("th", { scope: "row" }, shape), CONTAINERS.map((format) => h("td", null, link(format, shape)))),
   );
   return [
-    h(
-      "div",
-      { class: "bar" },
-      h("h2", null, "Download"),
-      h("span", { class: "spacer" }),
-      copyButton(() => curl("/export", wish)),
-    ),
+    bar(h("h2", null, "Download"), copyButton(() => curl("/export", query))),
     h("div", { class: "table-scroll" }, h("table", null, h("tbody", null, shapes))),
     h("p", null, "For reading, with rows of their own: ", DOCUMENTS.map((format) => [link(format, null), " "])),
-    h("p", { class: "muted" }, "Each link has the filters and options above; what a shape cannot hold is counted once it is chosen there."),
+    h("p", { class: "muted" }, NOTE),
   ];
 }

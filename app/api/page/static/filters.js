@@ -1,11 +1,17 @@
-/** The filters of the session list: how they are written in the address, and which rows they let through. */
+/** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
-import { serverNow } from "./dom.js";
+import { h } from "./dom.js";
+import { checkbox, choice, field, focusField, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { serverNow } from "./format.js";
 
-export const STATES = ["open", "idle", "claimed", "gated", "closed", "erased"];
+/** @import {SessionRow} from "../ui_types.d.ts" */
+/** @import {Values} from "./form.js" */
+/** @typedef {Values & {sort: string, order: string}} ListQuery the filters that are set, and the order */
 
-/** The filters' names are the parameters' of GET /ui/api/sessions. */
-export const FILTERS = [
+const STATES = ["open", "idle", "claimed", "gated", "closed", "erased"];
+
+/** The filters' names are the parameters of GET /ui/api/sessions. */
+const FILTERS = [
   "q",
   "state",
   "group_id",
@@ -16,10 +22,10 @@ export const FILTERS = [
   "min_staleness",
   "stuck_s",
 ];
-const NUMBERS = new Set(["min_reward", "max_reward", "min_staleness", "stuck_s"]);
+const TYPING_MS = 250;
 export const DEFAULT_ORDER = { sort: "updated_at", order: "desc" };
 
-/** What one looks for most, each an address of its own. */
+/** The most wanted lists, each an address of its own. */
 export const PRESETS = [
   { title: "All", query: {} },
   { title: "Stuck for a minute", query: { state: "claimed", stuck_s: "60", sort: "claimed_since", order: "asc" } },
@@ -28,82 +34,127 @@ export const PRESETS = [
   { title: "2 or more versions behind", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
 
-/**
- * @typedef {Record<string, string>} Wish the filters that are set, and `sort` and `order`
- */
-
-/** @param {URLSearchParams} query @returns {Wish} */
-export function wishOf(query) {
-  /** @type {Wish} */
-  const wish = { ...DEFAULT_ORDER };
-  for (const name of [...FILTERS, "sort", "order"]) {
-    const value = query.get(name);
-    if (value) wish[name] = value;
-  }
-  return wish;
+/** @param {URLSearchParams} query @returns {ListQuery} */
+export function listQueryOf(query) {
+  return { ...DEFAULT_ORDER, ...valuesOf(query, [...FILTERS, "sort", "order"]) };
 }
 
-/** @param {Wish} wish @returns {Record<string, string>} without what is so by default, for a short address */
-export function addressOf(wish) {
-  const { sort, order, ...filters } = wish;
-  return sort === DEFAULT_ORDER.sort && order === DEFAULT_ORDER.order ? filters : wish;
+/** @param {ListQuery} query @returns {Values} without the default order, for a short address */
+export function addressOf(query) {
+  const { sort, order, ...filters } = query;
+  return sort === DEFAULT_ORDER.sort && order === DEFAULT_ORDER.order ? filters : query;
 }
 
-/** @param {Wish} wish @returns {boolean} */
-export function isFiltered(wish) {
-  return FILTERS.some((name) => wish[name]);
+/** @param {ListQuery} query @returns {boolean} */
+export function isFiltered(query) {
+  return FILTERS.some((name) => query[name]);
 }
 
-/** Does what matches change without an event, with time or at a gate? @param {Wish} wish @returns {boolean} */
-export function needsPolling(wish) {
-  return Boolean(wish.stuck_s || wish.min_staleness || ["gated", "claimed", "idle"].includes(wish.state));
+/** Does time or a gate change what matches, without an event? @param {ListQuery} query @returns {boolean} */
+export function needsPolling({ state = "", stuck_s, min_staleness }) {
+  return Boolean(stuck_s || min_staleness || ["gated", "claimed", "idle"].includes(state));
 }
 
 /**
- * As the server judges it.
- * @param {any} row
- * @param {Wish} wish
+ * As the server decides it.
+ * @param {SessionRow} row
+ * @param {ListQuery} query
  * @returns {boolean}
  */
-export function matches(row, wish) {
-  const number = (/** @type {string} */ name) => (NUMBERS.has(name) && wish[name] ? Number(wish[name]) : null);
+export function matches(row, query) {
+  const number = (/** @type {string} */ name) => (query[name] ? Number(query[name]) : null);
   const [least, most] = [number("min_reward"), number("max_reward")];
   const [behind, stuck] = [number("min_staleness"), number("stuck_s")];
   return (
-    (!wish.q || row.session_id.startsWith(wish.q)) &&
-    (!wish.state || isInState(row, wish.state)) &&
-    (wish.sort !== "claimed_since" || row.claimed_since !== null) &&
-    (!wish.group_id || row.group_id === wish.group_id) &&
-    (!wish.engine || row.engine === wish.engine) &&
+    (!query.q || row.session_id.startsWith(query.q)) &&
+    (!query.state || isInState(row, query.state)) &&
+    (query.sort !== "claimed_since" || row.claimed_since !== null) &&
+    (!query.group_id || row.group_id === query.group_id) &&
+    (!query.engine || row.engine === query.engine) &&
     (least === null || (row.reward !== null && row.reward >= least)) &&
     (most === null || (row.reward !== null && row.reward <= most)) &&
-    (wish.unrewarded !== "true" || row.reward === null) &&
+    (query.unrewarded !== "true" || row.reward === null) &&
     (behind === null || (row.staleness !== null && row.staleness >= behind)) &&
     (stuck === null || (row.claimed_since !== null && serverNow() - row.claimed_since > stuck))
   );
 }
 
-/** A turn that goes on behind a gate is claimed and held at once. @param {any} row @param {string} wanted */
-function isInState(row, wanted) {
-  if (wanted === "open") return row.state !== "closed" && row.state !== "erased";
-  if (wanted === "claimed") return row.claimed_since !== null;
-  return row.state === wanted;
+/** A turn that waits at a gate may have a claim: it is both. @param {SessionRow} row @param {string} state */
+function isInState(row, state) {
+  if (state === "open") return row.state !== "closed" && row.state !== "erased";
+  if (state === "claimed") return row.claimed_since !== null;
+  return row.state === state;
 }
 
 /**
- * Does a row belong among those that are loaded, in the list's order? One that does not is on a later page.
- * @param {any} row
- * @param {any} last of those that are loaded
- * @param {Wish} wish
+ * Does a row belong among the loaded ones, in the list's order? Otherwise it is on a later page.
+ * @param {SessionRow} row
+ * @param {SessionRow} last of the loaded ones
+ * @param {ListQuery} query
  * @returns {boolean}
  */
-export function isBefore(row, last, wish) {
-  const [own, its] = [row[wish.sort], last[wish.sort]];
-  if (own === null || its === null) return own !== null;
-  return wish.order === "asc" ? own < its : own > its;
+export function isBefore(row, last, query) {
+  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"claimed_since"} */ (query.sort);
+  const [own, other] = [row[column], last[column]];
+  if (own === null || other === null) return own !== null;
+  return query.order === "asc" ? own < other : own > other;
 }
 
-/** @param {any} a @param {any} b @returns {number} newest change first, as the server orders it */
+/** @param {SessionRow} a @param {SessionRow} b @returns {number} newest change first, as the server orders it */
 export function newestFirst(a, b) {
   return b.updated_at - a.updated_at || (a.session_id < b.session_id ? 1 : -1);
+}
+
+/** The form above the session list. It acts while one types, and always shows what the address says. */
+export class FilterForm {
+  /** @param {AbortSignal} closed @param {(filters: Values) => void} onChange */
+  constructor(closed, onChange) {
+    this.engines = choice("engine", []);
+    this.engines.classList.add("wide");
+    this.element = h(
+      "form",
+      { class: "filters", role: "search", "aria-label": "Filter sessions" },
+      field("Session id begins with", textField("q")),
+      field("State", choice("state", STATES)),
+      field("Group", textField("group_id")),
+      field("Engine", this.engines),
+      field("Reward from", numberField("min_reward", { step: "any" })),
+      field("to", numberField("max_reward", { step: "any" })),
+      checkbox("unrewarded", "no reward"),
+      field("Versions behind", numberField("min_staleness", { min: "0", step: "1", placeholder: "at least" })),
+      field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
+    );
+    let timer = 0;
+    const act = () => {
+      clearTimeout(timer);
+      if (this.element.checkValidity()) onChange(readForm(this.element));
+    };
+    this.element.addEventListener("input", (event) => {
+      clearTimeout(timer);
+      const isTyped = event.target instanceof HTMLInputElement && event.target.type !== "checkbox";
+      if (isTyped) timer = setTimeout(act, TYPING_MS);
+      else act();
+    });
+    this.element.addEventListener("submit", (event) => {
+      event.preventDefault();
+      act();
+    });
+    closed.addEventListener("abort", () => clearTimeout(timer));
+  }
+
+  /** @param {ListQuery} query */
+  set(query) {
+    if (query.engine) this.setEngines([query.engine]);
+    writeForm(this.element, FILTERS, query, document.activeElement);
+  }
+
+  /** @param {string[]} urls that can be chosen */
+  setEngines(urls) {
+    const known = new Set([...this.engines.options].map((option) => option.value));
+    for (const url of urls) if (!known.has(url)) this.engines.append(h("option", { value: url }, url));
+  }
+
+  focus() {
+    focusField(this.element, "q");
+  }
 }

@@ -1,28 +1,34 @@
-/** The strip above every view: how the fleet is, second by second. Built once, filled in place. */
+/** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
 import { Sparkline } from "./chart.js";
-import { badge, bytes, compact, count, decimal, duration, h, milliseconds, replace, setBadge, setText } from "./dom.js";
+import { badge, figure, h, replace, setBadge, setText } from "./dom.js";
+import { bytes, compact, count, decimal, duration, milliseconds } from "./format.js";
 import { sessionsHref } from "./route.js";
 import { badgeCell, linkCell, sinceCell, smallTable, textCell } from "./rows.js";
 import { visibleText } from "./visible.js";
 
+/** @import {Engine, Overview, Percentiles} from "../ui_types.d.ts" */
+/** @import {Column} from "./rows.js" */
+/** @typedef {{element: HTMLElement, show: (overview: Overview) => void}} Part of the strip */
+
 const SPARK_S = 60;
+/** @type {Record<string, string>} */
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
 const MOST_NAMED = 3;
 
-/** The counts of sessions, and where each leads. */
+/**
+ * The counts of sessions, and the list that each leads to.
+ * @type {{key: keyof Overview["sessions"], label: string, query: {state?: string}, hint: string}[]}
+ */
 const COUNTS = [
-  ["active", "Active", {}, "A turn was opened or committed in the last minute"],
-  ["claimed", "In a turn", { state: "claimed" }, "A turn is open"],
-  ["gated", "Held", { state: "gated" }, "A turn waits at a gate"],
-  ["idle", "Idle", { state: "idle" }, "Open, and no turn is"],
-  ["closed", "Closed", { state: "closed" }, ""],
+  { key: "active", label: "Active", query: {}, hint: "A turn was opened or committed in the last minute" },
+  { key: "claimed", label: "In a turn", query: { state: "claimed" }, hint: "A turn is open" },
+  { key: "gated", label: "Held", query: { state: "gated" }, hint: "A turn waits at a gate" },
+  { key: "idle", label: "Idle", query: { state: "idle" }, hint: "Open, and no turn is" },
+  { key: "closed", label: "Closed", query: { state: "closed" }, hint: "" },
 ];
 
-/**
- * @param {HTMLElement} root
- * @returns {{show: (overview: any) => void}}
- */
+/** @param {HTMLElement} root @returns {{show: (overview: Overview) => void}} */
 export function fleetStrip(root) {
   const parts = [sessionCounts(), speed(), engines(), weights(), errors(), database()];
   replace(root, parts.map((part) => part.element));
@@ -30,43 +36,49 @@ export function fleetStrip(root) {
 }
 
 /**
+ * A figure whose value is set again and again.
  * @param {string} label
  * @param {{href?: string, hint?: string}} [more]
  */
-function figure(label, more = {}) {
+function liveFigure(label, { href, hint } = {}) {
   const value = h("span", { class: "value" }, "–");
   const inside = [h("span", { class: "label" }, label), value];
-  const attributes = { class: "figure", title: more.hint };
-  const element = more.href ? h("a", { ...attributes, href: more.href }, inside) : h("div", attributes, inside);
+  const element = h(href ? "a" : "div", { class: "figure", title: hint, href }, inside);
   return { element, set: (/** @type {string} */ text) => setText(value, text) };
 }
 
+/** @param {...HTMLElement} elements */
+function group(...elements) {
+  return h("div", { class: "group" }, elements);
+}
+
+/** @returns {Part} */
 function sessionCounts() {
-  const figures = COUNTS.map(([key, label, query, hint]) => {
-    const made = figure(String(label), { href: sessionsHref(Object(query)), hint: String(hint) });
-    return { key: String(key), ...made };
+  const figures = COUNTS.map(({ key, label, query, hint }) => {
+    return { key, ...liveFigure(label, { href: sessionsHref(query), hint }) };
   });
   return {
-    element: h("div", { class: "group" }, figures.map((one) => one.element)),
-    show: (/** @type {any} */ overview) => {
+    element: group(...figures.map((one) => one.element)),
+    show: ({ sessions }) => {
       for (const { key, set, element } of figures) {
-        set(compact(overview.sessions[key]));
-        if (key === "gated") element.classList.toggle("alert", overview.sessions.gated > 0);
+        set(compact(sessions[key]));
+        if (key === "gated") element.classList.toggle("alert", sessions.gated > 0);
       }
     },
   };
 }
 
+/** @returns {Part} */
 function speed() {
-  const turns = figure("Turns/s");
+  const turns = liveFigure("Turns/s");
   const spark = new Sparkline("Turns per second", SPARK_S);
-  const overhead = figure("Overhead p50 / p99", { hint: "Turnlog's own share of a turn, over the last minute" });
-  const engine = figure("Engine p50 / p99", { hint: "The engine's share of a turn, over the last minute" });
+  const overhead = liveFigure("Overhead p50 / p99", { hint: "Turnlog's own share of a turn, over the last minute" });
+  const engine = liveFigure("Engine p50 / p99", { hint: "The engine's share of a turn, over the last minute" });
   const element = h("div", { class: "group" }, turns.element, spark.element, overhead.element, engine.element);
-  const pair = (/** @type {any} */ both) => `${milliseconds(both?.p50)} / ${milliseconds(both?.p99)}`;
+  const pair = (/** @type {Percentiles} */ { p50, p99 }) => `${milliseconds(p50)} / ${milliseconds(p99)}`;
   return {
     element,
-    show: (/** @type {any} */ overview) => {
+    show: (overview) => {
       turns.set(decimal(overview.turns_per_s, 1));
       spark.add(overview.turns_per_s);
       overhead.set(pair(overview.overhead_ms));
@@ -76,11 +88,12 @@ function speed() {
   };
 }
 
-/** @param {any} engine @returns {string} */
+/** @param {Engine} engine @returns {string} */
 function engineName(engine) {
   return engine.url.replace(/^https?:\/\//, "");
 }
 
+/** @returns {Part} */
 function engines() {
   const summary = h("summary");
   const table = smallTable("Engines", engineColumns(), (engine) => engine.url);
@@ -88,33 +101,33 @@ function engines() {
   let shown = "";
   return {
     element,
-    show: (/** @type {any} */ overview) => {
-      table.rows.show(overview.engines);
-      const parts = engineParts(overview.engines);
+    show: ({ engines: all }) => {
+      table.rows.show(all);
+      const parts = engineParts(all);
       const now = JSON.stringify(parts);
       if (now === shown) return;
       shown = now;
-      const label = h("span", { class: "label" }, `Engines (${overview.engines.length})`);
+      const label = h("span", { class: "label" }, `Engines (${all.length})`);
       replace(summary, label, parts.map(({ text, tone }) => badge(text, tone)));
     },
   };
 }
 
 /**
- * Those that are ill by name, the others by number.
- * @param {any[]} all
+ * The engines that are not well by name, the others by number.
+ * @param {Engine[]} all
  * @returns {{text: string, tone: string}[]}
  */
 function engineParts(all) {
   if (!all.length) return [{ text: "none: set TURNLOG_UPSTREAMS or POST /engines", tone: "warn" }];
-  /** @type {Map<string, any[]>} */
+  /** @type {Map<string, Engine[]>} */
   const byState = new Map();
   for (const engine of all) {
     const state = engine.state === "draining" ? "draining" : engine.health;
     byState.set(state, [...(byState.get(state) ?? []), engine]);
   }
   return [...byState].map(([state, some]) => {
-    const tone = HEALTH[/** @type {keyof typeof HEALTH} */ (state)] ?? "warn";
+    const tone = HEALTH[state] ?? "warn";
     const names = some.slice(0, MOST_NAMED).map(engineName).join(", ");
     const isNamed = tone === "bad" || tone === "warn";
     const more = some.length > MOST_NAMED ? ", …" : "";
@@ -122,9 +135,9 @@ function engineParts(all) {
   });
 }
 
-/** @returns {import("./rows.js").Column[]} */
+/** @returns {Column<Engine>[]} */
 function engineColumns() {
-  const regressed = (/** @type {any} */ engine) => (engine.weight_version_regressed ? " (fell back)" : "");
+  const regressed = (/** @type {Engine} */ engine) => (engine.weight_version_regressed ? " (fell back)" : "");
   return [
     {
       title: "Engine",
@@ -135,7 +148,7 @@ function engineColumns() {
     {
       title: "Health",
       width: "auto",
-      fill: badgeCell((engine) => engine.health, (engine) => HEALTH[/** @type {keyof typeof HEALTH} */ (engine.health)]),
+      fill: badgeCell((engine) => engine.health, (engine) => HEALTH[engine.health]),
     },
     { title: "State", width: "auto", fill: textCell((engine) => engine.state) },
     { title: "In flight", number: true, fill: textCell((engine) => count(engine.in_flight)) },
@@ -150,25 +163,19 @@ function engineColumns() {
   ];
 }
 
+/** @returns {Part} */
 function weights() {
-  const version = figure("Weights", { hint: "The newest version that is a number" });
+  const version = liveFigure("Weights", { hint: "The newest version that is a number" });
   const gate = badge("open", "good");
   const paused = h("span");
-  const element = h(
-    "div",
-    { class: "group" },
-    version.element,
-    h("div", { class: "figure" }, h("span", { class: "label" }, "Gate"), gate, paused),
-  );
   return {
-    element,
-    show: (/** @type {any} */ overview) => {
-      version.set(String(overview.weight_version ?? "–"));
-      const { gate: state } = overview;
+    element: group(version.element, figure("Gate", [gate, paused])),
+    show: ({ weight_version, gate: state, adapters }) => {
+      version.set(String(weight_version ?? "–"));
       const left = state.lease_left_s == null ? "" : `, ${duration(Math.round(state.lease_left_s))} left`;
       if (state.paused) setBadge(gate, `paused (${state.mode}${left})`, "warn");
       else setBadge(gate, "open", "good");
-      const names = overview.adapters.filter((/** @type {any} */ one) => one.paused).map((/** @type {any} */ one) => one.name);
+      const names = adapters.filter((one) => one.paused).map((one) => one.name);
       const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
       const list = names.slice(0, MOST_NAMED).map(visibleText).join(", ");
       setText(paused, names.length ? `paused adapters: ${list}${more}` : "");
@@ -176,19 +183,16 @@ function weights() {
   };
 }
 
+/** @returns {Part} */
 function errors() {
   const recent = h("ul", { class: "errors" });
-  const element = h(
-    "div",
-    { class: "group" },
-    h("div", { class: "figure" }, h("span", { class: "label" }, "Errors, last minute"), recent),
-  );
+  const element = group(figure("Errors, last minute", recent));
   let shown = "";
   return {
     element,
-    show: (/** @type {any} */ overview) => {
-      const found = Object.entries(overview.errors ?? {}).sort((a, b) => b[1] - a[1]);
-      const totals = Object.entries(overview.errors_total ?? {}).map(([code, number]) => `${code}: ${count(number)}`);
+    show: (overview) => {
+      const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
+      const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
       element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
       const now = JSON.stringify(found);
       if (now === shown) return;
@@ -199,13 +203,13 @@ function errors() {
   };
 }
 
+/** @returns {Part} */
 function database() {
-  const size = figure("Database");
-  const wal = figure("WAL");
+  const size = liveFigure("Database");
+  const wal = liveFigure("WAL");
   return {
-    element: h("div", { class: "group" }, size.element, wal.element),
-    show: (/** @type {any} */ overview) => {
-      const { bytes: all, wal_bytes: walBytes, kind } = overview.database;
+    element: group(size.element, wal.element),
+    show: ({ database: { bytes: all, wal_bytes: walBytes, kind } }) => {
       size.set(bytes(all));
       size.element.title = kind;
       wal.element.hidden = walBytes === null;

@@ -1,4 +1,4 @@
-/** Numbers, sizes and times as people read them; times that tick without rendering anything anew. */
+/** Numbers, sizes and times as people read them; elapsed times that go on by themselves. */
 
 const DASH = "–";
 const TICK_MS = 1000;
@@ -10,7 +10,7 @@ const moment = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle
 let aheadS = 0;
 
 /**
- * Tell how the server's clock stands to this one, so that "3 s ago" is right on a laptop whose clock is not.
+ * Set the server's clock, so that "3 s ago" is right on a computer whose own clock is wrong.
  * @param {number} serverNow epoch seconds
  */
 export function setServerNow(serverNow) {
@@ -33,7 +33,7 @@ export function compact(value) {
 }
 
 /**
- * A number with a fixed count of decimals, so that a column of them is aligned.
+ * A number with a fixed number of decimals, so that a column of them is aligned.
  * @param {number|null|undefined} value
  * @param {number} [decimals]
  * @returns {string}
@@ -89,7 +89,7 @@ export function iso(at) {
 }
 
 /**
- * A `<time>` that says how long ago something was and goes on saying so.
+ * A `<time>` that says how long ago something was, and is kept up to date.
  * @param {number|null|undefined} at epoch seconds
  * @param {"ago"|"for"} [style] "3 s ago", or "3 s" for what is still going on
  * @returns {HTMLElement}

@@ -1,82 +1,59 @@
-/** One group: its siblings' rewards, and what is wrong with them. */
+/** One group: the rewards of its sessions, and what is wrong with them. */
 
 import { curl, get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyButton } from "./copy.js";
-import { badge, count, decimal, failure, h, message, replace } from "./dom.js";
+import { badge, bar, figure, h, message, replace } from "./dom.js";
+import { count, decimal } from "./format.js";
 import { ranges } from "./groups.js";
 import { queryOf, sessionHref, sessionsHref } from "./route.js";
 import { badgeCell, linkCell, smallTable, textCell } from "./rows.js";
+import { View } from "./view.js";
 import { visible } from "./visible.js";
 
-const REFRESH_MS = 1000;
+/** @import {Attempt, Child, Group, SessionRow, Statistics} from "../ui_types.d.ts" */
+/** @import {Column} from "./rows.js" */
+/** @import {Place} from "./view.js" */
+
 const MOST_PLOTTED = 2000;
 
-/**
- * @param {HTMLElement} root
- * @param {{id: string|null}} params
- */
-export function view(root, params) {
-  return new GroupView(root, String(params.id));
-}
-
-class GroupView {
-  /** @param {HTMLElement} root @param {string} id */
-  constructor(root, id) {
+export class GroupView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { id }) {
+    super(root);
     this.id = id;
     this.path = `/groups/${encodeURIComponent(id)}`;
-    this.request = new AbortController();
-    this.timer = 0;
     this.facts = h("div", { class: "facts" });
     this.plot = h("div", { class: "panel" });
     this.table = smallTable("Sessions of the group", columns(), (one) => one.session_id);
-    this.problem = h("div");
     this.shown = "";
     replace(
       root,
-      h(
-        "div",
-        { class: "bar" },
-        h("h1", { dir: "auto" }, visible(id)),
-        h("span", { class: "spacer" }),
+      bar(h("h1", { dir: "auto" }, visible(id)), [
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
         h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
         copyButton(() => curl(this.path)),
-      ),
+      ]),
       this.problem,
       this.facts,
       h("div", { class: "panels" }, this.plot, this.table.element),
     );
-    this.#read();
+    this.refresh();
   }
 
-  /** @param {any[]} rows */
+  /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (!this.timer && rows.some((row) => row.group_id === this.id)) this.onReset();
+    if (rows.some((row) => row.group_id === this.id)) this.changed();
   }
 
-  onReset() {
-    clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.#read(), REFRESH_MS);
+  refresh() {
+    return this.read(
+      async (signal) => /** @type {Group} */ (await get(this.path, {}, signal)),
+      (group) => this.#show(group),
+    );
   }
 
-  close() {
-    clearTimeout(this.timer);
-    this.request.abort();
-  }
-
-  async #read() {
-    this.timer = 0;
-    try {
-      this.#show(await get(this.path, {}, this.request.signal));
-      replace(this.problem);
-    } catch (error) {
-      if (this.request.signal.aborted) return;
-      replace(this.problem, failure(error, () => this.#read()));
-    }
-  }
-
-  /** @param {any} group */
+  /** @param {Group} group */
   #show(group) {
     const { attempts, statistics } = group;
     replace(this.facts, facts(group));
@@ -88,20 +65,22 @@ class GroupView {
   }
 }
 
-/** @param {any[]} attempts @param {any} statistics @returns {Element} */
+/** @param {Attempt[]} attempts @param {Statistics|null} statistics @returns {Element} */
 function plot(attempts, statistics) {
-  if (!statistics) return message("empty", "No session has a reward yet.", h("code", null, "PUT /sessions/{id}/reward"));
+  if (!statistics) {
+    return message("empty", "No session has a reward yet.", h("code", null, "PUT /sessions/{id}/reward"));
+  }
   const shown = attempts.length > MOST_PLOTTED ? attempts.slice(0, MOST_PLOTTED) : attempts;
   const note = "A dot is a session and leads to it; an empty one is still open.";
   const cut = shown.length < attempts.length ? ` The first ${count(MOST_PLOTTED)} of ${count(attempts.length)}.` : "";
   return h("div", null, rewardPlot([...shown], statistics), h("p", { class: "muted" }, note, cut));
 }
 
-/** @param {any} group @returns {HTMLElement[]} */
+/** @param {Group} group @returns {HTMLElement[]} */
 function facts(group) {
   const { attempts, statistics } = group;
   const missing = missingOf(attempts);
-  const closed = attempts.filter((/** @type {any} */ one) => one.status !== "open").length;
+  const closed = attempts.filter((one) => one.status !== "open").length;
   const rewarded = statistics?.count ?? 0;
   const found = [
     fact("Sessions", count(attempts.length)),
@@ -113,33 +92,38 @@ function facts(group) {
     fact("State", group.complete ? badge("complete", "good") : badge("not complete", "muted")),
   ];
   if (statistics?.zero_variance && statistics.count > 1) {
-    found.push(fact("Variance", h("span", { class: "flag" }, "▲ zero: all rewards are equal, a group-relative advantage is 0")));
+    found.push(fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")));
   }
-  if (missing.length) found.push(fact("Missing attempts", h("span", { class: "flag" }, `▲ ${ranges(missing)}`)));
+  if (missing.length) found.push(fact("Missing attempts", flag(ranges(missing))));
   return found;
 }
 
-/** @param {string} label @param {import("./dom.js").Child} value @returns {HTMLElement} */
+/** @param {string} text */
+function flag(text) {
+  return h("span", { class: "flag" }, `▲ ${text}`);
+}
+
+/** @param {string} label @param {Child} value */
 function fact(label, value) {
-  return h("div", { class: "figure" }, h("span", { class: "label" }, label), h("span", { class: "value small" }, value));
+  return figure(label, h("span", { class: "value small" }, value));
 }
 
 /**
  * Numbers below the highest attempt that no session has; counted from 0 where there is a 0, else from 1.
- * @param {any[]} attempts
+ * @param {Attempt[]} attempts
  * @returns {number[]}
  */
 function missingOf(attempts) {
   const numbers = new Set(attempts.map((one) => one.attempt).filter((one) => one !== null));
-  if (!numbers.size) return [];
   const missing = [];
-  for (let one = numbers.has(0) ? 0 : 1; one < Math.max(...numbers) && missing.length < 1000; one += 1) {
+  const highest = Math.max(...numbers);
+  for (let one = numbers.has(0) ? 0 : 1; one < highest && missing.length < 1000; one += 1) {
     if (!numbers.has(one)) missing.push(one);
   }
   return missing;
 }
 
-/** @returns {import("./rows.js").Column[]} */
+/** @returns {Column<Attempt>[]} */
 function columns() {
   return [
     { title: "Attempt", number: true, fill: textCell((one) => String(one.attempt ?? "–")) },

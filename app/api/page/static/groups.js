@@ -1,44 +1,44 @@
-/** All groups: which have no variance, which miss attempts. */
+/** All groups: which have no variance, which lack attempts. */
 
 import { curl, get } from "./api.js";
 import { copyButton } from "./copy.js";
-import { count, decimal, failure, h, message, replace, setText } from "./dom.js";
+import { bar, button, chip, h, message, replace, setText } from "./dom.js";
+import { count, decimal } from "./format.js";
 import { groupHref, setQuery } from "./route.js";
 import { badgeCell, linkCell, textCell } from "./rows.js";
 import { LongTable } from "./table.js";
+import { View } from "./view.js";
 import { visibleText } from "./visible.js";
+
+/** @import {GroupPage, GroupRow, SessionRow} from "../ui_types.d.ts" */
+/** @import {Column} from "./rows.js" */
+/** @import {Place} from "./view.js" */
 
 const PAGE = 200;
 const REFRESH_MS = 5000;
 
-/** What one looks for; judged here, over the groups that are loaded. */
-const CHOICES = [
-  ["", "All", () => true],
-  ["flat", "Zero variance", (/** @type {any} */ group) => group.zero_variance],
-  ["missing", "Missing attempts", (/** @type {any} */ group) => group.missing_attempts.length > 0],
-  ["unrewarded", "Not all rewarded", (/** @type {any} */ group) => group.rewarded < group.sessions],
+/**
+ * The filters, over the loaded groups.
+ * @type {{name: string, title: string, fits: (group: GroupRow) => boolean}[]}
+ */
+const FILTERS = [
+  { name: "", title: "All", fits: () => true },
+  { name: "flat", title: "Zero variance", fits: (group) => group.zero_variance },
+  { name: "missing", title: "Missing attempts", fits: (group) => group.missing_attempts.length > 0 },
+  { name: "unrewarded", title: "Not all rewarded", fits: (group) => group.rewarded < group.sessions },
 ];
 
-/**
- * @param {HTMLElement} root
- * @param {{query: URLSearchParams}} params
- */
-export function view(root, params) {
-  return new GroupsView(root, params.query);
-}
-
-class GroupsView {
-  /** @param {HTMLElement} root @param {URLSearchParams} query */
-  constructor(root, query) {
-    /** @type {any[]} */
+export class GroupsView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { query }) {
+    super(root);
+    /** @type {GroupRow[]} */
     this.groups = [];
     /** @type {string|null} */
     this.nextCursor = null;
-    /** @type {AbortController|null} */
-    this.request = null;
     this.isLoaded = false;
-    this.isChanged = false;
-    this.table = new LongTable({
+    this.hasNews = false;
+    this.table = new LongTable(this.closed, {
       label: "Groups",
       columns: columns(),
       keyOf: (group) => group.group_id,
@@ -46,98 +46,81 @@ class GroupsView {
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    this.problem = h("div");
     const copy = copyButton(() => curl("/ui/api/groups", { limit: PAGE }));
-    const again = h("button", { type: "button", class: "quiet", onclick: () => this.#refresh() }, "Refresh");
+    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Groups"),
-      h("div", { class: "bar" }, this.chips, h("span", { class: "spacer" }), this.total, again, copy),
+      bar(this.chips, [this.total, again, copy]),
       this.problem,
       this.table.element,
     );
-    this.timer = setInterval(() => this.#tick(), REFRESH_MS);
+    this.every(REFRESH_MS, () => this.#poll());
     this.onQuery(query);
-    this.#refresh();
+    this.refresh();
   }
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.choice = CHOICES.find(([name]) => name === query.get("only")) ?? CHOICES[0];
-    setQuery({ only: this.choice[0] });
-    const links = CHOICES.map((one) =>
-      h(
-        "a",
-        { href: `#/groups${one[0] ? `?only=${one[0]}` : ""}`, "aria-current": one === this.choice ? "true" : null },
-        String(one[1]),
-      ),
+    const only = FILTERS.some(({ name }) => name === query.get("only")) ? query.get("only") : "";
+    setQuery({ only });
+    this.only = only;
+    replace(
+      this.chips,
+      FILTERS.map(({ name, title }) => chip(`#/groups${name && `?only=${name}`}`, title, name === only)),
     );
-    replace(this.chips, links);
     this.#show();
   }
 
-  /** @param {any[]} rows */
+  /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (rows.some((row) => row.group_id !== null)) this.isChanged = true;
+    if (rows.some((row) => row.group_id !== null)) this.hasNews = true;
   }
 
-  onReset() {
-    this.#refresh();
+  refresh() {
+    this.hasNews = false;
+    return this.#read(null);
   }
 
-  close() {
-    clearInterval(this.timer);
-    this.request?.abort();
-    this.table.close();
+  /** @param {unknown} error */
+  onFailure(error) {
+    this.nextCursor = null;
+    super.onFailure(error);
+    this.#show();
   }
 
-  #tick() {
-    if (document.hidden || !this.isChanged || this.request || this.table.isHeld || !this.table.isAtTop) return;
-    this.#refresh();
-  }
-
-  #refresh() {
-    this.isChanged = false;
-    this.#read(null);
+  #poll() {
+    if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
   }
 
   #more() {
-    if (this.nextCursor && !this.request) this.#read(this.nextCursor);
+    if (this.nextCursor && !this.requests.isRunning) this.#read(this.nextCursor);
   }
 
   /** @param {string|null} cursor */
-  async #read(cursor) {
-    this.request?.abort();
-    const request = new AbortController();
-    this.request = request;
-    this.#show();
-    try {
-      const page = await get("/ui/api/groups", { limit: PAGE, cursor }, request.signal);
+  #read(cursor) {
+    const request = async (/** @type {AbortSignal} */ signal) => {
+      this.#show();
+      return /** @type {GroupPage} */ (await get("/ui/api/groups", { limit: PAGE, cursor }, signal));
+    };
+    return this.read(request, (page) => {
       const known = cursor === null ? [] : this.groups;
-      const fresh = new Map([...known, ...page.groups].map((group) => [group.group_id, group]));
-      this.groups = [...fresh.values()];
+      this.groups = [...new Map([...known, ...page.groups].map((group) => [group.group_id, group])).values()];
       this.nextCursor = page.next_cursor;
       this.isLoaded = true;
-      replace(this.problem);
-    } catch (error) {
-      if (request.signal.aborted) return;
-      this.nextCursor = null;
-      replace(this.problem, failure(error, () => this.#refresh()));
-    }
-    this.request = null;
-    this.#show();
+      this.#show();
+    });
   }
 
   #show() {
-    const fits = /** @type {(group: any) => boolean} */ (this.choice?.[2]);
-    const shown = this.groups.filter(fits);
-    this.table.show(shown, shown.length, this.request !== null);
+    const filter = FILTERS.find(({ name }) => name === this.only);
+    const shown = this.groups.filter((group) => filter?.fits(group));
+    this.table.show(shown, shown.length, this.requests.isRunning);
     const loaded = `${count(this.groups.length)}${this.nextCursor ? "+" : ""}`;
     setText(this.total, this.isLoaded ? `${count(shown.length)} of ${loaded} groups` : "");
     if (!this.isLoaded) this.table.setFoot("Loading …");
     else if (this.nextCursor) {
-      const button = h("button", { type: "button", onclick: () => this.#more() }, "Load more");
-      this.table.setFoot(`${count(this.groups.length)} loaded`, button);
+      this.table.setFoot(`${count(this.groups.length)} loaded`, button("Load more", () => this.#more()));
     } else if (!shown.length) this.table.setFoot(nothing(this.groups.length > 0));
     else this.table.setFoot("All shown");
   }
@@ -145,7 +128,9 @@ class GroupsView {
 
 /** @param {boolean} isFiltered */
 function nothing(isFiltered) {
-  if (isFiltered) return message("empty", "No such group.", h("p", null, h("a", { href: "#/groups" }, "Show all groups")));
+  if (isFiltered) {
+    return message("empty", "No such group.", h("p", null, h("a", { href: "#/groups" }, "Show all groups")));
+  }
   return message(
     "empty",
     "There are no groups yet.",
@@ -153,16 +138,17 @@ function nothing(isFiltered) {
   );
 }
 
-/** @param {any} group @returns {string} */
+/** @param {GroupRow} group @returns {string} */
 function verdict(group) {
   if (group.zero_variance) return "zero variance";
   if (group.missing_attempts.length) return "missing attempts";
   return group.state;
 }
 
-/** @param {any} group @returns {string|undefined} */
+/** @param {GroupRow} group @returns {string|undefined} */
 function tone(group) {
-  return group.zero_variance || group.missing_attempts.length ? "warn" : group.state === "complete" ? "good" : undefined;
+  if (group.zero_variance || group.missing_attempts.length) return "warn";
+  return group.state === "complete" ? "good" : undefined;
 }
 
 /** @param {number[]} attempts @returns {string} "2, 5–7" */
@@ -177,9 +163,9 @@ export function ranges(attempts) {
   return found.map(([from, to]) => (from === to ? String(from) : `${from}–${to}`)).join(", ");
 }
 
-/** @returns {import("./rows.js").Column[]} */
+/** @returns {Column<GroupRow>[]} */
 function columns() {
-  const number = (/** @type {string} */ title, /** @type {(group: any) => string} */ text, width = "88px") => ({
+  const number = (/** @type {string} */ title, /** @type {(group: GroupRow) => string} */ text, width = "88px") => ({
     title,
     width,
     number: true,

@@ -1,6 +1,6 @@
-/** The page's keys. Those of a list are its own (table.js); these work anywhere but where one writes. */
+/** The page's keys. A list has its own (table.js); these work everywhere except in a field. */
 
-import { h } from "./dom.js";
+import { h, showDialog } from "./dom.js";
 
 const KEYS = [
   ["/", "go to the filter"],
@@ -11,34 +11,34 @@ const KEYS = [
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
+/** @type {Record<string, string>} */
 const PLACES = { s: "#/", g: "#/groups", e: "#/exports" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */
 export function isWriting(target) {
-  return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName));
+  if (!(target instanceof HTMLElement)) return false;
+  return target.isContentEditable || /^(INPUT|SELECT|TEXTAREA)$/.test(target.tagName);
 }
 
-/**
- * @param {{filter: () => void}} actions
- */
-export function listenToKeys(actions) {
-  let goes = 0;
+/** @param {() => void} goToFilter what `/` does */
+export function listenToKeys(goToFilter) {
+  let goPressedAt = 0;
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (isWriting(event.target)) {
       if (event.key === "Escape") /** @type {HTMLElement} */ (event.target).blur();
       return;
     }
-    const place = PLACES[/** @type {keyof typeof PLACES} */ (event.key)];
-    if (place && event.timeStamp - goes < SEQUENCE_MS) location.hash = place;
-    else if (event.key === "/") actions.filter();
+    const place = PLACES[event.key];
+    if (place && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = place;
+    else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
     else {
-      if (event.key === "g") goes = event.timeStamp;
+      if (event.key === "g") goPressedAt = event.timeStamp;
       return;
     }
-    goes = 0;
+    goPressedAt = 0;
     event.preventDefault();
   });
 }
@@ -46,14 +46,9 @@ export function listenToKeys(actions) {
 /** The keys, in a dialog. */
 export function showKeys() {
   if (document.querySelector("dialog[open]")) return;
-  const dialog = h(
-    "dialog",
+  showDialog(
     { "aria-labelledby": "keys-title" },
     h("h2", { id: "keys-title" }, "Keys"),
     h("dl", { class: "keys" }, KEYS.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
-    h("form", { method: "dialog" }, h("button", null, "Close")),
   );
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
 }

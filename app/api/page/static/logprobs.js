@@ -1,12 +1,15 @@
-/** How likely tokens were, as colours with a legend and as a histogram. */
+/** The probabilities of tokens, as colours with a legend and as a histogram. */
 
-import { count, h, replace, svg } from "./dom.js";
+import { h, replace, svg } from "./dom.js";
+import { count } from "./format.js";
+
+/** @import {Token} from "../ui_types.d.ts" */
 
 /** Lower ends of the classes, from likely to not; the last class has none. */
 const ENDS = [Math.log(0.9), Math.log(0.5), Math.log(0.2), Math.log(0.05), Math.log(0.01), Math.log(0.001)];
 const NAMES = ["90 % or more", "50 to 90 %", "20 to 50 %", "5 to 20 %", "1 to 5 %", "0.1 to 1 %", "under 0.1 %"];
 
-/** Bars of the histogram, of half a nat each; what is below all of them is in the last one. */
+/** Bars of the histogram, half a nat each; the last one also has everything below. */
 const BARS = 24;
 const NATS = 0.5;
 const WIDTH = 240;
@@ -18,11 +21,11 @@ export function classOf(logprob) {
   return found < 0 ? ENDS.length : found;
 }
 
-/** Counts of the tokens that were added. */
-export class Counts {
+/** Statistics of the tokens that were added. */
+export class TokenStatistics {
   constructor() {
-    this.classes = new Array(NAMES.length).fill(0);
-    this.bars = new Array(BARS).fill(0);
+    this.classes = NAMES.map(() => 0);
+    this.bars = Array.from({ length: BARS }, () => 0);
     this.tokens = 0;
     this.sampled = 0;
     this.inLoss = 0;
@@ -30,31 +33,36 @@ export class Counts {
     this.scored = 0;
   }
 
-  /** @param {any[][]} tokens as the API gives them */
+  /** @param {Token[]} tokens */
   add(tokens) {
-    for (const [, sampled, mask, logprob] of tokens) {
+    for (const [, sampled, lossMask, logprob] of tokens) {
       this.tokens += 1;
       this.sampled += sampled;
-      this.inLoss += mask;
+      this.inLoss += lossMask;
       if (!sampled || logprob === null) continue;
       this.scored += 1;
       this.sum += logprob;
-      this.classes[classOf(logprob)] += 1;
-      this.bars[Math.min(BARS - 1, Math.max(0, Math.floor(-logprob / NATS)))] += 1;
+      increment(this.classes, classOf(logprob));
+      increment(this.bars, Math.min(BARS - 1, Math.max(0, Math.floor(-logprob / NATS))));
     }
   }
 }
 
-/** @param {Counts} counts @returns {SVGElement} */
-function histogram(counts) {
-  const most = Math.max(1, ...counts.bars);
+/** @param {number[]} counts @param {number} index */
+function increment(counts, index) {
+  counts[index] = (counts[index] ?? 0) + 1;
+}
+
+/** @param {TokenStatistics} statistics @returns {SVGElement} */
+function histogram(statistics) {
+  const most = Math.max(1, ...statistics.bars);
   const width = WIDTH / BARS;
   const ends = `from 0 down to ${-BARS * NATS} and below`;
-  const label = `Histogram of the logprobs of ${count(counts.scored)} sampled tokens, ${ends}`;
+  const label = `Histogram of the logprobs of ${count(statistics.scored)} sampled tokens, ${ends}`;
   return svg(
     "svg",
     { class: "histogram", viewBox: `0 0 ${WIDTH} ${HEIGHT + 14}`, role: "img", "aria-label": label },
-    counts.bars.map((bar, place) => {
+    statistics.bars.map((bar, place) => {
       const height = bar && Math.max(1, (HEIGHT * bar) / most);
       const where = { x: place * width + 0.5, y: HEIGHT - height, width: width - 1, height };
       const ends = `${-place * NATS} to ${place === BARS - 1 ? "below" : -(place + 1) * NATS}`;
@@ -77,13 +85,14 @@ function histogram(counts) {
 }
 
 /**
- * Show counts in an element: the legend with how many tokens each colour has, the histogram, the sums.
+ * Fill an element with the legend and how many tokens each colour has, the histogram, the sums.
  * @param {Element} element
- * @param {Counts} counts
- * @param {string} what they are of
+ * @param {TokenStatistics} statistics
+ * @param {string} what of which tokens
  */
-export function show(element, counts, what) {
-  const mean = counts.scored ? counts.sum / counts.scored : null;
+export function showStatistics(element, statistics, what) {
+  const { tokens, sampled, inLoss, scored } = statistics;
+  const mean = scored ? statistics.sum / scored : null;
   replace(
     element,
     h(
@@ -103,29 +112,20 @@ export function show(element, counts, what) {
             "tr",
             null,
             h("th", { scope: "row" }, h("span", { class: `swatch lp${place}`, "aria-hidden": "true" }), name),
-            h("td", { class: "number" }, count(counts.classes[place])),
+            h("td", { class: "number" }, count(statistics.classes[place])),
           ),
         ),
       ),
     ),
-    counts.scored > 0 && h("figure", null, histogram(counts), h("figcaption", null, "logprob, half a nat a bar")),
+    scored > 0 &&
+      h("figure", null, histogram(statistics), h("figcaption", null, "logprob, half a nat a bar")),
     h(
       "ul",
       { class: "sums" },
-      h("li", null, `${count(counts.tokens)} tokens`),
-      h(
-        "li",
-        null,
-        h("span", { class: "tok prompt", "aria-hidden": "true" }, "abc"),
-        ` ${count(counts.tokens - counts.sampled)} not sampled`,
-      ),
-      h("li", null, h("span", { class: "tok lp1", "aria-hidden": "true" }, "abc"), ` ${count(counts.sampled)} sampled`),
-      h(
-        "li",
-        null,
-        h("span", { class: "tok lp1 masked", "aria-hidden": "true" }, "abc"),
-        ` ${count(counts.sampled - counts.inLoss)} sampled, not in the loss`,
-      ),
+      h("li", null, `${count(tokens)} tokens`),
+      legendLine("prompt", `${count(tokens - sampled)} not sampled`),
+      legendLine("lp1", `${count(sampled)} sampled`),
+      legendLine("lp1 masked", `${count(sampled - inLoss)} sampled, not in the loss`),
       h(
         "li",
         null,
@@ -133,4 +133,9 @@ export function show(element, counts, what) {
       ),
     ),
   );
+}
+
+/** @param {string} kind how such a token looks @param {string} text */
+function legendLine(kind, text) {
+  return h("li", null, h("span", { class: `tok ${kind}`, "aria-hidden": "true" }, "abc"), ` ${text}`);
 }

@@ -1,13 +1,13 @@
-/** Where in the page one is: `#/session/<id>/tokens?seq=5`. Filters are in the query, so that a view can be shared. */
+/** The page's addresses: `#/session/<id>/tokens?seq=5`. Filters are in the query, so that a view can be shared. */
 
 /**
  * @typedef {object} Route
- * @property {string} name "sessions", "session", "tokens", "group", "groups", "exports"
- * @property {string|null} id the session's or the group's
+ * @property {"sessions"|"session"|"tokens"|"group"|"groups"|"exports"} name
+ * @property {string} id the session's or the group's, "" for a list
  * @property {URLSearchParams} query
+ *
+ * @typedef {Record<string, string|number|boolean|null|undefined>|URLSearchParams} Parameters
  */
-
-const LISTS = new Set(["groups", "exports"]);
 
 /**
  * @param {string} hash location.hash
@@ -20,18 +20,26 @@ export function parse(hash) {
   const [name, raw, below, ...rest] = path.split("/");
   if (rest.length) return null;
   if (raw === undefined) {
-    if (name === "" || name === "sessions") return { name: "sessions", id: null, query };
-    return LISTS.has(name) ? { name, id: null, query } : null;
+    if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
+    return name === "groups" || name === "exports" ? { name, id: "", query } : null;
   }
   const id = decoded(raw);
   if (!id) return null;
-  if (name === "group" && below === undefined) return { name, id, query };
-  if (name !== "session") return null;
-  if (below === undefined) return { name, id, query };
-  return below === "tokens" ? { name: "tokens", id, query } : null;
+  if (below === undefined) return name === "group" || name === "session" ? { name, id, query } : null;
+  return name === "session" && below === "tokens" ? { name: "tokens", id, query } : null;
 }
 
-/** @param {string} raw @returns {string|null} null for an encoding that is none */
+/**
+ * @param {string|null} text of the address
+ * @param {number} least
+ * @returns {number|null} null: no whole number from `least` on
+ */
+export function wholeNumber(text, least) {
+  const value = Number(text);
+  return text !== null && text !== "" && Number.isInteger(value) && value >= least ? value : null;
+}
+
+/** @param {string} raw @returns {string|null} null for an invalid encoding */
 function decoded(raw) {
   try {
     return decodeURIComponent(raw);
@@ -42,7 +50,7 @@ function decoded(raw) {
 }
 
 /**
- * @param {Record<string, unknown>|URLSearchParams} [parameters] empty and null ones are left out
+ * @param {Parameters} [parameters] empty and null ones are left out
  * @returns {string} "?a=b", or nothing
  */
 export function queryOf(parameters = {}) {
@@ -55,17 +63,17 @@ export function queryOf(parameters = {}) {
   return text && `?${text}`;
 }
 
-/** @param {Record<string, unknown>|URLSearchParams} [parameters] @returns {string} */
+/** @param {Parameters} [parameters] @returns {string} */
 export function sessionsHref(parameters) {
   return `#/${queryOf(parameters)}`;
 }
 
-/** @param {string} id @param {Record<string, unknown>} [parameters] @returns {string} */
+/** @param {string} id @param {Parameters} [parameters] @returns {string} */
 export function sessionHref(id, parameters) {
   return `#/session/${encodeURIComponent(id)}${queryOf(parameters)}`;
 }
 
-/** @param {string} id @param {Record<string, unknown>} [parameters] @returns {string} */
+/** @param {string} id @param {Parameters} [parameters] @returns {string} */
 export function tokensHref(id, parameters) {
   return `#/session/${encodeURIComponent(id)}/tokens${queryOf(parameters)}`;
 }
@@ -76,10 +84,10 @@ export function groupHref(id) {
 }
 
 /**
- * Change the query of where one is, without a step in the history and without entering the view anew.
- * @param {Record<string, unknown>|URLSearchParams} parameters
+ * Change the query of the address, without a step in the history and without a new view.
+ * @param {Parameters} parameters
  */
 export function setQuery(parameters) {
-  const path = location.hash.split("?")[0] || "#/";
-  history.replaceState(null, "", `${path}${queryOf(parameters)}`);
+  const [path] = location.hash.split("?");
+  history.replaceState(null, "", `${path || "#/"}${queryOf(parameters)}`);
 }

@@ -1,40 +1,51 @@
-/** Table rows that are kept by key and filled in place: what did not change is not touched, so focus and selection stay. */
+/** Table rows that are kept by key and filled in place: unchanged rows are not touched, so focus and selection stay. */
 
-import { badge, h, setBadge, setSince, setText, since } from "./dom.js";
+import { badge, h, scrollRegion, setBadge, setText } from "./dom.js";
+import { setSince, since } from "./format.js";
 
 /**
+ * @template Row
  * @typedef {object} Column
  * @property {string} title
- * @property {string} [hint] what the title does not say
+ * @property {string} [hint] shown as the title's tooltip
  * @property {string} [sort] the server's name for this order; only such a column's header is a button
- * @property {"asc"|"desc"} [first] the order that the first click gives; "desc" where it is left out
+ * @property {"asc"|"desc"} [first] the order after the first click; by default "desc"
  * @property {boolean} [number] aligned to the right
- * @property {string} [width] of the column, in CSS; what is left over goes to those without one
+ * @property {string} [width] of the column, in CSS; columns without one share the rest
  * @property {boolean} [isHeader] names the row
- * @property {boolean} [isExtra] left out where there is little room
- * @property {(cell: HTMLElement, row: any) => void} fill called again with each new version of the row
+ * @property {boolean} [isExtra] hidden on a narrow page
+ * @property {(cell: HTMLElement, row: Row) => void} fill called again with each new version of the row
  */
 
+/**
+ * @template Row
+ * @typedef {object} Line a row in the document
+ * @property {Row} row
+ * @property {HTMLTableRowElement} element
+ * @property {HTMLElement[]} cells
+ */
+
+/** @template Row */
 export class Rows {
   /**
    * @param {HTMLElement} body the tbody
-   * @param {Column[]} columns
-   * @param {(row: any) => string} keyOf
+   * @param {Column<Row>[]} columns
+   * @param {(row: Row) => string} keyOf
    */
   constructor(body, columns, keyOf) {
     this.body = body;
     this.columns = columns;
     this.keyOf = keyOf;
-    /** @type {Map<string, {row: any, element: HTMLTableRowElement, cells: HTMLElement[]}>} */
+    /** @type {Map<string, Line<Row>>} */
     this.lines = new Map();
   }
 
   /**
    * Have exactly these rows, in this order.
-   * @param {any[]} rows
-   * @param {(element: HTMLTableRowElement, row: any, index: number) => void} [dress]
+   * @param {Row[]} rows
+   * @param {(element: HTMLTableRowElement, row: Row, index: number) => void} [decorate]
    */
-  show(rows, dress) {
+  show(rows, decorate) {
     const wanted = new Set(rows.map(this.keyOf));
     for (const [key, line] of this.lines) {
       if (wanted.has(key)) continue;
@@ -45,7 +56,7 @@ export class Rows {
     let next = this.body.firstElementChild;
     rows.forEach((row, index) => {
       const line = this.#line(row);
-      dress?.(line.element, row, index);
+      decorate?.(line.element, row, index);
       if (line.element === next) next = next.nextElementSibling;
       else this.body.insertBefore(line.element, next);
     });
@@ -54,12 +65,12 @@ export class Rows {
     }
   }
 
-  /** Fill every row again, for columns that hang on more than the row. */
+  /** Fill every row again, for columns that depend on more than the row. */
   refill() {
     for (const line of this.lines.values()) this.#fill(line);
   }
 
-  /** @param {any} row */
+  /** @param {Row} row @returns {Line<Row>} */
   #line(row) {
     const key = this.keyOf(row);
     let line = this.lines.get(key);
@@ -75,26 +86,27 @@ export class Rows {
     return line;
   }
 
-  /** @param {{row: any, cells: HTMLElement[]}} line */
-  #fill(line) {
-    this.columns.forEach((column, index) => column.fill(line.cells[index], line.row));
+  /** @param {Line<Row>} line */
+  #fill({ cells, row }) {
+    cells.forEach((cell, index) => this.columns[index]?.fill(cell, row));
   }
 }
 
-/** @param {Column} column @returns {HTMLElement} */
+/** @template Row @param {Column<Row>} column @returns {HTMLElement} */
 function newCell(column) {
   const kind = classOf(column, column.width === "auto" ? "" : "clip");
   return column.isHeader ? h("th", { scope: "row", class: kind }) : h("td", { class: kind });
 }
 
-/** @param {Column} column @param {string} [text] the class of a column of text @returns {string|null} */
+/** @param {{number?: boolean, isExtra?: boolean}} column @param {string} [text] the class of a column of text */
 function classOf(column, text = "") {
   return [column.number ? "number" : text, column.isExtra && "extra"].filter(Boolean).join(" ") || null;
 }
 
 /**
- * @param {Column[]} columns
- * @param {(column: Column) => void} [onSort]
+ * @template Row
+ * @param {Column<Row>[]} columns
+ * @param {(column: Column<Row>) => void} [onSort]
  * @returns {HTMLTableRowElement} the header's row
  */
 export function headerRow(columns, onSort) {
@@ -114,19 +126,19 @@ export function headerRow(columns, onSort) {
 
 /**
  * A table of some rows, all of them in the document.
+ * @template Row
  * @param {string} label
- * @param {Column[]} columns
- * @param {(row: any) => string} keyOf
- * @returns {{element: HTMLElement, rows: Rows}}
+ * @param {Column<Row>[]} columns
+ * @param {(row: Row) => string} keyOf
+ * @returns {{element: HTMLElement, rows: Rows<Row>}}
  */
 export function smallTable(label, columns, keyOf) {
   const body = h("tbody");
   const table = h("table", { class: "small", "aria-label": label }, h("thead", null, headerRow(columns)), body);
-  const element = h("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": label }, table);
-  return { element, rows: new Rows(body, columns, keyOf) };
+  return { element: scrollRegion(label, table), rows: new Rows(body, columns, keyOf) };
 }
 
-/** @param {(row: any) => string} text @returns {Column["fill"]} */
+/** @template Row @param {(row: Row) => string} text @returns {Column<Row>["fill"]} */
 export function textCell(text) {
   return (cell, row) => {
     const now = text(row);
@@ -136,10 +148,11 @@ export function textCell(text) {
 }
 
 /**
- * @param {(row: any) => string|null} text null: nothing
- * @param {(row: any) => string} href
- * @param {(row: any) => string} [more] behind the link
- * @returns {Column["fill"]}
+ * @template Row
+ * @param {(row: Row) => string|null} text null: nothing
+ * @param {(row: Row) => string} href
+ * @param {(row: Row) => string} [more] behind the link
+ * @returns {Column<Row>["fill"]}
  */
 export function linkCell(text, href, more) {
   return (cell, row) => {
@@ -160,9 +173,10 @@ export function linkCell(text, href, more) {
 }
 
 /**
- * @param {(row: any) => string} state
- * @param {(row: any) => string|undefined} [tone]
- * @returns {Column["fill"]}
+ * @template Row
+ * @param {(row: Row) => string} state
+ * @param {(row: Row) => string|undefined} [tone]
+ * @returns {Column<Row>["fill"]}
  */
 export function badgeCell(state, tone) {
   return (cell, row) => {
@@ -172,7 +186,7 @@ export function badgeCell(state, tone) {
   };
 }
 
-/** @param {(row: any) => number|null} at @param {"ago"|"for"} [style] @returns {Column["fill"]} */
+/** @template Row @param {(row: Row) => number|null} at @param {"ago"|"for"} [style] @returns {Column<Row>["fill"]} */
 export function sinceCell(at, style = "ago") {
   return (cell, row) => {
     const found = /** @type {HTMLElement|null} */ (cell.firstElementChild);

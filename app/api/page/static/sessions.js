@@ -2,88 +2,79 @@
 
 import { ApiError, curl } from "./api.js";
 import { copyButton } from "./copy.js";
-import { announce, count, decimal, failure, h, message, replace, setText } from "./dom.js";
-import { filterForm } from "./filterform.js";
-import { addressOf, isFiltered, needsPolling, PRESETS, wishOf } from "./filters.js";
+import { announce, bar, button, chip, failure, h, message, replace, setText } from "./dom.js";
+import { addressOf, FilterForm, isFiltered, listQueryOf, needsPolling, PRESETS } from "./filters.js";
+import { count, decimal } from "./format.js";
 import { groupHref, sessionHref, sessionsHref, setQuery } from "./route.js";
 import { badgeCell, linkCell, sinceCell, textCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { LongTable } from "./table.js";
+import { View } from "./view.js";
 import { visibleText } from "./visible.js";
+
+/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
+/** @import {ListQuery} from "./filters.js" */
+/** @import {Column} from "./rows.js" */
+/** @import {Place} from "./view.js" */
 
 const POLL_MS = 5000;
 
-/**
- * @param {HTMLElement} root
- * @param {{query: URLSearchParams, overview: () => any}} params
- */
-export function view(root, params) {
-  const view = new SessionsView(root, params);
-  view.open(wishOf(params.query));
-  return view;
-}
-
-class SessionsView {
-  /** @param {HTMLElement} root @param {{overview: () => any}} params */
-  constructor(root, params) {
-    this.overview = params.overview;
-    this.list = new SessionList(() => this.#show());
-    this.versionShown = params.overview()?.weight_version ?? null;
-    this.table = new LongTable({
+export class SessionsView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { query, overview }) {
+    super(root);
+    this.list = new SessionList(this.closed, () => this.#show());
+    const newestVersion = () => overview()?.weight_version ?? null;
+    this.versionShown = newestVersion();
+    this.table = new LongTable(this.closed, {
       label: "Sessions",
-      columns: columns(() => this.overview()?.weight_version ?? null),
+      columns: columns(newestVersion),
       keyOf: (row) => row.session_id,
-      onSort: (sort, order) => this.open({ ...this.list.wish, sort, order }),
+      isDim: (row) => this.list.unmatched.has(row.session_id),
+      onSort: (sort, order) => this.#open({ ...this.list.query, sort, order }),
       onNearEnd: () => this.list.error || this.list.more(),
-      onRest: () => this.#show(),
+      onReleased: () => this.#show(),
     });
-    this.table.isDim = (row) => this.list.gone.has(row.session_id);
-    this.form = filterForm((filters) => {
-      const { sort, order } = this.list.wish;
-      this.open({ sort, order, ...filters });
+    this.form = new FilterForm(this.closed, (filters) => {
+      const { sort, order } = this.list.query;
+      this.#open({ sort, order, ...filters });
     });
     this.total = h("span", { role: "status" });
-    this.changed = h("button", { type: "button", class: "changed", hidden: true, onclick: () => this.#refresh() });
+    this.changes = button("", () => this.refresh(), { class: "changed", hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    this.problem = h("div");
-    const copy = copyButton(() => curl("/ui/api/sessions", { ...this.list.wish, limit: 200 }));
-    const again = h("button", { type: "button", class: "quiet", onclick: () => this.#refresh() }, "Refresh");
+    const copy = copyButton(() => curl("/ui/api/sessions", { ...this.list.query, limit: 200 }));
+    const again = button("Refresh", () => this.refresh(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.element,
-      h("div", { class: "bar" }, this.presets, h("span", { class: "spacer" }), this.changed, this.total, again, copy),
+      bar(this.presets, [this.changes, this.total, again, copy]),
       this.problem,
       this.table.element,
     );
-    this.timer = setInterval(() => this.#poll(), POLL_MS);
+    this.every(POLL_MS, () => this.#poll());
+    this.#open(listQueryOf(query));
   }
 
-  /** @param {import("./filters.js").Wish} wish show this, and say so in the address */
-  async open(wish) {
-    setQuery(addressOf(wish));
-    this.form.set(wish);
-    this.table.setOrder(wish.sort, wish.order);
+  /** @param {ListQuery} query show this, and say so in the address */
+  async #open(query) {
+    setQuery(addressOf(query));
+    this.form.set(query);
+    this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
-    replace(this.presets, presetLinks(wish));
-    await this.list.open(wish);
+    replace(this.presets, presetLinks(query));
+    await this.list.open(query);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }
 
-  close() {
-    clearInterval(this.timer);
-    this.list.close();
-    this.table.close();
-  }
-
-  /** @param {any[]} rows */
+  /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    this.list.take(rows);
+    this.list.apply(rows);
   }
 
-  /** @param {any} overview */
+  /** @param {Overview} overview */
   onOverview(overview) {
-    this.form.setEngines(overview.engines.map((/** @type {any} */ engine) => engine.url));
+    this.form.setEngines(overview.engines.map((engine) => engine.url));
     if (overview.weight_version === this.versionShown) return;
     this.versionShown = overview.weight_version;
     this.table.refill();
@@ -95,65 +86,66 @@ class SessionsView {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.open(wishOf(query));
+    this.#open(listQueryOf(query));
   }
 
   onFilterKey() {
     this.form.focus();
   }
 
-  #refresh() {
+  refresh() {
     this.table.scrollToTop();
-    this.list.refresh();
+    return this.list.refresh();
   }
 
-  /** What hangs on the time or on gates is not told by events. */
+  /** Time and gates change what matches without an event. */
   async #poll() {
     const { list, table } = this;
-    if (document.hidden || list.isLoading) return;
-    if (needsPolling(list.wish) && !table.isHeld) list.refresh();
+    if (list.isLoading) return;
+    if (needsPolling(list.query) && !table.isHeld) list.refresh();
     else if (list.isTotalOld) await list.recount().catch(ignoreRefusal);
   }
 
   #show() {
     const { list, table } = this;
-    if (table.isAtTop && !table.isHeld && !list.isLoading) list.settle();
+    if (table.isAtTop && !table.isHeld && !list.isLoading) list.rearrange();
     table.show(list.rows, list.total, list.isLoading);
     table.element.classList.toggle("stale", list.isLoading && !list.isLoaded);
     const more = list.isTotalExact ? "" : "+";
     setText(this.total, list.isLoaded ? `${count(list.total)}${more} ${list.total === 1 ? "session" : "sessions"}` : "");
-    this.#showChanged();
+    this.#showChanges();
     this.#showFoot();
     replace(this.problem, list.error !== null && failure(list.error, () => list.refresh()));
   }
 
-  #showChanged() {
-    const { arrived, gone } = this.list;
-    const parts = [arrived.size && `${count(arrived.size)} new`, gone.size && `${count(gone.size)} no longer match`];
-    const text = `${parts.filter(Boolean).join(", ")}: show`;
-    this.changed.hidden = !arrived.size && !gone.size;
-    setText(this.changed, text);
+  #showChanges() {
+    const { arrived, unmatched } = this.list;
+    const parts = [];
+    if (arrived.size) parts.push(`${count(arrived.size)} new`);
+    if (unmatched.size) parts.push(`${count(unmatched.size)} no longer match`);
+    this.changes.hidden = !parts.length;
+    setText(this.changes, `${parts.join(", ")}: show`);
   }
 
   #showFoot() {
     const { list, table } = this;
     if (!list.isLoaded) table.setFoot(list.isLoading && "Loading …");
-    else if (!list.rows.length) table.setFoot(nothing(list.wish));
+    else if (!list.rows.length) table.setFoot(nothing(list.query));
     else if (list.nextCursor) {
-      const button = h("button", { type: "button", onclick: () => list.more() }, "Load more");
-      table.setFoot(`${count(list.rows.length)} of ${count(list.total)} loaded`, button);
+      const more = button("Load more", () => list.more());
+      table.setFoot(`${count(list.rows.length)} of ${count(list.total)} loaded`, more);
     } else table.setFoot(`All ${count(list.rows.length)} shown`);
   }
 }
 
-/** A count that fails is asked for again; the banner says that the server is away. @param {unknown} error */
+/** A total that cannot be read is read again later; the banner tells a lost connection. @param {unknown} error */
 function ignoreRefusal(error) {
   if (!(error instanceof ApiError)) throw error;
 }
 
-/** @param {import("./filters.js").Wish} wish @returns {HTMLElement} */
-function nothing(wish) {
-  if (isFiltered(wish)) {
+/** @param {ListQuery} query @returns {HTMLElement} */
+function nothing(query) {
+  if (isFiltered(query)) {
     const all = h("a", { href: "#/" }, "Show all sessions");
     return message("empty", "No session matches these filters.", h("p", null, all));
   }
@@ -165,23 +157,23 @@ function nothing(wish) {
   );
 }
 
-/** @param {import("./filters.js").Wish} wish @returns {HTMLElement[]} */
-function presetLinks(wish) {
-  const now = sessionsHref(addressOf(wish));
-  return PRESETS.map(({ title, query }) => {
-    const href = sessionsHref(query);
-    return h("a", { href, "aria-current": href === now ? "true" : null }, title);
+/** @param {ListQuery} query @returns {HTMLElement[]} */
+function presetLinks(query) {
+  const here = sessionsHref(addressOf(query));
+  return PRESETS.map(({ title, query: preset }) => {
+    const href = sessionsHref(preset);
+    return chip(href, title, href === here);
   });
 }
 
-/** @param {string} engine @returns {string} without what all have in common */
+/** @param {string} engine @returns {string} without the scheme */
 function shortEngine(engine) {
   return engine.replace(/^https?:\/\//, "");
 }
 
 /**
- * Of a session by the newest weights now, which the row as it was sent could not know.
- * @param {any} row
+ * By the newest weights now, which may be newer than the row.
+ * @param {SessionRow} row
  * @param {number|null} newest
  * @returns {number|null}
  */
@@ -191,7 +183,7 @@ function staleness(row, newest) {
   return Math.max(0, Number(newest) - Number(own));
 }
 
-/** @param {() => number|null} newest @returns {import("./rows.js").Column[]} */
+/** @param {() => number|null} newest @returns {Column<SessionRow>[]} */
 function columns(newest) {
   return [
     { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, (row) => sessionHref(row.session_id)) },

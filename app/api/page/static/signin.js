@@ -2,47 +2,51 @@
 
 import { ApiError, post } from "./api.js";
 import { h, replace } from "./dom.js";
+import { View } from "./view.js";
 
-/**
- * @param {HTMLElement} root
- * @param {() => void} done
- * @returns {{close: () => void}}
- */
-export function view(root, done) {
-  const token = h("input", {
-    id: "token",
-    type: "password",
-    autocomplete: "current-password",
-    required: true,
-    spellcheck: "false",
-  });
-  const refusal = h("p", { class: "refusal", role: "alert" });
-  const button = h("button", { class: "primary" }, "Sign in");
-  const form = h(
-    "form",
-    { class: "sign-in" },
-    h("h1", null, "Sign in"),
-    h("label", { for: "token" }, "Admin token"),
-    token,
-    h("p", { class: "muted" }, "One of the server's ", h("code", null, "TURNLOG_ADMIN_TOKEN"), "."),
-    refusal,
-    button,
-  );
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    button.disabled = true;
+export class SignInView extends View {
+  /** @param {HTMLElement} root @param {() => void} done */
+  constructor(root, done) {
+    super(root);
+    this.done = done;
+    this.token = h("input", {
+      id: "token",
+      type: "password",
+      autocomplete: "current-password",
+      required: true,
+      spellcheck: "false",
+    });
+    this.refusal = h("p", { class: "refusal", role: "alert" });
+    this.button = h("button", { class: "primary" }, "Sign in");
+    const form = h(
+      "form",
+      { class: "sign-in" },
+      h("h1", null, "Sign in"),
+      h("label", { for: "token" }, "Admin token"),
+      this.token,
+      h("p", { class: "muted" }, "One of the server's ", h("code", null, "TURNLOG_ADMIN_TOKEN"), "."),
+      this.refusal,
+      this.button,
+    );
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#submit();
+    });
+    replace(root, form);
+    this.token.focus();
+  }
+
+  async #submit() {
+    this.button.disabled = true;
     try {
-      await post("/ui/sign-in", { token: token.value });
-      done();
+      await post("/ui/sign-in", { token: this.token.value });
+      this.done();
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      refusal.textContent = error.status === 401 ? "The server does not know this token." : error.message;
-      token.select();
+      this.refusal.textContent = error.status === 401 ? "The server does not know this token." : error.message;
+      this.token.select();
     } finally {
-      button.disabled = false;
+      this.button.disabled = false;
     }
-  });
-  replace(root, form);
-  token.focus();
-  return { close: () => {} };
+  }
 }

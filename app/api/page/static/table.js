@@ -1,37 +1,46 @@
-/** A long table of which only what is seen is in the document; sorted by its headers, walked by j and k. */
+/** A long table: only the rows in sight are in the document. Its headers sort it, j and k walk through it. */
 
-import { h, replace } from "./dom.js";
+import { h, replace, scrollRegion } from "./dom.js";
 import { isWriting } from "./keys.js";
 import { headerRow, Rows } from "./rows.js";
 
 const ROW_PX = 28;
 const HEAD_PX = 30;
 const OVERSCAN = 12;
-/** So near to the end of what is loaded, the next page is asked for. */
+/** So many rows before the end of the loaded ones, the next page is asked for. */
 const NEAR_ROWS = 40;
-/** A pointer that has lain still for so long is not about to click. */
+/** A pointer that has not moved for so long is not about to click. */
 const POINTED_MS = 3000;
 
+/** @import {Child} from "../ui_types.d.ts" */
 /**
- * @typedef {object} TableOptions
- * @property {string} label
- * @property {import("./rows.js").Column[]} columns
- * @property {(row: any) => string} keyOf
- * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
- * @property {() => void} [onNearEnd]
- * @property {() => void} [onRest] the user lets go of the rows: what waited may be shown
+ * @template Row
+ * @typedef {import("./rows.js").Column<Row>} Column
  */
 
-/** @param {import("./rows.js").Column} column @returns {HTMLElement} */
+/**
+ * @template Row
+ * @typedef {object} TableOptions
+ * @property {string} label
+ * @property {Column<Row>[]} columns
+ * @property {(row: Row) => string} keyOf
+ * @property {(row: Row) => boolean} [isDim]
+ * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
+ * @property {() => void} [onNearEnd]
+ * @property {() => void} [onReleased] the user is done with the rows: they may move again
+ */
+
+/** @param {{isExtra?: boolean, width?: string}} column @returns {HTMLElement} */
 function newColumn(column) {
   return h("col", { class: column.isExtra ? "extra" : null, style: column.width ? { width: column.width } : null });
 }
 
+/** @template Row */
 export class LongTable {
-  /** @param {TableOptions} options */
-  constructor(options) {
+  /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
+  constructor(closed, options) {
     this.options = options;
-    /** @type {any[]} */
+    /** @type {Row[]} */
     this.rows = [];
     /** @type {string|null} */
     this.current = null;
@@ -39,8 +48,6 @@ export class LongTable {
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
     this.resting = 0;
-    /** @type {(row: any) => boolean} */
-    this.isDim = () => false;
     this.above = h("td");
     this.below = h("td");
     this.body = h("tbody");
@@ -55,46 +62,40 @@ export class LongTable {
       h("tbody", { "aria-hidden": "true" }, h("tr", { class: "spacer" }, this.below)),
     );
     this.foot = h("div", { class: "foot" });
-    this.element = h(
-      "div",
-      { class: "table-scroll fill", tabindex: "0", role: "region", "aria-label": options.label },
-      this.table,
-      this.foot,
-    );
+    this.element = scrollRegion(options.label, this.table, this.foot);
+    this.element.classList.add("fill");
     this.lines = new Rows(this.body, options.columns, options.keyOf);
-    this.sizes = new ResizeObserver(() => this.#soon());
-    this.onKey = (/** @type {KeyboardEvent} */ event) => this.#keyed(event);
-    this.#listen();
+    this.sizes = new ResizeObserver(() => this.#renderSoon());
+    this.#listen(closed);
   }
 
-  /** No row is above what is seen. @returns {boolean} */
   get isAtTop() {
     return this.element.scrollTop < ROW_PX;
   }
 
-  /** Is the user about to point at a row, or has chosen one? Then rows must not move. @returns {boolean} */
+  /** Is the user about to click a row, or in one? Then rows must not move. @returns {boolean} */
   get isHeld() {
     return performance.now() - this.pointedAt < POINTED_MS || this.body.contains(document.activeElement);
   }
 
   /**
-   * @param {any[]} rows
+   * @param {Row[]} rows
    * @param {number} total how many there are on the server
-   * @param {boolean} isBusy are others on their way?
+   * @param {boolean} isBusy are more being loaded?
    */
   show(rows, total, isBusy) {
     this.rows = rows;
     this.isBusy = isBusy;
     this.table.setAttribute("aria-rowcount", String(total + 1));
-    this.#soon();
+    this.#renderSoon();
   }
 
-  /** Fill what is seen again, for columns that hang on more than the row. */
+  /** Fill the rows in sight again, for columns that depend on more than the row. */
   refill() {
     this.lines.refill();
   }
 
-  /** @param {...import("./dom.js").Child} children what is behind the last row */
+  /** @param {...Child} children below the last row */
   setFoot(...children) {
     replace(this.foot, ...children);
   }
@@ -116,36 +117,35 @@ export class LongTable {
     this.element.scrollTop = 0;
   }
 
-  close() {
-    cancelAnimationFrame(this.frame);
-    clearTimeout(this.resting);
-    this.sizes.disconnect();
-    document.removeEventListener("keydown", this.onKey);
-  }
-
-  #listen() {
-    this.element.addEventListener("scroll", () => this.#soon(), { passive: true });
+  /** @param {AbortSignal} closed */
+  #listen(closed) {
+    this.element.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
     this.sizes.observe(this.element);
-    document.addEventListener("keydown", this.onKey);
-    const rest = () => setTimeout(() => this.isHeld || this.options.onRest?.());
+    document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
+    closed.addEventListener("abort", () => {
+      cancelAnimationFrame(this.frame);
+      clearTimeout(this.resting);
+      this.sizes.disconnect();
+    });
+    const released = () => setTimeout(() => this.isHeld || this.options.onReleased?.());
     this.body.addEventListener("pointermove", () => {
       this.pointedAt = performance.now();
       clearTimeout(this.resting);
-      this.resting = setTimeout(rest, POINTED_MS);
+      this.resting = setTimeout(released, POINTED_MS);
     });
     this.body.addEventListener("pointerleave", () => {
       this.pointedAt = -POINTED_MS;
-      rest();
+      released();
     });
-    this.body.addEventListener("focusout", rest);
-    this.element.addEventListener("scrollend", rest);
+    this.body.addEventListener("focusout", released);
+    this.element.addEventListener("scrollend", released);
     this.body.addEventListener("focusin", (event) => {
       const line = /** @type {Element} */ (event.target).closest("tr");
-      this.#mark(line?.dataset.key ?? null);
+      this.#choose(line?.dataset.key ?? null);
     });
   }
 
-  #soon() {
+  #renderSoon() {
     cancelAnimationFrame(this.frame);
     this.frame = requestAnimationFrame(() => this.#render());
   }
@@ -158,26 +158,26 @@ export class LongTable {
     this.below.style.height = `${Math.max(0, this.rows.length - end) * ROW_PX}px`;
     this.lines.show(this.rows.slice(first, end), (element, row, index) => {
       element.setAttribute("aria-rowindex", String(first + index + 2));
-      element.classList.toggle("gone", this.isDim(row));
-      this.#dress(element);
+      element.classList.toggle("gone", this.options.isDim?.(row) ?? false);
+      this.#markCurrent(element);
     });
     this.element.setAttribute("aria-busy", String(this.isBusy));
     if (end > this.rows.length - NEAR_ROWS) this.options.onNearEnd?.();
   }
 
   /** @param {HTMLTableRowElement} element */
-  #dress(element) {
+  #markCurrent(element) {
     if (element.dataset.key === this.current) element.setAttribute("aria-current", "true");
     else element.removeAttribute("aria-current");
   }
 
   /** @param {string|null} key */
-  #mark(key) {
+  #choose(key) {
     this.current = key;
-    for (const line of this.lines.lines.values()) this.#dress(line.element);
+    for (const line of this.lines.lines.values()) this.#markCurrent(line.element);
   }
 
-  /** @param {import("./rows.js").Column} column */
+  /** @param {Column<Row>} column */
   #press(column) {
     const cell = [...this.head.children].find((one) => /** @type {HTMLElement} */ (one).dataset.sort === column.sort);
     const now = cell?.getAttribute("aria-sort");
@@ -186,7 +186,7 @@ export class LongTable {
   }
 
   /** @param {KeyboardEvent} event */
-  #keyed(event) {
+  #onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || isWriting(event.target) || !this.rows.length) return;
     if (document.querySelector("dialog[open]")) return;
     const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
@@ -212,8 +212,9 @@ export class LongTable {
     }
     cancelAnimationFrame(this.frame);
     this.#render();
-    const line = this.lines.lines.get(this.options.keyOf(this.rows[index]));
-    this.#mark(line?.element.dataset.key ?? null);
+    const row = this.rows[index];
+    const line = row && this.lines.lines.get(this.options.keyOf(row));
+    this.#choose(line?.element.dataset.key ?? null);
     line?.element.querySelector("a")?.focus({ preventScroll: true });
   }
 }

@@ -2,49 +2,56 @@
 
 import { curl, get } from "./api.js";
 import { copyButton } from "./copy.js";
-import { badge, count, failure, h, message, replace, setText } from "./dom.js";
-import { Counts, classOf, show } from "./logprobs.js";
-import { sessionHref, setQuery, tokensHref } from "./route.js";
+import { badge, button, chip, failure, h, message, replace, setText } from "./dom.js";
+import { count } from "./format.js";
+import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
+import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { View } from "./view.js";
 import { named, visibleText } from "./visible.js";
+
+/** @import {Boundary, Segment, SessionRow, Token, TokenPage} from "../ui_types.d.ts" */
+/** @import {Place} from "./view.js" */
 
 /** Tokens of a page, each an element. */
 const PAGE = 2000;
 /** Tokens that are read at a time to be counted, the most that the server gives. */
 const COUNTED = 10000;
-const REFRESH_MS = 1000;
-/** Places that are offered to jump to. */
+/** Boundaries between weight versions that get a button. */
 const JUMPS = 40;
 
+/** @type {Record<string, string>} */
 const CAUSES = {
   drift: "the engine's prompt ids did not continue the stored ones",
   divergence: "the messages did not continue the history",
 };
 
-/** @param {string|null} text @param {number} least @returns {number|null} */
-function wholeOf(text, least) {
-  const value = Number(text);
-  return text !== null && text !== "" && Number.isInteger(value) && value >= least ? value : null;
-}
-
-/** @param {string} text of one token @returns {string} with what breaks a line made visible, and the break kept */
+/** @param {string} text of one token @returns {string} with line breaks and tabs made visible, and the break kept */
 function spelled(text) {
   return visibleText(text).replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }
 
-class TokensView {
-  /** @param {HTMLElement} root @param {any} params */
-  constructor(root, params) {
-    this.id = params.id;
-    this.path = `/ui/api/sessions/${encodeURIComponent(this.id)}/tokens`;
-    /** @type {AbortController|null} */
-    this.reading = null;
-    this.closing = new AbortController();
-    this.#take(params.query);
+/** @param {Event} event @returns {HTMLElement|null} the token that it happened at */
+function cellOf(event) {
+  return event.target instanceof HTMLElement ? event.target.closest(".tok") : null;
+}
+
+/** @param {HTMLElement} cell @returns {number} the token's position */
+function positionOf(cell) {
+  return Number(cell.dataset.at);
+}
+
+export class TokensView extends View {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, { id, query }) {
+    super(root);
+    this.id = id;
+    this.path = `/ui/api/sessions/${encodeURIComponent(id)}/tokens`;
+    /** @type {TokenPage|null} */
+    this.page = null;
     this.title = h("div", { class: "panelhead" });
     this.segments = h("div", { class: "segments" });
     this.pager = h("div", { class: "panelhead" });
-    this.notes = h("div", null);
-    this.counts = h("div", { class: "counts" });
+    this.statistics = h("div", { class: "counts" });
     this.detail = h(
       "p",
       { class: "tokendetail", id: "token-detail" },
@@ -57,55 +64,36 @@ class TokensView {
       h(
         "div",
         { class: "session-view tokens-view" },
-        h("section", { class: "panel" }, this.title, this.segments, this.counts),
-        h("section", { class: "panel" }, this.pager, this.notes, this.cells, this.detail),
+        h("section", { class: "panel" }, this.title, this.segments, this.statistics),
+        h("section", { class: "panel" }, this.pager, this.problem, this.cells, this.detail),
       ),
     );
-    this.#read();
+    this.onQuery(query);
   }
 
-  close() {
-    this.closing.abort();
-    this.reading?.abort();
-    clearTimeout(this.waiting);
-  }
-
-  /** @param {any[]} rows sessions that changed */
+  /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (this.seq !== null || this.waiting !== undefined || !rows.some((row) => row.session_id === this.id)) return;
-    this.waiting = setTimeout(() => {
-      this.waiting = undefined;
-      this.#read();
-    }, REFRESH_MS);
-  }
-
-  onReset() {
-    this.#read();
+    if (this.seq === null && rows.some((row) => row.session_id === this.id)) this.changed();
   }
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#take(query);
-    this.#read();
-  }
-
-  /** @param {URLSearchParams} query */
-  #take(query) {
-    this.seq = wholeOf(query.get("seq"), 1);
-    this.segment = wholeOf(query.get("segment"), 0);
-    this.at = wholeOf(query.get("at"), 0);
-    this.start = wholeOf(query.get("start"), 0) ?? (this.at === null ? 0 : this.at - (this.at % PAGE));
+    this.seq = wholeNumber(query.get("seq"), 1);
+    this.segment = wholeNumber(query.get("segment"), 0);
+    this.at = wholeNumber(query.get("at"), 0);
+    this.start = wholeNumber(query.get("start"), 0) ?? (this.at === null ? 0 : this.at - (this.at % PAGE));
+    this.refresh();
   }
 
   /** Go to a position, and to the page that has it. @param {number} at */
   #goTo(at) {
-    this.at = Math.max(0, Math.min(Math.trunc(at) || 0, Math.max(0, (this.found?.total ?? 1) - 1)));
+    this.at = Math.max(0, Math.min(Math.trunc(at) || 0, Math.max(0, (this.page?.total ?? 1) - 1)));
     const start = this.at - (this.at % PAGE);
     const isHere = start === this.start;
     this.start = start;
     this.#remember();
     if (isHere) this.#focusAt();
-    else this.#read();
+    else this.refresh();
   }
 
   #remember() {
@@ -116,44 +104,45 @@ class TokensView {
     return { seq: this.seq, segment: this.segment, start: this.start, limit: PAGE };
   }
 
-  async #read() {
-    this.reading?.abort();
-    const reading = new AbortController();
-    this.reading = reading;
-    let found;
-    try {
-      found = await get(this.path, this.#parameters, reading.signal);
-    } catch (error) {
-      if (reading.signal.aborted) return;
-      replace(
-        this.notes,
-        failure(error, () => this.#read()),
-      );
-      this.#renderTitle();
-      return;
-    }
-    const isSame =
-      this.found &&
-      this.found.segment === found.segment &&
-      this.found.start === found.start &&
-      this.found.tokens.length === found.tokens.length;
-    this.found = found;
+  refresh() {
+    return this.read(
+      async (signal) => /** @type {TokenPage} */ (await get(this.path, this.#parameters, signal)),
+      (page) => this.#show(page),
+    );
+  }
+
+  /** @param {unknown} error */
+  onFailure(error) {
+    super.onFailure(error);
+    this.#renderTitle();
+  }
+
+  /** @param {TokenPage} page */
+  #show(page) {
+    const { page: before } = this;
+    this.page = page;
     replace(
-      this.notes,
-      found.error !== null && message("error", "These tokens cannot be shown", h("p", null, found.error)),
-      found.error === null && found.total === 0 && message("empty", "No token is stored yet."),
+      this.problem,
+      page.error !== null && message("error", "These tokens cannot be shown", h("p", null, page.error)),
+      page.error === null && page.total === 0 && message("empty", "No token is stored yet."),
     );
     this.#renderTitle();
-    this.#renderPager();
+    this.#renderPager(page);
+    const isSame =
+      before !== null &&
+      before.segment === page.segment &&
+      before.start === page.start &&
+      before.tokens.length === page.tokens.length;
     if (isSame) return;
-    this.#renderCells();
-    const counts = new Counts();
-    counts.add(found.tokens);
-    show(this.counts, counts, `these ${count(found.tokens.length)} tokens`);
-    if (found.total > found.tokens.length) this.counts.append(this.#wholeButton());
+    this.#renderCells(page);
+    const statistics = new TokenStatistics();
+    statistics.add(page.tokens);
+    showStatistics(this.statistics, statistics, `these ${count(page.tokens.length)} tokens`);
+    if (page.total > page.tokens.length) this.statistics.append(this.#countAllButton(page));
   }
 
   #renderTitle() {
+    const { segments = [], segment } = this.page ?? {};
     replace(
       this.title,
       h("h1", null, "Tokens of ", h("a", { href: sessionHref(this.id, { seq: this.seq }) }, named(this.id))),
@@ -161,43 +150,38 @@ class TokensView {
       h(
         "span",
         { class: "switches" },
-        copyButton(() => curl(this.path, this.#parameters), "Copy as curl"),
+        copyButton(() => curl(this.path, this.#parameters)),
       ),
     );
-    const segments = this.found?.segments ?? [];
-    const own = segments.find((one) => one.segment === this.found?.segment);
+    const cause = segments.find((one) => one.segment === segment)?.cause;
     replace(
       this.segments,
       segments.length > 1 &&
         h(
           "nav",
           { class: "chips", "aria-label": "Segments" },
-          segments.map((one) => this.#segmentLink(one)),
+          segments.map((one) => this.#segmentLink(one, one.segment === segment)),
         ),
-      own?.cause &&
+      cause &&
         h(
           "p",
           { class: "note" },
-          badge(own.cause, "warn"),
-          ` Segment ${own.segment} began because ${CAUSES[own.cause] ?? own.cause}.`,
+          badge(cause, "warn"),
+          ` Segment ${segment} began because ${CAUSES[cause] ?? cause}.`,
         ),
     );
   }
 
-  #segmentLink(one) {
-    const href = tokensHref(this.id, { seq: this.seq, segment: one.segment });
-    const cause = one.cause ? `, ${one.cause}` : "";
-    return h(
-      "a",
-      { href, "aria-current": one.segment === this.found.segment ? "true" : null },
-      `segment ${one.segment}${cause}: ${count(one.tokens)} tokens`,
-    );
+  /** @param {Segment} segment @param {boolean} isCurrent */
+  #segmentLink({ segment, cause, tokens }, isCurrent) {
+    const href = tokensHref(this.id, { seq: this.seq, segment });
+    return chip(href, `segment ${segment}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens`, isCurrent);
   }
 
-  #renderPager() {
-    const { total, start, tokens, boundaries, turns } = this.found;
-    const page = (to, label) =>
-      h("button", { type: "button", disabled: to < 0 || to >= total, onclick: () => this.#goTo(to) }, label);
+  /** @param {TokenPage} page */
+  #renderPager({ total, start, tokens, boundaries, turns }) {
+    const pageButton = (/** @type {number} */ to, /** @type {string} */ label) =>
+      button(label, () => this.#goTo(to), { disabled: to < 0 || to >= total });
     const position = h("input", {
       type: "number",
       min: "0",
@@ -213,7 +197,7 @@ class TokensView {
     });
     replace(
       this.pager,
-      total > PAGE && [page(start - PAGE, "previous"), page(start + PAGE, "next")],
+      total > PAGE && [pageButton(start - PAGE, "previous"), pageButton(start + PAGE, "next")],
       h(
         "span",
         { class: "note" },
@@ -225,175 +209,182 @@ class TokensView {
         h(
           "span",
           { class: "chips", role: "group", "aria-label": "Weight versions" },
-          boundaries.slice(0, JUMPS).map((one) => this.#jump(one)),
+          boundaries.slice(0, JUMPS).map((one) => this.#jumpButton(one)),
         ),
       boundaries.length > JUMPS && h("span", { class: "note" }, `and ${count(boundaries.length - JUMPS)} more`),
     );
   }
 
-  #jump(boundary) {
-    return h(
-      "button",
-      { type: "button", class: "jump", onclick: () => this.#goTo(boundary.at) },
-      "weights ",
-      named(boundary.version),
-      ` from ${count(boundary.at)}`,
-    );
+  /** @param {Boundary} boundary */
+  #jumpButton({ at, version }) {
+    return button(["weights ", named(version), ` from ${count(at)}`], () => this.#goTo(at), { class: "jump" });
   }
 
-  #renderCells() {
+  /** @param {TokenPage} page */
+  #renderCells({ tokens, start, versions, texts }) {
     const hadFocus = this.cells.contains(document.activeElement);
-    const { tokens, start, versions, texts } = this.found;
-    let [turn, version] = [null, null];
+    let [lastTurn, lastVersion] = [-1, -1];
+    /** @type {HTMLElement[]} */
     const parts = [];
-    tokens.forEach((token, place) => {
-      if (token[5] !== turn) {
-        turn = token[5];
-        parts.push(h("span", { class: "mark turnmark" }, `turn ${turn}`));
-      }
-      if (token[1] && token[4] >= 0 && token[4] !== version) {
-        version = token[4];
+    tokens.forEach((token, index) => {
+      const [, sampled, , , version, turn] = token;
+      if (turn !== lastTurn) parts.push(h("span", { class: "mark turnmark" }, `turn ${turn}`));
+      lastTurn = turn;
+      if (sampled && version >= 0 && version !== lastVersion) {
         parts.push(h("span", { class: "mark weightmark" }, "weights ", named(versions[version] ?? "?")));
+        lastVersion = version;
       }
-      parts.push(this.#cell(token, start + place, texts?.[place] ?? null));
+      parts.push(tokenCell(token, start + index, texts?.[index]));
     });
     replace(this.cells, parts);
-    const first = this.cells.querySelector(".tok");
-    first?.setAttribute("tabindex", "0");
+    this.cells.querySelector(".tok")?.setAttribute("tabindex", "0");
     if (this.at !== null || hadFocus) this.#focusAt();
   }
 
-  #cell([id, sampled, mask, logprob], position, text) {
-    const kind = sampled ? (logprob === null ? "sampled" : `lp${classOf(logprob)}`) : "prompt";
-    const name = text === null || text === "" ? String(id) : spelled(text);
-    const isId = text === null || text === "";
-    return h(
-      "span",
-      {
-        class: `tok ${kind}${sampled && !mask ? " masked" : ""}${isId ? " id" : ""}`,
-        role: "button",
-        tabindex: "-1",
-        dataset: { at: position },
-      },
-      name,
-    );
-  }
-
   #listen() {
-    const of = (event) => event.target.closest?.(".tok");
-    this.cells.addEventListener("mouseover", (event) => of(event) && this.#explain(of(event)));
-    this.cells.addEventListener("focusin", (event) => of(event) && this.#focused(of(event)));
-    this.cells.addEventListener("click", (event) => of(event)?.focus());
+    /** @param {string} name @param {(cell: HTMLElement) => void} action */
+    const on = (name, action) =>
+      this.cells.addEventListener(name, (event) => {
+        const cell = cellOf(event);
+        if (cell) action(cell);
+      });
+    on("mouseover", (cell) => this.#explain(cell));
+    on("focusin", (cell) => this.#focused(cell));
+    on("click", (cell) => cell.focus());
     this.cells.addEventListener("keydown", (event) => {
-      const cell = of(event);
+      const cell = cellOf(event);
       if (!cell || event.ctrlKey || event.metaKey || event.altKey) return;
-      const at = Number(cell.dataset.at);
-      const end = (this.found?.total ?? 1) - 1;
-      const to = {
-        ArrowRight: at + 1,
-        ArrowLeft: at - 1,
-        PageDown: at + PAGE,
-        PageUp: at - PAGE,
-        Home: 0,
-        End: end,
-        ...this.#lineKeys(event.key, cell),
-      }[event.key];
+      const to = this.#positionAfter(event.key, cell);
       if (to === undefined) return;
       event.preventDefault();
-      this.#goTo(Math.max(0, Math.min(to, end)));
+      this.#goTo(to);
     });
   }
 
-  /** Up and down: the token that is nearest in the line above or below. */
-  #lineKeys(key, cell) {
-    if (key !== "ArrowUp" && key !== "ArrowDown") return {};
+  /** @param {string} key @param {HTMLElement} cell @returns {number|undefined} where the key leads from this token */
+  #positionAfter(key, cell) {
+    const at = positionOf(cell);
+    switch (key) {
+      case "ArrowRight":
+        return at + 1;
+      case "ArrowLeft":
+        return at - 1;
+      case "PageDown":
+        return at + PAGE;
+      case "PageUp":
+        return at - PAGE;
+      case "Home":
+        return 0;
+      case "End":
+        return (this.page?.total ?? 1) - 1;
+      case "ArrowDown":
+        return this.#nearestInNextLine(cell, 1);
+      case "ArrowUp":
+        return this.#nearestInNextLine(cell, -1);
+    }
+  }
+
+  /** @param {HTMLElement} cell @param {1|-1} step down or up @returns {number|undefined} */
+  #nearestInNextLine(cell, step) {
     const { left, top, height } = cell.getBoundingClientRect();
-    const step = key === "ArrowDown" ? 1 : -1;
-    let place = Number(cell.dataset.at) - this.found.start;
+    const all = [...this.cells.querySelectorAll(".tok")];
+    /** @type {{off: number, top: number, cell: Element}|null} */
     let best = null;
-    const all = this.cells.querySelectorAll(".tok");
-    for (place += step; place >= 0 && place < all.length; place += step) {
-      const box = all[place].getBoundingClientRect();
+    for (let index = all.indexOf(cell) + step; ; index += step) {
+      const other = all[index];
+      if (!other) break;
+      const box = other.getBoundingClientRect();
       const lines = Math.abs(box.top - top) / Math.max(1, height);
       if (lines < 0.5) continue;
       if (best && Math.abs(box.top - best.top) > 2) break;
       const off = Math.abs(box.left - left);
-      if (!best || off < best.off) best = { off, top: box.top, at: Number(all[place].dataset.at) };
+      if (!best || off < best.off) best = { off, top: box.top, cell: other };
     }
-    return best ? { [key]: best.at } : {};
+    return best ? positionOf(/** @type {HTMLElement} */ (best.cell)) : undefined;
   }
 
   #focusAt() {
     const cell = this.cells.querySelector(`.tok[data-at="${this.at}"]`);
-    if (!cell) return;
+    if (!(cell instanceof HTMLElement)) return;
     cell.focus();
     cell.scrollIntoView({ block: "nearest" });
   }
 
+  /** @param {HTMLElement} cell */
   #focused(cell) {
     const before = this.cells.querySelector('.tok[tabindex="0"]');
-    if (before) {
-      before.setAttribute("tabindex", "-1");
-      before.removeAttribute("aria-describedby");
-    }
+    before?.setAttribute("tabindex", "-1");
+    before?.removeAttribute("aria-describedby");
     this.#explain(cell);
     cell.setAttribute("tabindex", "0");
     cell.setAttribute("aria-describedby", "token-detail");
-    this.at = Number(cell.dataset.at);
+    this.at = positionOf(cell);
     this.#remember();
   }
 
+  /** @param {HTMLElement} cell */
   #explain(cell) {
-    const at = Number(cell.dataset.at);
-    const [id, sampled, mask, logprob, version, turn] = this.found.tokens[at - this.found.start];
-    const text = this.found.texts?.[at - this.found.start];
+    if (!this.page) return;
+    const { tokens, texts, versions, start } = this.page;
+    const at = positionOf(cell);
+    const token = tokens[at - start];
+    if (!token) return;
+    const [id, sampled, lossMask, logprob, version, turn] = token;
+    const text = texts?.[at - start];
     replace(
       this.detail,
       h("strong", null, `position ${count(at)}`),
       ` · id ${id}`,
       text != null && [" · text ", h("code", null, named(JSON.stringify(text)))],
-      ` · turn ${turn} · ${sampled ? "sampled" : "not sampled"}, ${mask ? "in the loss" : "not in the loss"}`,
-      logprob !== null && sampled
-        ? ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`
-        : null,
-      version >= 0 && [" · weights ", named(this.found.versions[version] ?? "?")],
+      ` · turn ${turn} · ${sampled ? "sampled" : "not sampled"}, ${lossMask ? "in the loss" : "not in the loss"}`,
+      logprob !== null &&
+        sampled > 0 &&
+        ` · logprob ${logprob.toFixed(6)}, probability ${Math.exp(logprob).toPrecision(4)}`,
+      version >= 0 && [" · weights ", named(versions[version] ?? "?")],
     );
   }
 
-  #wholeButton() {
-    const button = h("button", { type: "button" }, `count all ${count(this.found.total)} tokens`);
-    button.addEventListener("click", async () => {
-      button.disabled = true;
+  /** @param {TokenPage} page */
+  #countAllButton(page) {
+    const press = async () => {
+      made.disabled = true;
       try {
-        await this.#countWhole(button);
+        await this.#countAll(page, made);
       } catch (error) {
-        if (this.closing.signal.aborted) return;
-        button.replaceWith(failure(error));
+        if (this.closed.aborted) return;
+        made.replaceWith(failure(error));
       }
-    });
-    return button;
+    };
+    const made = button(`count all ${count(page.total)} tokens`, press);
+    return made;
   }
 
-  /** Page through the segment for its counts; nothing of it is kept. */
-  async #countWhole(button) {
-    const { segment, total } = this.found;
-    const counts = new Counts();
-    while (counts.tokens < total) {
-      const parameters = { seq: this.seq, segment, start: counts.tokens, limit: COUNTED };
-      const { tokens } = await get(this.path, parameters, this.closing.signal);
-      if (!tokens.length || !button.isConnected) break;
-      counts.add(tokens);
-      setText(button, `${count(counts.tokens)} of ${count(total)}`);
+  /** Read the whole segment, without keeping it. @param {TokenPage} page @param {HTMLElement} progress */
+  async #countAll({ segment, total }, progress) {
+    const statistics = new TokenStatistics();
+    while (statistics.tokens < total) {
+      const parameters = { seq: this.seq, segment, start: statistics.tokens, limit: COUNTED };
+      const { tokens } = /** @type {TokenPage} */ (await get(this.path, parameters, this.closed));
+      if (!tokens.length || !progress.isConnected) break;
+      statistics.add(tokens);
+      setText(progress, `${count(statistics.tokens)} of ${count(total)}`);
     }
-    if (button.isConnected) show(this.counts, counts, `all ${count(counts.tokens)} tokens of the segment`);
+    if (!progress.isConnected) return;
+    showStatistics(this.statistics, statistics, `all ${count(statistics.tokens)} tokens of the segment`);
   }
 }
 
-/**
- * @param {HTMLElement} root
- * @param {any} params
- * @returns {import("./app.js").View}
- */
-export function view(root, params) {
-  return new TokensView(root, params);
+/** @param {Token} token @param {number} position @param {string|null|undefined} text */
+function tokenCell([id, sampled, lossMask, logprob], position, text) {
+  const kind = sampled ? (logprob === null ? "sampled" : `lp${classOf(logprob)}`) : "prompt";
+  return h(
+    "span",
+    {
+      class: `tok ${kind}${sampled && !lossMask ? " masked" : ""}${text ? "" : " id"}`,
+      role: "button",
+      tabindex: "-1",
+      dataset: { at: position },
+    },
+    text ? spelled(text) : id,
+  );
 }

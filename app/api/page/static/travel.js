@@ -1,14 +1,19 @@
-/** Which moment of a session is shown: after any of its events, or the last one, whichever that is. */
+/** Which moment of a session is shown: after any of its events, or the newest. */
 
-import { announce, clock, h, setText } from "./dom.js";
+import { announce, button, h, setText } from "./dom.js";
+import { clock } from "./format.js";
 
-/** Where somebody drags, the state is asked for so often. */
+/** While somebody drags the slider, the state is asked for so often. */
 const SETTLE_MS = 120;
 
 export class Travel {
-  /** @param {(seq: number|null) => void} onMove null: the newest state, from now on */
-  constructor(onMove) {
+  /** @param {AbortSignal} closed @param {(seq: number|null) => void} onMove null: the newest state, from now on */
+  constructor(closed, onMove) {
     this.onMove = onMove;
+    this.seq = 1;
+    this.last = 1;
+    /** @type {number|undefined} */
+    this.settling = undefined;
     this.slider = h("input", {
       type: "range",
       min: "1",
@@ -19,17 +24,16 @@ export class Travel {
     this.field = h("input", { type: "number", min: "1", class: "short", "aria-label": "event number" });
     this.of = h("span", { class: "note" });
     this.moment = h("span", { class: "note" });
-    this.live = h("button", { type: "button", "aria-pressed": "true", onclick: () => this.onMove(null) }, "live");
-    const step = (by, label, sign) =>
-      h("button", { type: "button", "aria-label": label, title: label, onclick: () => this.#go(this.seq + by) }, sign);
-    this.back = step(-1, "previous event", "‹");
-    this.on = step(1, "next event", "›");
+    this.live = button("live", () => this.onMove(null), { "aria-pressed": "true" });
+    this.back = this.#stepButton("‹", "previous event", -1);
+    this.forward = this.#stepButton("›", "next event", 1);
     this.slider.addEventListener("input", () => {
       this.field.value = this.slider.value;
       clearTimeout(this.settling);
       this.settling = setTimeout(() => this.#go(Number(this.slider.value)), SETTLE_MS);
     });
     this.field.addEventListener("change", () => this.#go(Number(this.field.value)));
+    closed.addEventListener("abort", () => clearTimeout(this.settling));
     this.element = h(
       "div",
       { class: "travel", role: "group", "aria-label": "Time travel" },
@@ -37,12 +41,10 @@ export class Travel {
       this.of,
       this.back,
       this.slider,
-      this.on,
+      this.forward,
       this.live,
       this.moment,
     );
-    this.seq = 1;
-    this.last = 1;
   }
 
   /**
@@ -62,13 +64,15 @@ export class Travel {
     setText(this.moment, isLive ? "" : clock(at));
     this.live.setAttribute("aria-pressed", String(isLive));
     this.back.disabled = seq <= 1;
-    this.on.disabled = seq >= last;
+    this.forward.disabled = seq >= last;
   }
 
-  close() {
-    clearTimeout(this.settling);
+  /** @param {string} sign @param {string} label @param {number} step */
+  #stepButton(sign, label, step) {
+    return button(sign, () => this.#go(this.seq + step), { "aria-label": label, title: label });
   }
 
+  /** @param {number} seq */
   #go(seq) {
     clearTimeout(this.settling);
     this.settling = undefined;

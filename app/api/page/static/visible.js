@@ -1,13 +1,13 @@
 /**
- * Text of agents and engines, as a person can see it.
+ * Text of agents and engines, made visible.
  *
- * All of it goes into text nodes. Characters that are invisible, move a terminal's cursor or turn the direction of what
- * stands around them are shown by name instead, so that nothing looks like what it is not.
+ * All of it goes into text nodes. Characters that are invisible, move a terminal's cursor or turn the direction of the
+ * text around them are shown by name, so that nothing looks like something else.
  */
-import { h } from "./dom.js";
+import { button, h } from "./dom.js";
 
-/* Of control characters, tab and line feed are what they seem; a carriage return is odd where no line feed follows.
-   With the `u` flag a surrogate matches where it lacks its other half. */
+/* Tab and line feed are shown as they are; a carriage return is odd unless a line feed follows.
+   With the `u` flag a surrogate matches only without its other half. */
 const ODD = new RegExp(
   [
     "[\\u0000-\\u0008\\u000b\\u000c\\u000e-\\u001f\\u007f-\\u009f]|\\r(?!\\n)", // controls
@@ -18,10 +18,10 @@ const ODD = new RegExp(
   "gu",
 );
 
-/** How many odd characters of one text get an element of their own; the rest are named in the text. */
+/** So many odd characters of one text are marked; further ones are only named. */
 const MOST_MARKS = 500;
 
-/** Characters of a long text that are shown at once, and how many more a press of the button adds. */
+/** Characters of a long text that are shown at first, and how many more the button adds. */
 const SHOWN = 2000;
 const MORE = 200000;
 
@@ -35,10 +35,9 @@ const CONTROLS = (
 
 /** @param {string} character @returns {string} its name among the control characters, or its code point */
 function nameOf(character) {
-  const code = character.codePointAt(0);
-  if (code < CONTROLS.length) return CONTROLS[code];
+  const code = character.codePointAt(0) ?? 0;
   if (code === 0x7f) return "DEL";
-  return `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+  return CONTROLS[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
 /**
@@ -46,6 +45,7 @@ function nameOf(character) {
  * @returns {(string|Element)[]} children for an element
  */
 export function visible(text) {
+  /** @type {(string|Element)[]} */
   const parts = [];
   let end = 0;
   let marks = 0;
@@ -62,7 +62,7 @@ export function visible(text) {
 }
 
 /**
- * The same of a name, where a line is all the room there is: a long one is cut, and says how long it is.
+ * The same for a name, which has only a line: a long one is cut, and its length is added.
  * @param {unknown} name
  * @returns {(string|Element)[]}
  */
@@ -77,7 +77,7 @@ export function visibleText(text) {
   return text.replace(ODD, nameOf);
 }
 
-/** @param {*} value @returns {string} JSON in which no odd character is left, to be pasted anywhere */
+/** @param {unknown} value @returns {string} JSON with all odd characters escaped, to be pasted anywhere */
 export function safeJson(value) {
   return JSON.stringify(value).replace(ODD, (character) =>
     [...Array(character.length).keys()]
@@ -93,7 +93,7 @@ function boundary(text, at) {
 }
 
 /**
- * A block of text, of which a long one shows its beginning and a button for more.
+ * A block of text; a long one shows its beginning, and a button for more.
  *
  * @param {string} text
  * @param {string} [kind] a class
@@ -105,24 +105,20 @@ export function textBlock(text, kind = "") {
   let shown = text.length > SHOWN * 1.5 ? boundary(text, SHOWN) : text.length;
   block.append(...visible(text.slice(0, shown)));
   if (shown === text.length) return whole;
-  const button = h("button", { type: "button", class: "link" });
-  const label = () => {
-    const left = text.length - shown;
-    button.textContent =
-      left > MORE ? `show ${MORE} more of ${text.length} characters` : `show all ${text.length} characters`;
-  };
-  button.addEventListener("click", () => {
+  const label = () => (text.length - shown > MORE ? `show ${MORE} more of` : "show all") + ` ${text.length} characters`;
+  const more = button(label(), showMore, { class: "link" });
+  whole.append(more);
+  return whole;
+
+  function showMore() {
     const to = Math.min(boundary(text, shown + MORE), text.length);
     block.append(...visible(text.slice(shown, to)));
     shown = to;
-    if (shown === text.length) {
-      block.focus({ preventScroll: true });
-      button.remove();
-    } else label();
-  });
-  label();
-  whole.append(button);
-  return whole;
+    more.textContent = label();
+    if (shown < text.length) return;
+    block.focus({ preventScroll: true });
+    more.remove();
+  }
 }
 
 /** @param {string} text @returns {string} the same, indented, where it is JSON of an object or a list */

@@ -1,0 +1,145 @@
+/** What all views share: their end, their requests, and how they keep up with changes. */
+
+import { failure, h, replace } from "./dom.js";
+
+/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
+
+/**
+ * @typedef {object} Place the part of the address that a view needs, and the newest overview
+ * @property {string} id the session's or the group's, "" for a list
+ * @property {URLSearchParams} query
+ * @property {() => Overview|null} overview
+ */
+
+/** A view is read anew at most so often, and never more than a part of the time that reading takes. */
+const REFRESH_MS = 500;
+const REFRESH_SHARE = 4;
+
+/** One request at a time: a newer one aborts the one before, and so does the end of `closed`. */
+export class LatestRequest {
+  /** @param {AbortSignal} closed */
+  constructor(closed) {
+    this.closed = closed;
+    /** @type {AbortController|null} */
+    this.current = null;
+  }
+
+  get isRunning() {
+    return this.current !== null;
+  }
+
+  abort() {
+    this.current?.abort();
+    this.current = null;
+  }
+
+  /**
+   * @template T
+   * @param {(signal: AbortSignal) => Promise<T>} request
+   * @param {(value: T) => void|Promise<void>} done
+   * @param {(error: unknown) => void} failed neither is called once the request is aborted
+   */
+  async run(request, done, failed) {
+    this.abort();
+    const current = new AbortController();
+    const signal = AbortSignal.any([current.signal, this.closed]);
+    this.current = current;
+    let value;
+    try {
+      value = await request(signal);
+    } catch (error) {
+      if (signal.aborted) return;
+      this.current = null;
+      failed(error);
+      return;
+    }
+    if (signal.aborted) return;
+    this.current = null;
+    await done(value);
+  }
+}
+
+export class View {
+  #life = new AbortController();
+  #hasChanged = false;
+  #isFollowing = false;
+
+  /** @param {HTMLElement} root what the view fills */
+  constructor(root) {
+    this.root = root;
+    /** Aborted when the view is left. Listeners, timers and requests end with it. */
+    this.closed = this.#life.signal;
+    this.requests = new LatestRequest(this.closed);
+    /** Where a failed request is shown. */
+    this.problem = h("div");
+  }
+
+  close() {
+    this.#life.abort();
+  }
+
+  /** Sessions changed. @param {SessionRow[]} rows */
+  onSessions(rows) {}
+
+  /** @param {Overview} overview */
+  onOverview(overview) {}
+
+  /** Changes may have been missed. */
+  onReset() {
+    this.refresh();
+  }
+
+  /** The address has another query. @param {URLSearchParams} query */
+  onQuery(query) {}
+
+  /** What `/` does. */
+  onFilterKey() {}
+
+  /** Read anew what is shown. @returns {void|Promise<void>} */
+  refresh() {}
+
+  /** Is there a change that is not shown yet? */
+  get isBehind() {
+    return this.#hasChanged;
+  }
+
+  /**
+   * Read, then show; the problem of an earlier request disappears.
+   * @template T
+   * @param {(signal: AbortSignal) => Promise<T>} request
+   * @param {(value: T) => void|Promise<void>} show
+   */
+  read(request, show) {
+    const done = (/** @type {T} */ value) => {
+      replace(this.problem);
+      return show(value);
+    };
+    return this.requests.run(request, done, (error) => this.onFailure(error));
+  }
+
+  /** A request failed. @param {unknown} error */
+  onFailure(error) {
+    replace(this.problem, failure(error, () => this.refresh()));
+  }
+
+  /** Something changed: refresh, then pause. Changes that come meanwhile are read together after the pause. */
+  async changed() {
+    this.#hasChanged = true;
+    if (this.#isFollowing) return;
+    this.#isFollowing = true;
+    do {
+      this.#hasChanged = false;
+      const began = performance.now();
+      await this.refresh();
+      const pause = Math.max(REFRESH_MS, (performance.now() - began) * REFRESH_SHARE);
+      await new Promise((resolve) => setTimeout(resolve, pause));
+    } while (this.isBehind && !this.closed.aborted);
+    this.#isFollowing = false;
+  }
+
+  /** While somebody looks, do this again and again. @param {number} ms @param {() => void} action */
+  every(ms, action) {
+    const timer = setInterval(() => document.hidden || action(), ms);
+    this.closed.addEventListener("abort", () => clearInterval(timer));
+  }
+}

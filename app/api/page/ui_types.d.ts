@@ -1,0 +1,350 @@
+/**
+ * What the server answers to the page, as JSON. For `tsc` and editors only: it is neither served nor installed.
+ *
+ * Times are seconds since the epoch unless the name says otherwise; `null`: there is none, or it is not known.
+ */
+
+/** What an element can be given as a child; nothing is made of null, undefined and false. */
+export type Child = Node | string | number | null | undefined | false | readonly Child[];
+
+export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased";
+
+/** GET /ui/api/me */
+export interface Me {
+  signed_in: boolean;
+  auth: "token" | "none";
+  release: string;
+  now: number;
+}
+
+/** A session in a list; `version` is its last event. */
+export interface SessionRow {
+  session_id: string;
+  version: number;
+  state: State;
+  turns: number;
+  group_id: string | null;
+  attempt: number | null;
+  reward: number | null;
+  weight_version: number | null;
+  staleness: number | null;
+  engine: string | null;
+  created_at: number;
+  updated_at: number;
+  claimed_since: number | null;
+  closed_at: number | null;
+}
+
+/** GET /ui/api/sessions */
+export interface SessionPage {
+  sessions: SessionRow[];
+  next_cursor: string | null;
+  total: number;
+  total_is_exact: boolean;
+}
+
+/** Milliseconds. */
+export interface Percentiles {
+  p50: number | null;
+  p99: number | null;
+}
+
+export interface Engine {
+  url: string;
+  state: "draining" | "serving";
+  source: "settings" | "admin";
+  health: string;
+  since: number | null;
+  last_error: string | null;
+  in_flight: number;
+  dialect: string | null;
+  weight_version: string | null;
+  weight_version_regressed: { before: string; after: string; at: number } | null;
+  sessions: boolean | null;
+}
+
+/** `held`: turns that wait at the gate. */
+export interface Gate {
+  paused: boolean;
+  closings: number;
+  since: number | null;
+  lease_left_s: number | null;
+  held: number;
+  in_flight: number;
+}
+
+export interface FleetGate extends Gate {
+  mode: string | null;
+  paused_adapters: string[];
+  version: number;
+}
+
+export interface Adapter extends Gate {
+  name: string;
+  version: string | null;
+}
+
+/** GET /ui/api/overview, and each second of the live stream */
+export interface Overview {
+  at: number;
+  sessions: {
+    open: number;
+    closed: number;
+    erased: number;
+    claimed: number;
+    gated: number;
+    idle: number;
+    active: number;
+    counted_at: number;
+  };
+  turns_per_s: number;
+  overhead_ms: Percentiles;
+  engine_ms: Percentiles;
+  errors: Record<string, number>;
+  errors_total: Record<string, number>;
+  weight_version: number | null;
+  gate: FleetGate;
+  adapters: Adapter[];
+  database: { bytes: number; wal_bytes: number | null; kind: "sqlite" | "postgresql" };
+  read_only: string | null;
+  scope: string;
+  engines: Engine[];
+}
+
+/** A group in the list of groups. */
+export interface GroupRow {
+  group_id: string;
+  sessions: number;
+  closed: number;
+  rewarded: number;
+  mean: number | null;
+  std: number | null;
+  min: number | null;
+  max: number | null;
+  zero_variance: boolean;
+  missing_attempts: number[];
+  state: "open" | "complete" | "leased" | "acknowledged";
+}
+
+/** GET /ui/api/groups */
+export interface GroupPage {
+  groups: GroupRow[];
+  next_cursor: string | null;
+}
+
+export interface Attempt {
+  session_id: string;
+  attempt: number | null;
+  status: string;
+  finished: boolean;
+  reward: number | null;
+}
+
+export interface Statistics {
+  count: number;
+  mean: number;
+  std: number;
+  min: number;
+  max: number;
+  zero_variance: boolean;
+}
+
+/** GET /groups/{id} */
+export interface Group {
+  group_id: string;
+  attempts: Attempt[];
+  statistics: Statistics | null;
+  complete: boolean;
+}
+
+export interface Reward {
+  reward: number;
+  components: Record<string, number>;
+}
+
+/** Milliseconds in each stage of a turn. */
+export interface Stages {
+  gate: number;
+  claim: number;
+  prepare: number;
+  engine: number;
+  validate: number;
+}
+
+/** A committed turn, live or discarded; `seq` is the event that committed it. */
+export interface Turn {
+  turn: number;
+  parent: number;
+  segment: number;
+  segment_cause: string | null;
+  live: boolean;
+  opened_at: number | null;
+  committed_at: number;
+  seq: number;
+  fence: number;
+  engine: string;
+  dialect: string;
+  protocol: string;
+  adapter: string | null;
+  finish_reason: string | null;
+  timing: Stages | null;
+  prompt_tokens: number;
+  base_tokens: number;
+  suffix_tokens: number;
+  output_tokens: number;
+  cached_tokens: number | null;
+  trimmed: number;
+  messages: number;
+  weight_versions: { version: string; start: number; end: number }[];
+  dispatched: string | null;
+  parts: { engine: string; start: number; end: number }[];
+  payloads: { kind: string; rows: number; tombstoned: boolean }[];
+  discarded_by: number | null;
+}
+
+export interface FailedTurn {
+  turn: number;
+  fence: number;
+  opened_at: number | null;
+  ended_at: number;
+  reason: string;
+  status: number | null;
+  detail: string | null;
+  kind: "rejected" | "abandoned";
+  reply_bytes: number | null;
+  kept_bytes: number | null;
+}
+
+export interface OpenTurn {
+  turn: number;
+  parent: number;
+  fence: number;
+  incarnation: number;
+  adapter: string | null;
+  opened_at: number;
+}
+
+export interface Rollback {
+  seq: number;
+  at: number;
+  to_turn: number;
+  discarded: number[];
+}
+
+/** GET /ui/api/sessions/{id}: the state after event `seq` of `last_seq` */
+export interface Session {
+  session_id: string;
+  seq: number;
+  last_seq: number;
+  status: string;
+  state: State;
+  erased: boolean;
+  config: { group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
+  metadata: unknown;
+  created_at: number;
+  closed_at: number | null;
+  reward: Reward | null;
+  turn_rewards: Record<string, Reward>;
+  affinity: { engine: string; control: string | null } | null;
+  open_turn: OpenTurn | null;
+  turns: Turn[];
+  failed: FailedTurn[];
+  rollbacks: Rollback[];
+  problems: { part: string; message: string }[];
+}
+
+/** A message as an agent or an engine wrote it: any JSON, if it is an object perhaps with these fields. */
+export interface ChatMessage {
+  role?: unknown;
+  name?: unknown;
+  content?: unknown;
+  reasoning_content?: unknown;
+  reasoning?: unknown;
+  refusal?: unknown;
+  tool_calls?: unknown;
+  function_call?: unknown;
+  tool_call_id?: unknown;
+}
+
+/** A message in its place in the history; without one, `error` says why. */
+export interface Entry {
+  index: number;
+  turn: number;
+  sampled: boolean;
+  message: unknown;
+  error?: string;
+}
+
+/** GET /ui/api/sessions/{id}/conversation: up to `turn`, without the `omitted` oldest messages */
+export interface Transcript {
+  turn: number | null;
+  messages: Entry[];
+  params: Record<string, unknown> | null;
+  tools: unknown[] | null;
+  omitted: number;
+  errors: Record<string, string>;
+}
+
+/** `version` is an index into the page's `versions`, -1 where the token was not sampled. */
+export type Token = [id: number, sampled: number, lossMask: number, logprob: number | null, version: number, turn: number];
+
+export interface Segment {
+  segment: number;
+  cause: string | null;
+  tokens: number;
+  prompt_tokens: number;
+  turns: number[];
+}
+
+/** From token `at` on, what was sampled was sampled under this weight version. */
+export interface Boundary {
+  at: number;
+  version: string;
+}
+
+/** GET /ui/api/sessions/{id}/tokens */
+export interface TokenPage {
+  segment: number | null;
+  segments: Segment[];
+  total: number;
+  start: number;
+  tokens: Token[];
+  texts: (string | null)[] | null;
+  versions: string[];
+  turns: { turn: number; start: number; output_start: number; end: number }[];
+  boundaries: Boundary[];
+  error: string | null;
+}
+
+/** A row that is not in the export. */
+export interface Example {
+  session_id: string;
+  segment: number | null;
+  turn: number | null;
+  detail: string;
+}
+
+export interface Missing {
+  reason: string;
+  count: number;
+  examples: Example[];
+}
+
+/** GET /ui/api/exports */
+export interface ExportPreview {
+  rows: number;
+  sessions: number;
+  tokens: number;
+  sampled_tokens: number;
+  missing: Missing[];
+  scanned: number;
+  complete: boolean;
+  cursor: string | null;
+}
+
+/** A line of GET /sessions/{id}/events: any of the events, each with fields of its own. */
+export interface LogEvent extends Record<string, unknown> {
+  seq: number;
+  at: number;
+  type: string;
+}
