@@ -34,7 +34,7 @@ from app.api.request_ids import RequestIds
 from app.api.security_headers import hardened
 from app.api.state import Services
 from app.api.tokens import Tokens
-from app.api.turns import TurnRoutes
+from app.api.turns import serve_turn
 from app.assembly import Assembly
 from app.errors import AppError, StartupError
 from app.event_loop_lag import LoopLag
@@ -243,7 +243,6 @@ class Turnlog(FastAPI):
     def __init__(self, settings: Settings, release: str) -> None:
         super().__init__(title="Turnlog", version=release, docs_url=None, redoc_url=None, openapi_url=None)
         self._settings = settings
-        self._turns = TurnRoutes()
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._doorway = ConnectionLimit(time.monotonic)
@@ -273,7 +272,7 @@ class Turnlog(FastAPI):
             await send_reply(hardened(send), *error_parts(refusal))
             return
         scope["app"] = self
-        if not await self._turns.serve(scope, receive, send):
+        if not await serve_turn(self.state.services, scope, receive, send):
             await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:

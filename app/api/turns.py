@@ -18,7 +18,7 @@ from app.api.header_sessions import HeaderSession, named
 from app.api.limits import BodyReservation, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, send_reply, start_reply
 from app.api.sessions import SESSION_ID
-from app.api.state import Services, of_scope
+from app.api.state import Services
 from app.domain.events import Protocol
 from app.errors import AppError, SessionNotFound
 from app.fleet.engines import PATHS
@@ -41,111 +41,92 @@ def protocol_of(path: str) -> Protocol | None:
     return next((protocol for protocol, route in PATHS.items() if path.endswith(route)), None)
 
 
-class TurnRoutes:
-    """`POST /sessions/{id}/v1/chat/completions` and `…/v1/completions`, and both with the session in a header."""
+async def serve_turn(app: Services, scope: Scope, receive: Receive, send: Send) -> bool:
+    """Answer a request for a turn; False if it is for another route.
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer the request; False if it is not for these routes."""
-        path = route_path(scope)
-        protocol = protocol_of(path)
-        if scope["method"] != "POST" or protocol is None:
-            return False
-        route = PATHS[protocol]
-        in_path = path[len(_PREFIX) : -len(route)] if path.startswith(_PREFIX) else None
-        if in_path is None and path != route:
-            return False
-        if in_path is not None and (not in_path or "/" in in_path):
-            return False
-        app = of_scope(scope)
-        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        token_session: str | None = scope.get(TOKEN_SESSION)
-        stages = Stages(time.perf_counter)
+    The routes are `POST /sessions/{id}/v1/chat/completions` and `…/v1/completions`, and both without the session in
+    their path, which a header names then.
+    """
+    path = route_path(scope)
+    protocol = protocol_of(path)
+    if scope["method"] != "POST" or protocol is None:
+        return False
+    route = PATHS[protocol]
+    in_path = path[len(_PREFIX) : -len(route)] if path.startswith(_PREFIX) else None
+    if in_path is None and path != route:
+        return False
+    if in_path is not None and (not in_path or "/" in in_path):
+        return False
+    await _Exchange(app, protocol, in_path, scope, receive, send).run()
+    return True
+
+
+class _Exchange:
+    """One request for a turn and its reply. `in_path` is the session that the path names, if it names one."""
+
+    def __init__(
+        self, app: Services, protocol: Protocol, in_path: str | None, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._app = app
+        self._protocol = protocol
+        self._in_path = in_path
+        self._token_session: str | None = scope.get(TOKEN_SESSION)
+        self._peer = peer_of(scope)
+        self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        self._receive = receive
+        self._send = send
+        self._stages = Stages(time.perf_counter)
+        self._watching: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Answer, whatever happens; then count how it ended."""
+        app, stages = self._app, self._stages
         try:
-            with app.inflight.room(token_session or in_path, peer_of(scope)) as room:
-                outcome = await self._answer(
-                    app, protocol, in_path, token_session, headers, stages, receive, send, room
-                )
+            with app.inflight.room(self._token_session or self._in_path, self._peer) as room:
+                outcome = await self._answer(room)
         except AppError as error:
             outcome = error.code
-            await send_reply(send, *error_parts(error))
+            await send_reply(self._send, *error_parts(error))
             stages.end()
         except Exception:
             outcome = AppError.code
             log.exception("an unexpected fault in a turn")
-            await send_reply(send, *error_parts(AppError(INTERNAL)))
+            await send_reply(self._send, *error_parts(AppError(INTERNAL)))
             stages.end()
         if outcome is not None:
             app.metrics.turn_ended(outcome, stages)
-            _tell(outcome, stages)
-        return True
+            _log_outcome(outcome, stages)
 
-    async def _answer(
-        self,
-        app: Services,
-        protocol: Protocol,
-        in_path: str | None,
-        token_session: str | None,
-        headers: Headers,
-        stages: Stages,
-        receive: Receive,
-        send: Send,
-        room: BodyReservation,
-    ) -> str | None:
-        """How it ended; None where the client left before there was a request. Raises AppError."""
-        body = await read_body(receive, headers, app.settings.max_request_bytes, room)
+    async def _answer(self, room: BodyReservation) -> str | None:
+        """How it ended; None where the client disconnected before there was a request. Raises AppError."""
+        app = self._app
+        body = await read_body(self._receive, self._headers, app.settings.max_request_bytes, room)
         if body is None:
             return None
-        stages.begin()
-        stages.request_bytes = len(body)
-        exchange = _Exchange(app, protocol, token_session, stages, receive, send, room)
-        if in_path is None:
-            session = await app.turns.large_bodies.run(_long(body), lambda: named(headers, body))
-            await session.ensure(app, token_session)
-            about_session(session.session_id)
-            outcome = await exchange.run(session.session_id, body, headers, session)
-            await session.end(app)
-            return outcome
-        if not re.fullmatch(SESSION_ID, in_path):
-            raise SessionNotFound("no session has an id of this form")
-        return await exchange.run(in_path, body, headers)
+        self._stages.begin()
+        self._stages.request_bytes = len(body)
+        if self._in_path is not None:
+            if not re.fullmatch(SESSION_ID, self._in_path):
+                raise SessionNotFound("no session has an id of this form")
+            return await self._turn(self._in_path, body, room)
+        session = await app.turns.large_bodies.run(_long(body), lambda: named(self._headers, body))
+        await session.ensure(app, self._token_session)
+        about_session(session.session_id)
+        outcome = await self._turn(session.session_id, body, room, session)
+        await session.end(app)
+        return outcome
 
-
-def _long(body: bytes) -> int:
-    """Its size, where even looking for one field takes the loop too long."""
-    return len(body) if len(body) > INLINE_BYTES else 0
-
-
-class _Exchange:
-    """One request and its reply."""
-
-    def __init__(
-        self,
-        app: Services,
-        protocol: Protocol,
-        token_session: str | None,
-        stages: Stages,
-        receive: Receive,
-        send: Send,
-        room: BodyReservation,
-    ) -> None:
-        self._protocol = protocol
-        self._stages = stages
-        self._token_session = token_session
-        self._room = room
-        self._turns = app.turns
-        self._keepalive_s = app.settings.stream_keepalive_s or None
-        self._abort_after_s = app.settings.abort_after_s
-        self._receive = receive
-        self._send = send
-        self._watching: asyncio.Task[None] | None = None
-
-    async def run(self, session_id: str, body: bytes, headers: Headers, session: HeaderSession | None = None) -> str:
+    async def _turn(
+        self, session_id: str, body: bytes, room: BodyReservation, session: HeaderSession | None = None
+    ) -> str:
         """How it ended. Raises AppError."""
-        streams = await self._turns.large_bodies.run(_long(body), lambda: wants_stream(body))
-        reader = Waiter(self._room.grow, self._watch, self._token_session)
-        if self._abort_after_s is not None:
-            self._watch(reader)
-        call = self._turns.take(session_id, self._protocol, body, headers, retry_mark(headers), reader, self._stages)
+        turns, settings = self._app.turns, self._app.settings
+        streams = await turns.large_bodies.run(_long(body), lambda: wants_stream(body))
+        waiter = Waiter(room.grow, self._watch, self._token_session)
+        if settings.abort_after_s is not None:
+            self._watch(waiter)
+        mark = retry_mark(self._headers)
+        call = turns.take(session_id, self._protocol, body, self._headers, mark, waiter, self._stages)
         if session is not None:
             call = session.explained(call)
         try:
@@ -164,7 +145,8 @@ class _Exchange:
     async def _stream(self, task: asyncio.Task[TurnReply]) -> str:
         """How it ended. Errors keep their status, unless a comment has gone out already."""
         began = False
-        while not (await asyncio.wait({task}, timeout=self._keepalive_s))[0]:
+        keepalive_s = self._app.settings.stream_keepalive_s or None
+        while not (await asyncio.wait({task}, timeout=keepalive_s))[0]:
             if not began:
                 began = True
                 await _start_stream(self._send, [])
@@ -197,18 +179,24 @@ class _Exchange:
     async def _event(self, data: bytes, *, more: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def _watch(self, reader: Waiter) -> None:
-        """Notice when the client goes. `receive` must not have two who wait for it."""
+    def _watch(self, waiter: Waiter) -> None:
+        """Notice when the client disconnects. Only one task may wait for `receive`."""
         if self._watching is None:
-            self._watching = asyncio.create_task(self._until_gone(reader))
+            self._watching = asyncio.create_task(self._until_gone(waiter))
 
-    async def _until_gone(self, reader: Waiter) -> None:
+    async def _until_gone(self, waiter: Waiter) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
-        reader.hang_up()
-        if self._abort_after_s is not None:
-            await asyncio.sleep(self._abort_after_s)
-            reader.leave()
+        waiter.hang_up()
+        abort_after_s = self._app.settings.abort_after_s
+        if abort_after_s is not None:
+            await asyncio.sleep(abort_after_s)
+            waiter.leave()
+
+
+def _long(body: bytes) -> int:
+    """Its size, where even looking for one field takes the event loop too long."""
+    return len(body) if len(body) > INLINE_BYTES else 0
 
 
 async def _start_stream(send: Send, headers: Headers) -> None:
@@ -243,7 +231,7 @@ def _outcome(reply: TurnReply) -> str:
     return ABORTED if reply.is_aborted else COMMITTED
 
 
-def _tell(outcome: str, stages: Stages) -> None:
+def _log_outcome(outcome: str, stages: Stages) -> None:
     """One line for each turn that failed."""
     if outcome in WELL:
         if log.isEnabledFor(logging.DEBUG):
