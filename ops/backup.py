@@ -10,7 +10,6 @@ import fcntl
 import os
 import shlex
 import sqlite3
-import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,10 @@ from ops.keeping import (
     REST_S,
     Outcome,
     Progress,
+    as_turnlog,
     check_sqlite,
     copy_sqlite,
     is_sound,
-    parser,
     require_store,
     run,
     settings_for,
@@ -38,14 +37,6 @@ from ops.salvage import is_damage, outcome, refusal
 from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
-
-
-def main() -> int:
-    options = parser("backup", "Copy an SQLite store while its server runs.")
-    options.add_argument("copy", type=Path, help="the file to make; it must not be there yet")
-    options.add_argument("--salvage", action="store_true", help="of a damaged store copy what can be read")
-    arguments = options.parse_args()
-    return perform(arguments.database_url, arguments.copy, salvage=arguments.salvage)
 
 
 def perform(database_url: str | None, copy: Path, *, salvage: bool = False, as_json: bool = False) -> int:
@@ -145,4 +136,4 @@ def _pg_dump(url: str, copy: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_turnlog("backup")

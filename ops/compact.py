@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -39,11 +38,11 @@ from ops.keeping import (
     REST_S,
     Outcome,
     Progress,
+    as_turnlog,
     check_sqlite,
     empty_log,
     is_sound,
     like,
-    parser,
     require_store,
     run,
     settings_for,
@@ -66,14 +65,6 @@ LOCK_TIMEOUT = "10s"
 
 REFUSED = frozenset({"42501", "55P03"})
 """SQLSTATEs of what another role or a quieter moment may do: no right to, somebody else has it locked."""
-
-
-def main() -> int:
-    options = parser("compact", "Give unused space back, and with it the traces of what was erased.")
-    options.add_argument("--full", action="store_true", help="write all content anew; see docs/runbook.md")
-    options.add_argument("--salvage", action="store_true", help="with --full: of a damaged store keep what can be read")
-    arguments = options.parse_args()
-    return perform(arguments.database_url, full=arguments.full, salvage=arguments.salvage)
 
 
 def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
@@ -263,4 +254,4 @@ async def _try(connection: AsyncConnection, statement: str, refused: list[str]) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_turnlog("vacuum")

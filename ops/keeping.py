@@ -6,7 +6,6 @@ Exit code 0: done; 1: done, but not all is well, a line each says what; 2: it co
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -61,10 +60,12 @@ def silent(where: str) -> None:
     """The progress of a run that nobody watches."""
 
 
-def parser(command: str, description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog=f"python -m ops.{command}", description=description)
-    made.add_argument("--database-url", help="default: TURNLOG_DATABASE_URL, as the service reads it")
-    return made
+def as_turnlog(command: str) -> None:
+    """Run `python -m ops.<module>` as the command of `turnlog` that it is, which alone knows the options."""
+    from turnlog.cli import main
+
+    sys.argv[:1] = ["turnlog", command]
+    main()
 
 
 def settings_for(database_url: str | None, *names: str) -> Settings:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import sys
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -32,27 +31,18 @@ from ops.keeping import (
     DONE,
     Outcome,
     Progress,
+    as_turnlog,
     at_rest,
     check_sqlite,
     copy_sqlite,
     empty_log,
     like,
-    parser,
     run,
     settings_for,
     sqlite_path,
     stopped,
     sync,
 )
-
-
-def main() -> int:
-    options = parser(
-        "restore", "Put a copy of an SQLite store in its place, or finish the restore of a PostgreSQL one."
-    )
-    options.add_argument("copy", type=Path, nargs="?", help="what ops.backup made; none for PostgreSQL")
-    arguments = options.parse_args()
-    return perform(arguments.database_url, arguments.copy)
 
 
 def perform(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
@@ -191,4 +181,4 @@ async def _finish(url: str, lease_s: float) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_turnlog("restore")

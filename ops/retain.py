@@ -7,7 +7,6 @@ sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL they
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,7 +22,7 @@ from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
-from ops.keeping import DONE, Outcome, Progress, parser, require_store, run, settings_for
+from ops.keeping import DONE, Outcome, Progress, as_turnlog, require_store, run, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
@@ -33,11 +32,6 @@ DEAD_AT_ONCE = 200
 TELL_S = 1.0
 
 LEFT = "what is done is done, run it again for the rest"
-
-
-def main() -> int:
-    arguments = parser("retain", "Close, free and erase what is due by the service's settings, once.").parse_args()
-    return perform(arguments.database_url)
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
@@ -93,4 +87,4 @@ async def _told(janitor: Janitor) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_turnlog("retain")

@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
+PORT = "{port}"
+"""Stands for the port in a command."""
 
 
 class ServerDidNotStart(Exception):
@@ -60,45 +62,35 @@ def is_healthy(port: int) -> bool:
         connection.close()
 
 
-class ServerProcess:
-    """`alembic upgrade head`, then `uvicorn app.main:app`, as a context manager.
+class OwnProcess:
+    """A program that serves HTTP, as a process of its own: started, awaited, ended. A context manager.
 
-    `folder` gets the SQLite file (unless `database_url` names another store) and the log. The port stays
-    the same over restarts, so that clients find the server again. `root` is the tree whose code runs, `max_files` how
-    many file descriptors the process may have.
+    The port stays the same over restarts, so that clients find the server again. What it prints goes to `log_path`.
+    With `group` it leads a process group, and what it has started ends with it where it has to be killed.
     """
 
     def __init__(
         self,
-        folder: Path,
+        command: Sequence[str],
+        log_path: Path,
         *,
-        upstreams: Sequence[str] = (),
-        database_url: str | None = None,
-        environment: Mapping[str, str] | None = None,
-        arguments: Sequence[str] = (),
         port: int = 0,
-        start_timeout_s: float = 60.0,
+        environment: Mapping[str, str],
         root: Path = ROOT,
-        application: str = "app.main:app",
-        max_files: int | None = None,
+        start_timeout_s: float = 60.0,
+        stop_s: float = STOP_S,
+        group: bool = False,
     ) -> None:
         self.port = port or reserve_port(self)
         self.base_url = f"http://127.0.0.1:{self.port}"
-        self.database_path = folder / "turnlog.db"
-        self.log_path = folder / f"server-{self.port}.log"
-        self._arguments = [sys.executable, "-m", "uvicorn", application, "--port", str(self.port), *arguments]
-        if max_files is not None:
-            self._arguments = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *self._arguments]
-        self._start_timeout_s = start_timeout_s
+        self.log_path = log_path
+        self.environment = environment
+        self._command = [part.replace(PORT, str(self.port)) for part in command]
         self._root = root
+        self._start_timeout_s = start_timeout_s
+        self._stop_s = stop_s
+        self._group = group
         self._process: subprocess.Popen[bytes] | None = None
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
-        self.environment = {
-            **inherited,
-            "TURNLOG_DATABASE_URL": database_url or f"sqlite+aiosqlite:///{self.database_path}",
-            "TURNLOG_UPSTREAMS": ",".join(upstreams),
-            **(environment or {}),
-        }
 
     @property
     def pid(self) -> int:
@@ -106,17 +98,7 @@ class ServerProcess:
             raise ServerDidNotStart("not started")
         return self._process.pid
 
-    def migrate(self) -> ServerProcess:
-        """Bring the database to this code's revision. Raises ServerDidNotStart."""
-        command = [sys.executable, "-m", "alembic", "upgrade", "head"]
-        done = subprocess.run(
-            command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ServerDidNotStart(done.stdout + done.stderr)
-        return self
-
-    def start(self) -> ServerProcess:
+    def start(self) -> Self:
         """Start and wait until `/health` answers. Raises ServerDidNotStart."""
         self.launch()
         deadline = time.monotonic() + self._start_timeout_s
@@ -131,7 +113,12 @@ class ServerProcess:
         """Start without waiting."""
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._arguments, cwd=self._root, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+                self._command,
+                cwd=self._root,
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=self._group,
             )
 
     def answers(self) -> bool:
@@ -156,18 +143,74 @@ class ServerProcess:
             return None
         process.send_signal(sign)
         try:
-            return process.wait(STOP_S)
+            return process.wait(self._stop_s)
         except subprocess.TimeoutExpired:
+            if self._group:
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             return process.wait()
 
-    def __enter__(self) -> ServerProcess:
-        return self.migrate().start()
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class ServerProcess(OwnProcess):
+    """`alembic upgrade head`, then `uvicorn app.main:app`.
+
+    `folder` gets the SQLite file (unless `database_url` names another store) and the log. `root` is the tree whose code
+    runs, `max_files` how many file descriptors the process may have.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        upstreams: Sequence[str] = (),
+        database_url: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+        port: int = 0,
+        start_timeout_s: float = 60.0,
+        root: Path = ROOT,
+        application: str = "app.main:app",
+        max_files: int | None = None,
+    ) -> None:
+        port = port or reserve_port(self)
+        self.database_path = folder / "turnlog.db"
+        command = [sys.executable, "-m", "uvicorn", application, "--port", PORT, *arguments]
+        if max_files is not None:
+            command = ["sh", "-c", f'ulimit -n {max_files}; exec "$@"', "sh", *command]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
+        settings = {
+            "TURNLOG_DATABASE_URL": database_url or f"sqlite+aiosqlite:///{self.database_path}",
+            "TURNLOG_UPSTREAMS": ",".join(upstreams),
+        }
+        super().__init__(
+            command,
+            folder / f"server-{port}.log",
+            port=port,
+            environment={**inherited, **settings, **(environment or {})},
+            root=root,
+            start_timeout_s=start_timeout_s,
+        )
+
+    def migrate(self) -> Self:
+        """Bring the database to this code's revision. Raises ServerDidNotStart."""
+        command = [sys.executable, "-m", "alembic", "upgrade", "head"]
+        done = subprocess.run(
+            command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ServerDidNotStart(done.stdout + done.stderr)
+        return self
+
+    def __enter__(self) -> Self:
+        return self.migrate().start()
 
 
 class KeptServer(ServerProcess):
@@ -176,7 +219,7 @@ class KeptServer(ServerProcess):
     def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
         super().__init__(folder, **more)
         command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", str(self.port)]
-        self._arguments = [*command, *arguments]
+        self._command = [*command, *arguments]
 
     @property
     def started(self) -> list[int]:

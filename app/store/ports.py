@@ -1,7 +1,7 @@
 """The store as the service sees it: what it asks of a database and of its writer, and no more.
 
-In service they are `engine.Database` and `writer.Writer`; the simulation (`ops/simulation`) puts a database in memory
-behind the same names.
+In service they are `engine.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database in
+memory behind the same names.
 """
 
 from __future__ import annotations

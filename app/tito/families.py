@@ -1,6 +1,6 @@
 """What cannot be read off a chat template, per model family; and, for a family that is named, what must be found there.
 
-A new family is one more row. Rows exist only for families whose real template the tests and `ops.tito_check` run.
+A new family is one more row. Rows exist only for families whose real template `tests.tools.tito_check` runs.
 """
 
 from __future__ import annotations

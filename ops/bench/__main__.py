@@ -7,61 +7,20 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import uvloop
 
-from ops.bench import (
-    clients,
-    curve,
-    export,
-    fleet,
-    gated,
-    growth,
-    health,
-    hostile,
-    large,
-    latency,
-    memory,
-    observed,
-    page,
-    postgres,
-    prefix,
-    prepare,
-    replies,
-    restarts,
-    sessions,
-    startup,
-    takeover,
-    tokenising,
-    turns,
-    weights,
-)
+from ops.bench import export, latency, load, postgres, replies, startup, turns
 
 BENCHMARKS = {
     "turns": turns,
     "latency": latency,
-    "growth": growth,
-    "startup": startup,
-    "restarts": restarts,
-    "clients": clients,
+    "load": load,
     "replies": replies,
-    "health": health,
-    "hostile": hostile,
-    "memory": memory,
-    "large": large,
-    "load-curve": curve,
-    "prepare": prepare,
-    "tokenising": tokenising,
     "export": export,
     "postgres": postgres,
-    "sessions": sessions,
-    "weights": weights,
-    "takeover": takeover,
-    "prefix": prefix,
-    "gated": gated,
-    "fleet": fleet,
-    "observed": observed,
-    "page": page,
+    "startup": startup,
 }
 
 
@@ -70,7 +29,9 @@ def main(given: Sequence[str] | None = None, prog: str = "python -m ops.bench") 
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     names = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
-        module.add_arguments(names.add_parser(name, help=module.__doc__))
+        own = names.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
+        own.add_argument("--folder", type=Path, help="where the databases are put: the disk that is measured")
+        module.add_arguments(own)
     arguments = parser.parse_args(given)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then too
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

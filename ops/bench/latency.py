@@ -1,73 +1,113 @@
-"""What a turn costs its client over the engine called directly, and what the disk's own sync takes of it."""
+"""What a turn adds to the engine called directly, beside the disk's own sync and, with --peer, another recorder."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ops.bench.client import Broken, Connection
-from ops.bench.load import SIM, TURN_GROWTH_BYTES, Conversation, opening_messages, reply_message
-from ops.bench.measure import percentile, report, sync_once_s
-from ops.bench.stand import Stand, stand
+from ops.bench.measure import keep, percentile, sync_once_s, table
+from ops.bench.peer import STORES, rllm_gateway
+from ops.bench.sessions import SIM, TURN_GROWTH_BYTES, Conversation, opening_messages, reply_message, short_turns
+from ops.bench.sizes import ASK
+from ops.bench.stand import Side, cores, folder_for_bench, simulator, started, turnlog
+from ops.server import OwnProcess
 
 TURNS_PER_SESSION = 8
 WARM_UP_TURNS = 100
 
-ASK = (
-    b',"logprobs":true,"top_logprobs":0,"return_meta_info":true,"return_prompt_token_ids":true,"return_token_ids":true'
-)
-"""What Turnlog asks an engine for. Sent both ways, so that the engine has the same work."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=600)
+    parser.add_argument("--turns", type=int, default=600, help="of the one client")
     parser.add_argument("--request-bytes", type=int, default=2048)
-    parser.add_argument("--folder", type=Path, help="where the database is put: the disk that is measured")
-    parser.add_argument("--database-url", help="another store than a new SQLite file; must be empty")
+    parser.add_argument("--clients", type=int, default=64, help="of a second measurement; 0: none")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of the second measurement")
+    parser.add_argument("--peer", choices=STORES, help="rllm-model-gateway with this store, in turn with Turnlog")
+    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else each server has one")
+
+
+class _Route(NamedTuple):
+    """A server with Turnlog's routes and one connection to it."""
+
+    name: str
+    server: OwnProcess
+    connection: Connection
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    with stand(arguments.folder, arguments.database_url) as made:
-        await _measured(made, WARM_UP_TURNS, arguments.request_bytes, "warm")
-        through, direct, syncs = await _measured(made, arguments.turns, arguments.request_bytes, "timed")
-    figures: dict[str, float] = {"turns": len(through)}
-    for percent in (50, 99):
-        figures[f"through Turnlog p{percent} ms"] = percentile(through, percent) * 1000
-        figures[f"engine directly p{percent} ms"] = percentile(direct, percent) * 1000
-        figures[f"added p{percent} ms"] = (percentile(through, percent) - percentile(direct, percent)) * 1000
-        figures[f"fdatasync of 4 KiB p{percent} ms"] = percentile(syncs, percent) * 1000
-    report(f"latency-{arguments.request_bytes}", figures)
+    places = cores(arguments.spread)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(folder_for_bench(arguments.folder))
+        engine = stack.enter_context(simulator(places))
+        servers: dict[str, OwnProcess] = {
+            "Turnlog": stack.enter_context(turnlog(engine, places, folder)),
+        }
+        if arguments.peer:
+            gateway = rllm_gateway(arguments.peer, folder, engine.base_url)
+            servers[f"rllm-model-gateway, {arguments.peer}"] = stack.enter_context(started(gateway, places))
+        routes = [
+            _Route(name, server, await stack.enter_async_context(await Connection.connect(server.base_url)))
+            for name, server in servers.items()
+        ]
+        direct = await stack.enter_async_context(await Connection.connect(engine.base_url))
+        descriptor = os.open(folder / "sync", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        stack.callback(os.close, descriptor)
+        await _one_client(routes, direct, descriptor, WARM_UP_TURNS, arguments.request_bytes, "warm")
+        found = await _one_client(routes, direct, descriptor, arguments.turns, arguments.request_bytes, "timed")
+        rows = _rows(found)
+        for route in routes if arguments.clients else ():
+            script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
+            side = Side([route.server], script, clients=arguments.clients, turns_per_session=TURNS_PER_SESSION)
+            many = await side.measured(arguments.seconds)
+            rows.append(_row(route.name, arguments.clients, many.latencies, None))
+    table(rows)
+    keep(f"latency-{arguments.request_bytes}", rows)
     return 0
 
 
-async def _measured(
-    made: Stand, turns: int, request_bytes: int, name: str
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of each turn, of the same request at the engine, and of a sync, one after the other."""
-    through, direct, syncs = list[float](), list[float](), list[float]()
+async def _one_client(
+    routes: Sequence[_Route], direct: Connection, descriptor: int, turns: int, request_bytes: int, name: str
+) -> dict[str, list[float]]:
+    """Seconds of each turn through each server, of the same at the engine, and of a sync, one after the other."""
+    found: dict[str, list[float]] = {key: [] for key in (*(route.name for route in routes), "engine", "fdatasync")}
+    conversations: dict[str, Conversation] = {}
     opening = opening_messages(max(64, request_bytes - TURN_GROWTH_BYTES * (TURNS_PER_SESSION - 1) // 2 - 250))
-    descriptor = os.open(made.folder / "sync", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    try:
-        async with (
-            await Connection.connect(made.server.base_url) as server,
-            await Connection.connect(made.engine_url) as engine,
-        ):
-            for number in range(turns):
-                index = number // TURNS_PER_SESSION
-                if number % TURNS_PER_SESSION == 0:
-                    await server.json("POST", "/sessions", {"session_id": f"{name}-{index}"})
-                    conversation = Conversation(opening, SIM, ASK)
-                body = conversation.body()
-                reply, seconds = await timed(server, f"/sessions/{name}-{index}/v1/chat/completions", body)
-                through.append(seconds)
-                direct.append((await timed(engine, "/v1/chat/completions", body))[1])
-                syncs.append(sync_once_s(descriptor))
-                conversation.answered(reply_message(reply))
-    finally:
-        os.close(descriptor)
-    return through, direct, syncs
+    for number in range(turns):
+        session = f"{name}-{number // TURNS_PER_SESSION}"
+        for route in routes:
+            if number % TURNS_PER_SESSION == 0:
+                await route.connection.json("POST", "/sessions", {"session_id": session})
+                conversations[route.name] = Conversation(opening, SIM, ASK)
+            conversation = conversations[route.name]
+            body = conversation.body()
+            reply, seconds = await timed(route.connection, f"/sessions/{session}/v1/chat/completions", body)
+            found[route.name].append(seconds)
+            conversation.answered(reply_message(reply))
+        found["engine"].append((await timed(direct, "/v1/chat/completions", body))[1])
+        found["fdatasync"].append(sync_once_s(descriptor))
+    return found
+
+
+def _rows(found: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """The first is Turnlog's; `of Turnlog's` says what it adds by what another adds."""
+    *servers, engine, _ = found
+    rows = [_row(name, 1, seconds, found[engine] if name in servers else None) for name, seconds in found.items()]
+    for row in rows[1 : len(servers)]:
+        row["Turnlog's added p50 / its"] = rows[0]["added p50 ms"] / row["added p50 ms"]
+    return rows
+
+
+def _row(name: str, clients: int, seconds: Sequence[float], engine: Sequence[float] | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"through": name, "clients": clients}
+    for percent in (50, 99):
+        own = percentile(seconds, percent)
+        row[f"p{percent} ms"] = own * 1000
+        row[f"added p{percent} ms"] = None if engine is None else (own - percentile(engine, percent)) * 1000
+    return {**row, "Turnlog's added p50 / its": None}
 
 
 async def timed(connection: Connection, path: str, body: tuple[bytes, ...]) -> tuple[bytes, float]:

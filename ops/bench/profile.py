@@ -10,20 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 RATE_HZ = 200
-MOST = 5
+MOST = 10
 
 
 class ProfilerFailed(Exception):
     """py-spy is not installed or was refused; the message is what it said."""
 
 
-async def top_frames(pid: int, seconds: float, folder: Path, *, native: bool = False) -> list[str]:
-    """The frames with the largest self time, as `share  function (file:line)`. Raises ProfilerFailed.
-
-    With `native`, C functions count as frames of their own, and so do threads that wait in the kernel, which
-    py-spy then takes for busy ones; so it is not the default. Where it cannot unwind them it is asked
-    again without.
-    """
+async def top_frames(pid: int, seconds: float, folder: Path) -> list[tuple[str, str]]:
+    """The frames with the largest self time, each with its share. Raises ProfilerFailed."""
     command = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if command is None:
         raise ProfilerFailed("py-spy is not installed: pip install py-spy")
@@ -35,22 +30,20 @@ async def top_frames(pid: int, seconds: float, folder: Path, *, native: bool = F
         "--pid",
         str(pid),
         *options,
-        "--native" if native else "--nonblocking",
+        "--nonblocking",
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     said, _ = await process.communicate()
-    if process.returncode and native:
-        return await top_frames(pid, seconds, folder, native=False)
     if process.returncode:
         raise ProfilerFailed(said.decode(errors="replace"))
     return _largest(path.read_text(errors="replace"))
 
 
-def _largest(raw: str) -> list[str]:
+def _largest(raw: str) -> list[tuple[str, str]]:
     leaves: Counter[str] = Counter()
     for line in raw.splitlines():
         stack, _, count = line.rpartition(" ")
         leaves[stack.rpartition(";")[2]] += int(count)
     total = max(leaves.total(), 1)
-    return [f"{count / total:6.1%}  {frame}" for frame, count in leaves.most_common(MOST)]
+    return [(frame, f"{count / total:.1%}") for frame, count in leaves.most_common(MOST)]

@@ -1,263 +1,218 @@
-"""Does a turn on PostgreSQL cost the same with 10,000 live sessions as with a hundred?
+"""Concurrent sessions of short turns against a running server.
 
-Sessions are filled in by a real server's own turns, on a PostgreSQL that syncs. At each number of them: turns under
-load and what the database looked at for one, first turns of sessions that no process has in memory, the export of
-all, and the queries of the sweep and the janitor. Rows that a turn reads in sequential scans would grow with the
-number of sessions; rows found by an index, and blocks, may grow with an index's depth.
+Every client owns one connection and one session at a time, and replaces the session after a few turns so
+that histories stay short. Sessions are created ahead, outside what is measured: the figures are of turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
+import itertools
+import json
 import random
+import re
+import secrets
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import aiohttp
-from sqlalchemy import Connection as CoreConnection
+import msgspec
 
-from app.store import reads
-from app.store import statements as sql
-from app.store.engine import Database
-from ops.bench.client import Connection
-from ops.bench.latency import timed
-from ops.bench.load import Conversation, Load, reply_message, short_turns
-from ops.bench.measure import cpu_s, foreign_cpu_s, keep, percentile
-from ops.bench.primary import Primary, Watch, primary
-from ops.bench.stand import cores, folder_for_bench, simulator
-from ops.server import ServerProcess
+from ops.bench.client import Broken, Connection
+from ops.simulator.tokenizer import WORDS
 
-CLIENTS = 64
-TURNS = 3
-"""Of each session that is filled in."""
+SIM = b'{"completion_tokens":11,"tool_calls":false,"reasoning":false}'
+"""About 2 KiB of reply to 2 KiB of request, most of it the prompt's ids."""
 
-TURNS_PER_SESSION = 8
-"""Of those that the load adds while it measures."""
+HISTORY_MESSAGE_BYTES = 8192
+"""Large requests are made of messages of this size, as a long history of tool results is."""
 
-REQUEST_BYTES = 2048
-KEPT = 256
-"""Sessions at each step whose conversation is remembered, so that it can go on."""
+TURN_GROWTH_BYTES = 130
+"""What a turn adds to the next request: the reply's message and a short question."""
 
-WARM_UP_S = 1.0
-REPEAT = 25
+CREATE_AHEAD = 1.25
+"""Sessions created for the sessions that the warm-up's pace would use."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sessions", type=int, nargs="+", default=[100, 10_000], help="live ones, step by step")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of load at each step")
-    parser.add_argument("--folder", type=Path, help="where the database is put: the disk that is measured")
+HEAD_BYTES = 65536
+"""A longer reply is bulk behind its message, which is looked for within so many bytes."""
 
 
-async def main(arguments: argparse.Namespace) -> int:
-    rows: list[dict[str, Any]] = []
-    places = cores(spread=True)
-    with (
-        primary(arguments.folder) as database,
-        folder_for_bench(arguments.folder) as folder,
-        simulator(places) as engine,
-    ):
-        url = database.new_database()
-        server = ServerProcess(folder, upstreams=[engine.base_url], database_url=url).migrate()
-        filled = _Filled(server)
-        async with Watch.of(url) as watch:
-            for count in sorted(arguments.sessions):
-                await filled.upto(count)
-                await watch.tidy()
-                rows.append(await _step(filled, database, watch, arguments))
-    print("\n".join(f"{name:<42}" + "".join(f"{_shown(row[name]):>14}" for row in rows) for name in rows[0]))
-    print(f"written to {keep('sessions', rows)}")
-    return 1 if any(row["errors"] for row in rows) else 0
+class _Choice(msgspec.Struct):
+    message: msgspec.Raw
 
 
-async def _step(filled: _Filled, database: Primary, watch: Watch, arguments: argparse.Namespace) -> dict[str, Any]:
-    size = await watch.database_bytes()
-    begun = time.perf_counter()
-    with running(filled.server):
-        start_s = time.perf_counter() - begun
-    before = await watch.scanned()
-    with running(filled.server):
-        loaded, done = await _load(filled.server, database, arguments.seconds)
-    scanned = (await watch.scanned()).since(before)
-    with running(filled.server):
-        begun_cpu = _Cpu.of(filled.server, database)
-        cold = await filled.cold_turns()
-        cold_cpu = _Cpu.of(filled.server, database).since(begun_cpu, len(cold))
-    with running(filled.server):
-        begun_cpu = _Cpu.of(filled.server, database)
-        rows, seconds = await _export(filled.server.base_url)
-        export_cpu = _Cpu.of(filled.server, database).since(begun_cpu, rows)
-    return {
-        "sessions": filled.count,
-        "database MiB": size / 2**20,
-        "process start to /health s": start_s,
-        **loaded,
-        "rows a turn by sequential scans of": {name: rows / done for name, rows in scanned.sequential.items() if rows},
-        "rows a turn by indexes": scanned.by_index / done,
-        "blocks a turn, of tables": scanned.table_blocks / done,
-        "blocks a turn, of indexes": scanned.index_blocks / done,
-        "turn of a session in no memory, p50 ms": percentile(cold, 50) * 1000,
-        "server CPU ms of it": cold_cpu.server,
-        "database CPU ms of it": cold_cpu.database,
-        "export rows/s": rows / seconds,
-        "server CPU ms an exported row": export_cpu.server,
-        "database CPU ms an exported row": export_cpu.database,
-        **await _queries(filled.server.environment["TURNLOG_DATABASE_URL"]),
-    }
+class _Reply(msgspec.Struct):
+    choices: tuple[_Choice]
 
 
-@contextlib.contextmanager
-def running(server: ServerProcess) -> Iterator[None]:
-    """For so long; its connections' counters have reached the database when it has stopped."""
-    server.start()
-    try:
-        yield
-    finally:
-        server.stop()
+_decode_reply = msgspec.json.Decoder(_Reply).decode
+_decode_head = json.JSONDecoder().raw_decode
+_MESSAGE = re.compile(rb'"choices": ?\[\{"index": ?0, ?"message": ?')
 
 
-class _Filled:
-    """The live sessions of a store, and how some of their conversations go on."""
+def reply_message(body: bytes) -> bytes:
+    """The assistant's message of a chat reply, as the engine spelled it.
 
-    def __init__(self, server: ServerProcess) -> None:
-        self.server = server
-        self.count = 0
-        self._script = short_turns(REQUEST_BYTES, TURNS)
-        self._kept: dict[str, Conversation] = {}
-
-    async def upto(self, count: int) -> None:
-        """Sessions of `TURNS` turns until there are so many."""
-        names = iter([f"filled-{number}" for number in range(self.count, count)])
-        every = max(1, (count - self.count) // KEPT)
-        with running(self.server):
-            async with asyncio.TaskGroup() as group:
-                for _ in range(CLIENTS):
-                    group.create_task(self._fill(names, every))
-        self.count = count
-
-    async def _fill(self, names: Iterator[str], every: int) -> None:
-        async with await Connection.connect(self.server.base_url) as connection:
-            for name in names:
-                await connection.json("POST", "/sessions", {"session_id": name})
-                conversation = self._script.begin()
-                for _ in range(TURNS):
-                    await self._turn(connection, name, conversation)
-                if int(name.rpartition("-")[2]) % every == 0:
-                    self._kept[name] = conversation
-
-    async def cold_turns(self) -> list[float]:
-        """Seconds of one turn in each of the sessions that are remembered, one after the other, of a new process."""
-        names = random.Random(1).sample(sorted(self._kept), min(KEPT, len(self._kept)))
-        async with await Connection.connect(self.server.base_url) as connection:
-            return [await self._turn(connection, name, self._kept[name]) for name in names]
-
-    async def _turn(self, connection: Connection, name: str, conversation: Conversation) -> float:
-        reply, seconds = await timed(connection, f"/sessions/{name}/v1/chat/completions", conversation.body())
-        conversation.answered(reply_message(reply))
-        return seconds
+    The simulator writes it in front of ids and payloads, so that 50 MiB need not be read for 100 bytes.
+    """
+    begin = _MESSAGE.search(body, 0, HEAD_BYTES) if len(body) > HEAD_BYTES else None
+    if begin is None:
+        return bytes(_decode_reply(body).choices[0].message)
+    text = body[begin.end() : begin.end() + HEAD_BYTES].decode("latin-1")  # a character a byte
+    return body[begin.end() : begin.end() + _decode_head(text)[1]]
 
 
-async def _load(server: ServerProcess, database: Primary, seconds: float) -> tuple[dict[str, Any], int]:
-    """Figures of new sessions' turns, and how many turns there were with those of the warm-up."""
-    load = Load(
-        server.base_url,
-        short_turns(REQUEST_BYTES, TURNS_PER_SESSION),
-        clients=CLIENTS,
-        turns_per_session=TURNS_PER_SESSION,
-    )
-    await load.create_ahead(CLIENTS)
-    await load.run(WARM_UP_S)
-    await load.create_ahead(load.answered / WARM_UP_S * seconds)
-    before, others = _Cpu.of(server, database), foreign_cpu_s(database.pid)
-    tally = await load.run(seconds)
-    count = len(tally.latencies) + tally.late
-    used, others = _Cpu.of(server, database).since(before, count), foreign_cpu_s(database.pid) - others
-    figures = {
-        "turns/s": count / tally.seconds,
-        "p50 ms": percentile(tally.latencies, 50) * 1000,
-        "p99 ms": percentile(tally.latencies, 99) * 1000,
-        "server CPU ms a turn": used.server,
-        "database CPU ms a turn": used.database,
-        "others CPU": others / tally.seconds,
-        "errors": sum(tally.errors.values()),
-    }
-    return figures, load.answered
+def error_code(body: bytes) -> str:
+    """The `code` of an error's body."""
+    found = re.search(rb'"code":\s*"([a-z_]+)"', body)
+    return found[1].decode() if found else "?"
 
 
-class _Cpu(NamedTuple):
-    """CPU milliseconds of the server and the database up to a moment, or of one thing of many."""
+class Conversation:
+    """One session's requests: each repeats the last, the reply's message, and asks on."""
 
-    server: float
-    database: float
+    def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"") -> None:
+        self._front = b'{"model":"simulator","sim":' + sim + more + b',"messages":['
+        self._messages = list(opening)
+        self.turns = 0
 
-    @classmethod
-    def of(cls, server: ServerProcess, database: Primary) -> _Cpu:
-        return cls(cpu_s(server.pid) * 1000, database.cpu_s() * 1000)
+    def body(self) -> tuple[bytes, ...]:
+        """The next request's body, in pieces."""
+        return (self._front, b",".join(self._messages), b"]}")
 
-    def since(self, before: _Cpu, count: int) -> _Cpu:
-        return _Cpu((self.server - before.server) / count, (self.database - before.database) / count)
-
-
-async def _export(base_url: str) -> tuple[int, float]:
-    """Rows of the whole store as NDJSON, and seconds."""
-    rows = 0
-    began = time.perf_counter()
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20) as session,
-        session.get(f"{base_url}/export", raise_for_status=True) as response,
-    ):
-        async for piece in response.content.iter_any():
-            rows += piece.count(b"\n")
-    return rows, time.perf_counter() - began
+    def answered(self, message: bytes, question: bytes | None = None) -> None:
+        """Go on behind a reply's message."""
+        self.turns += 1
+        self._messages += [message, question or b'{"role":"user","content":"And then, after step %d?"}' % self.turns]
 
 
-class _Query(NamedTuple):
-    name: str
-    run: Callable[[CoreConnection], object]
+def opening_messages(size: int, seed: int = 0) -> list[bytes]:
+    """Messages of about `size` bytes of words, of the simulator's vocabulary, so that they compress as prose does."""
+    rng = random.Random(seed)
+    messages: list[bytes] = []
+    while size > 0:
+        wanted = max(40, min(size, HISTORY_MESSAGE_BYTES) - 30)
+        text = " ".join(rng.choices(WORDS, k=wanted // 3))[:wanted]
+        messages.append(msgspec.json.encode({"role": "user", "content": text}))
+        size -= len(messages[-1])
+    return messages
 
 
-async def _queries(url: str) -> dict[str, float]:
-    """Milliseconds of what runs beside the traffic: the best of some."""
-    long_ago = time.time() - 86400
-    queries = (
-        _Query("sweep of dead turns", _dead_turns),
-        _Query("janitor: closed sessions", lambda c: reads.closed_sessions(c, long_ago, (0.0, ""), 50, holding=True)),
-        _Query("janitor: idle sessions, none is", lambda c: reads.idle_sessions(c, long_ago, "", 50)),
-        _Query("list of sessions, newest 100", _newest),
-        _Query("export's next 64 places", _places),
-    )
-    database = Database(url)
-    try:
-        return {f"{query.name}, ms": await _best(database, query) for query in queries}
-    finally:
-        await database.close()
+class Script(NamedTuple):
+    """What each session of a load says: its first messages, the wishes and fields of every request."""
+
+    opening: list[bytes]
+    sim: bytes = SIM
+    more: bytes = b""
+
+    def begin(self) -> Conversation:
+        return Conversation(self.opening, self.sim, self.more)
 
 
-def _dead_turns(connection: CoreConnection) -> object:
-    return connection.execute(sql.dead_open_turns, {"after": "", "most": 200, "lease_s": 8.0}).all()
+def short_turns(request_bytes: int, turns_per_session: int) -> Script:
+    """Requests of `request_bytes` on the average, and replies that follow from them."""
+    growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
+    return Script(opening_messages(max(64, request_bytes - growth - 140)))
 
 
-def _newest(connection: CoreConnection) -> object:
-    return reads.list_heads(connection, status="open", group_id=None, before=None, limit=100)
+class Tally(msgspec.Struct):
+    """What the clients saw within a stretch of time; `late` turns ended after it."""
+
+    latencies: list[float] = []
+    late: int = 0
+    errors: dict[str, int] = {}
+    request_bytes: int = 0
+    reply_bytes: int = 0
+    created_within: int = 0
+    seconds: float = 0.0
+
+    def failed(self, what: str) -> None:
+        self.errors[what] = self.errors.get(what, 0) + 1
 
 
-def _places(connection: CoreConnection) -> object:
-    return reads.changed_sessions(connection, after=reads.Position(0, 0), upto=reads.END, limit=64)
+class Load:
+    """`clients` concurrent clients of `base_url`, started once, tallied over any number of stretches.
 
+    `headers` are further ones of each request: whole lines, each with CRLF.
+    """
 
-async def _best(database: Database, query: _Query) -> float:
-    times: list[float] = []
-    for _ in range(REPEAT):
+    def __init__(
+        self, base_url: str, script: Script, *, clients: int, turns_per_session: int, headers: str = ""
+    ) -> None:
+        self._base_url = base_url
+        self._headers = headers
+        self._name = f"bench-{secrets.token_hex(3)}"
+        self._script = script
+        self._clients = clients
+        self._turns_per_session = turns_per_session
+        self.answered = 0
+        self._ready: deque[str] = deque()
+        self._names: Iterator[int] = itertools.count()
+        self._tally = Tally()
+        self._until = 0.0
+
+    async def run(self, seconds: float) -> Tally:
+        """All clients at work for so long; the turns that end within it are tallied."""
+        self._tally = tally = Tally()
         began = time.perf_counter()
-        await database.read(query.run)
-        times.append(time.perf_counter() - began)
-    return min(times) * 1000
+        self._until = began + seconds
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._clients):
+                group.create_task(self._client())
+        tally.seconds = time.perf_counter() - began
+        return tally
 
+    async def create_ahead(self, turns: float) -> None:
+        """Sessions for about `turns` turns."""
+        wanted = int(turns * CREATE_AHEAD / self._turns_per_session) + self._clients - len(self._ready)
+        shares = [wanted // self._clients + (index < wanted % self._clients) for index in range(self._clients)]
+        async with asyncio.TaskGroup() as group:
+            for share in shares:
+                group.create_task(self._create(share))
 
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {count:.2f}" for name, count in value.items()) or "none"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    async def _create(self, count: int) -> None:
+        async with await Connection.connect(self._base_url, self._headers) as connection:
+            for _ in range(count):
+                self._ready.append(await self._new_session(connection))
+
+    async def _new_session(self, connection: Connection) -> str:
+        name = f"{self._name}-{next(self._names)}"
+        await connection.json("POST", "/sessions", {"session_id": name})
+        return name
+
+    async def _client(self) -> None:
+        """Turns until the time is over, on a new connection after one has broken."""
+        while time.perf_counter() < self._until:
+            try:
+                async with await Connection.connect(self._base_url, self._headers) as connection:
+                    while time.perf_counter() < self._until:
+                        await self._session(connection)
+            except (Broken, OSError) as error:
+                self._tally.failed(type(error).__name__)
+
+    async def _session(self, connection: Connection) -> None:
+        if self._ready:
+            name = self._ready.popleft()
+        else:
+            self._tally.created_within += 1
+            name = await self._new_session(connection)
+        conversation = self._script.begin()
+        path = f"/sessions/{name}/v1/chat/completions"
+        while conversation.turns < self._turns_per_session and time.perf_counter() < self._until:
+            body = conversation.body()
+            began = time.perf_counter()
+            response = await connection.request("POST", path, body)
+            ended = time.perf_counter()
+            if response.status != 200:
+                self._tally.failed(f"{response.status} {error_code(response.body)}")
+                return
+            self.answered += 1
+            if ended > self._until:
+                self._tally.late += 1
+            else:
+                self._tally.latencies.append(ended - began)
+                self._tally.request_bytes += sum(map(len, body))
+                self._tally.reply_bytes += len(response.body)
+            conversation.answered(reply_message(response.body))

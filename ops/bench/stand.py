@@ -1,16 +1,24 @@
-"""The stand of every benchmark: a server on one core, the engine simulator and the clients on another."""
+"""The stand of every benchmark: servers on one core, the engine simulator and the clients on another."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ops.server import ServerProcess
+import msgspec
+
+from ops.bench.client import Broken, Connection
+from ops.bench.measure import cpu_s, percentile
+from ops.bench.sessions import Load, Script, Tally
+from ops.server import OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
+
+WARM_UP_S = 2.0
 
 
 class Cores(NamedTuple):
@@ -39,15 +47,6 @@ def pinned(cpus: set[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-class Stand(NamedTuple):
-    """`folder` holds the database."""
-
-    server: ServerProcess
-    engine_url: str
-    folder: Path
-    engine_pid: int
-
-
 @contextlib.contextmanager
 def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
     """A new folder, removed afterwards; `folder` chooses the disk that is measured."""
@@ -56,30 +55,160 @@ def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def simulator(places: Cores, dialect: str = "sglang", port: int = 0) -> Iterator[SimulatorProcess]:
+def simulator(places: Cores) -> Iterator[SimulatorProcess]:
     """An engine; the caller is pinned to the clients' core, which is the engine's too, for as long."""
-    with pinned(places.others), SimulatorProcess("--reasoning", "0", "--dialect", dialect, port=port) as engine:
+    with pinned(places.others), SimulatorProcess("--reasoning", "0") as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def stand(
+def started(server: OwnProcess, places: Cores) -> Iterator[OwnProcess]:
+    """The server on its core."""
+    with pinned(places.server):
+        server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def turnlog(
+    engine: SimulatorProcess,
+    places: Cores,
     folder: Path | None = None,
-    database_url: str | None = None,
     environment: Mapping[str, str] | None = None,
-    *,
-    dialect: str = "sglang",
-    spread: bool = False,
-) -> Iterator[Stand]:
-    """Both processes, running; the caller is pinned to the clients' core for as long."""
-    places = cores(spread)
-    with folder_for_bench(folder) as made, simulator(places, dialect) as engine:
+    database_url: str | None = None,
+) -> Iterator[ServerProcess]:
+    """A server with an empty store."""
+    with folder_for_bench(folder) as made:
         server = ServerProcess(
-            made, upstreams=[engine.base_url], database_url=database_url, environment=environment
+            made, upstreams=[engine.base_url], environment=environment, database_url=database_url
         ).migrate()
-        with pinned(places.server):
-            server.start()
-        try:
-            yield Stand(server, engine.base_url, made, engine.pid)
-        finally:
-            server.stop()
+        with started(server, places):
+            yield server
+
+
+class Stretch(NamedTuple):
+    """What the clients of some servers saw within a stretch of time, and the CPU that the servers used."""
+
+    tallies: Sequence[Tally]
+    cpu_s: float
+
+    @property
+    def turns(self) -> int:
+        """All that ended, also those that were in flight when the time was over."""
+        return sum(len(one.latencies) + one.late for one in self.tallies)
+
+    @property
+    def seconds(self) -> float:
+        return max(one.seconds for one in self.tallies)
+
+    @property
+    def cpu_ms(self) -> float:
+        """Of a turn."""
+        return self.cpu_s * 1000 / max(self.turns, 1)
+
+    @property
+    def latencies(self) -> list[float]:
+        return [latency for one in self.tallies for latency in one.latencies]
+
+    @property
+    def errors(self) -> dict[str, int]:
+        return {what: count for one in self.tallies for what, count in one.errors.items()}
+
+    def figures(self) -> dict[str, Any]:
+        latencies = self.latencies
+        return {
+            "turns/s": self.turns / self.seconds,
+            "server CPU ms a turn": self.cpu_ms,
+            "server CPU": self.cpu_s / self.seconds,
+            "p50 ms": percentile(latencies, 50) * 1000,
+            "p95 ms": percentile(latencies, 95) * 1000,
+            "p99 ms": percentile(latencies, 99) * 1000,
+            "reply KiB": sum(one.reply_bytes for one in self.tallies) / max(len(latencies), 1) / 1024,
+            "turns": self.turns,
+            "sessions created within": sum(one.created_within for one in self.tallies),
+            "errors": sum(self.errors.values()),
+        }
+
+
+class Side:
+    """One server or several on one store, and the clients that are spread over them."""
+
+    def __init__(
+        self, servers: Sequence[OwnProcess], script: Script, *, clients: int, turns_per_session: int, headers: str = ""
+    ) -> None:
+        self._servers = servers
+        share, more = divmod(clients, len(servers))
+        self._loads = [
+            Load(
+                server.base_url,
+                script,
+                clients=share + (number < more),
+                turns_per_session=turns_per_session,
+                headers=headers,
+            )
+            for number, server in enumerate(servers)
+        ]
+        self._clients = clients
+        self._pace = 0.0
+
+    async def warm_up(self, seconds: float = WARM_UP_S) -> Side:
+        """The pace of it says how many sessions a stretch needs."""
+        await self._create_ahead(self._clients)
+        await self.stretch(seconds)
+        return self
+
+    async def create_ahead(self, seconds: float) -> None:
+        """Sessions for a stretch, which would otherwise be created within it."""
+        await self._create_ahead(self._pace * seconds)
+
+    async def stretch(self, seconds: float) -> Stretch:
+        before = self._cpu_s()
+        tallies = [await self._loads[0].run(seconds)] if len(self._loads) == 1 else await self._all(seconds)
+        found = Stretch(tallies, self._cpu_s() - before)
+        self._pace = max(self._pace, found.turns / found.seconds)
+        return found
+
+    async def measured(self, seconds: float) -> Stretch:
+        """Warm up, create sessions, measure."""
+        await self.warm_up()
+        await self.create_ahead(seconds)
+        return await self.stretch(seconds)
+
+    @property
+    def answered(self) -> int:
+        """Turns ever."""
+        return sum(load.answered for load in self._loads)
+
+    def _cpu_s(self) -> float:
+        return sum(cpu_s(server.pid) for server in self._servers)
+
+    async def _all(self, seconds: float) -> list[Tally]:
+        return list(await asyncio.gather(*(load.run(seconds) for load in self._loads)))
+
+    async def _create_ahead(self, turns: float) -> None:
+        for load in self._loads:
+            await load.create_ahead(turns / len(self._loads))
+
+
+class Writer(msgspec.Struct):
+    """The writer's counters in `/health`."""
+
+    operations: int
+    transactions: int
+    durable_transactions: int
+
+
+class _Health(msgspec.Struct):
+    writer: Writer
+
+
+async def writer_counters(base_url: str) -> Writer:
+    """Raises Broken."""
+    async with await Connection.connect(base_url) as connection:
+        response = await connection.request("GET", "/health")
+    if response.status != 200:
+        raise Broken(f"/health answered {response.status}")
+    return msgspec.json.decode(response.body, type=_Health).writer

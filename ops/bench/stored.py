@@ -1,10 +1,13 @@
-"""Sessions written straight into a store with the content that turns have: how a benchmark begins with a full one."""
+"""Sessions written straight into a store with the content that turns have, for who begins with a full one."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -24,12 +27,16 @@ from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
 from app.store.log_turns import Claim, Commit
+from ops.bench.sessions import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Facts, Wire
 from workers.parse import token_text
 
 TURNS_PER_TRANSACTION = 500
 CONFIG = SessionConfig(rollback_window=1)
+PROMPT_TOKENS, OUTPUT_TOKENS, QUESTION_BYTES = 100, 20, 512
+"""Of a turn that says nothing in particular."""
+
 _HASH = "0" * 32
 
 
@@ -63,6 +70,34 @@ class StoredTurn(msgspec.Struct, frozen=True):
             output_tokens=len(facts.output_ids) // TOKEN_BYTES,
             content_hash=codec.content_hash(*packed),
         )
+
+
+async def fill(url: str, sessions: int, turns: int) -> None:
+    """Sessions `filled-0` and so on, which all have the same turns: it counts how many they are, not what they say."""
+    made = [_plain_turn(number) for number in range(turns)]
+
+    def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+        for number in range(sessions):
+            yield f"filled-{number}", made
+
+    database = Database(url)
+    await database.open()
+    try:
+        await write_sessions(database, every(), b'{"model":"simulator"}', ended=False)
+    finally:
+        await database.close()
+
+
+def _plain_turn(number: int) -> StoredTurn:
+    question = opening_messages(QUESTION_BYTES, seed=number)
+    answer = b'{"role":"assistant","content":"It is so."}'
+    facts = Facts(_ids(PROMPT_TOKENS), _ids(OUTPUT_TOKENS), os.urandom(8 * OUTPUT_TOKENS))
+    return StoredTurn.of(facts, Wire(question, answer, b'{"choices":[{"message":' + answer + b"}]}", []))
+
+
+def _ids(count: int) -> bytes:
+    """Random token ids of five digits, as int32."""
+    return array("i", (secrets.randbelow(90_000) + 10_000 for _ in range(count))).tobytes()
 
 
 async def write_sessions(

@@ -1,101 +1,185 @@
-"""Turns a second, server CPU per turn and latency under load, and where the CPU goes."""
+"""Turns a second, server CPU a turn and latency under load; with --before beside another commit's server."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import io
+import math
+import secrets
+import statistics
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from ops.bench.client import Connection
-from ops.bench.load import Load, Tally, short_turns
-from ops.bench.measure import cpu_s, percentile, report
+from ops.bench.measure import percentile, report
+from ops.bench.primary import primary
 from ops.bench.profile import top_frames
-from ops.bench.stand import Stand, stand
+from ops.bench.sessions import Script, short_turns
+from ops.bench.sizes import SIZES
+from ops.bench.stand import (
+    Side,
+    Stretch,
+    cores,
+    folder_for_bench,
+    simulator,
+    started,
+    turnlog,
+    writer_counters,
+)
+from ops.server import ROOT, ServerProcess
 
-WARM_UP_S = 2.0
 PROFILE_S = 5.0
-
-
-class _Writer(msgspec.Struct):
-    """The writer's counters in `/health`."""
-
-    operations: int
-    transactions: int
-    durable_transactions: int
-
-
-class _Health(msgspec.Struct):
-    writer: _Writer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--request-bytes", type=int, default=2048)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--size", choices=SIZES, help="of a reply, instead of --request-bytes")
+    parser.add_argument("--seconds", type=float, help="10, or 1.5 of each stretch with --before")
     parser.add_argument("--turns-per-session", type=int, default=8)
+    parser.add_argument("--token", action="store_true", help="the server asks for an admin token, each request has it")
+    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
     parser.add_argument("--profile", action="store_true", help="afterwards, sample the server under the same load")
-    parser.add_argument("--folder", type=Path, help="where the database is put: the disk that is measured")
     parser.add_argument("--database-url", help="another store than a new SQLite file; must be empty")
+    parser.add_argument("--before", help="a commit, or a checkout's folder, to compare with: in rounds, in turn")
+    parser.add_argument("--rounds", type=int, default=16, help="of one stretch each (--before)")
+    parser.add_argument("--postgres", action="store_true", help="a database each on a PostgreSQL of the run's own")
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    with stand(arguments.folder, arguments.database_url) as made:
-        figures = await _measured(made, arguments)
-    name = f"turns-{arguments.clients}x{arguments.request_bytes}"
-    report(name, figures)
+    figures = await (_compared(arguments) if arguments.before else _measured(arguments))
+    report(f"turns-{arguments.clients}x{arguments.size or arguments.request_bytes}", figures)
     return 1 if figures["errors"] else 0
 
 
-async def _measured(made: Stand, arguments: argparse.Namespace) -> dict[str, Any]:
-    load = Load(
-        made.server.base_url,
-        short_turns(arguments.request_bytes, arguments.turns_per_session),
+async def _script(arguments: argparse.Namespace, engine_url: str) -> Script:
+    if arguments.size is None:
+        return short_turns(arguments.request_bytes, arguments.turns_per_session)
+    return await SIZES[arguments.size].script(engine_url)
+
+
+def _side(server: ServerProcess, script: Script, arguments: argparse.Namespace, token: str) -> Side:
+    return Side(
+        [server],
+        script,
         clients=arguments.clients,
         turns_per_session=arguments.turns_per_session,
+        headers=f"authorization: Bearer {token}\r\n" if token else "",
     )
-    await load.create_ahead(arguments.clients)
-    warm = await load.run(WARM_UP_S)
-    pace = len(warm.latencies) / warm.seconds
-    await load.create_ahead(pace * arguments.seconds)
-    before, cpu_before = await _writer(made), cpu_s(made.server.pid)
-    tally = await load.run(arguments.seconds)
-    after, cpu_after = await _writer(made), cpu_s(made.server.pid)
-    figures = _figures(arguments, tally, cpu_after - cpu_before, before, after)
-    if arguments.profile:
-        await load.create_ahead(pace * PROFILE_S)
-        running = asyncio.create_task(load.run(PROFILE_S + 1))
-        figures["profile"] = await top_frames(made.server.pid, PROFILE_S, made.folder)
-        await running
+
+
+def _token(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """The token, and the server's setting."""
+    token = secrets.token_urlsafe(32) if arguments.token else ""
+    return token, {"TURNLOG_ADMIN_TOKEN": token} if token else {}
+
+
+async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    places, (token, settings) = cores(arguments.spread), _token(arguments)
+    seconds = arguments.seconds or 10.0
+    with (
+        simulator(places) as engine,
+        turnlog(engine, places, arguments.folder, settings, arguments.database_url) as server,
+    ):
+        side = _side(server, await _script(arguments, engine.base_url), arguments, token)
+        await side.warm_up()
+        await side.create_ahead(seconds)
+        before = await writer_counters(server.base_url)
+        found = await side.stretch(seconds)
+        after = await writer_counters(server.base_url)
+        figures = {
+            "clients": arguments.clients,
+            **found.figures(),
+            "commits per fsync": found.turns / max(after.durable_transactions - before.durable_transactions, 1),
+            "operations per transaction": (after.operations - before.operations)
+            / max(after.transactions - before.transactions, 1),
+        }
+        if arguments.profile:
+            await side.create_ahead(PROFILE_S)
+            running = asyncio.create_task(side.stretch(PROFILE_S + 1))
+            figures |= dict(await top_frames(server.pid, PROFILE_S, server.database_path.parent))
+            await running
     return figures
 
 
-def _figures(
-    arguments: argparse.Namespace, tally: Tally, cpu: float, before: _Writer, after: _Writer
-) -> dict[str, Any]:
-    turns = len(tally.latencies)
-    syncs = after.durable_transactions - before.durable_transactions
+async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a turn costs another commit's server, and this tree's.
+
+    Both servers run on one core, each with a store of its own, before one engine and with the same settings. The same
+    load goes to one and the other in short stretches, in turn and beginning with either, so that whatever slows the
+    machine slows both. A ratio is that of two stretches next to each other.
+    """
+    seconds = arguments.seconds or 1.5
+    with _both(arguments) as (engine_url, servers, token):
+        script = await _script(arguments, engine_url)
+        sides = [await _side(server, script, arguments, token).warm_up() for server in servers]
+        pairs: list[tuple[Stretch, Stretch]] = []
+        for number in range(arguments.rounds):
+            for side in sides:
+                await side.create_ahead(seconds)
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            found = {place: await sides[place].stretch(seconds) for place in order}
+            pairs.append((found[0], found[1]))
+    return _ratios(pairs)
+
+
+@contextlib.contextmanager
+def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
+    """The servers of the commit and of this tree, running, and their token."""
+    places, (token, settings) = cores(arguments.spread), _token(arguments)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(folder_for_bench(arguments.folder))
+        database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
+        engine = stack.enter_context(simulator(places))
+        servers = []
+        for name, root in (("before", _tree_of(arguments.before, folder)), ("after", ROOT)):
+            (own := folder / f"{name}-store").mkdir()
+            url = None if database is None else database.new_database()
+            server = ServerProcess(
+                own, upstreams=[engine.base_url], database_url=url, environment=settings, root=root
+            ).migrate()
+            stack.enter_context(started(server, places))
+            servers.append(server)
+        yield engine.base_url, servers, token
+
+
+def _tree_of(commit: str, folder: Path) -> Path:
+    """A checkout, or the repository at that commit. Raises CalledProcessError for one that it does not have."""
+    if (Path(commit) / "app").is_dir():
+        return Path(commit).resolve()
+    tree = folder / "before"
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(tree, filter="data")
+    return tree
+
+
+def _ratios(pairs: Sequence[tuple[Stretch, Stretch]]) -> dict[str, Any]:
+    ratios = sorted(after.cpu_ms / before.cpu_ms for before, after in pairs)
+    off = math.ceil(0.98 * math.sqrt(len(ratios)))
+    middle = len(ratios) // 2
+    interval = ratios[max(0, middle - off) : middle + off + 1]
+    sides = dict(zip(("before", "after"), map(list, zip(*pairs, strict=True)), strict=True))
+    figures: dict[str, Any] = {"rounds": len(pairs), "turns": sum(one.turns for pair in pairs for one in pair)}
+    for name, side in sides.items():
+        latencies = [latency for one in side for latency in one.latencies]
+        figures[f"CPU ms a turn {name}, median"] = statistics.median(one.cpu_ms for one in side)
+        figures[f"p50 ms {name}"] = percentile(latencies, 50) * 1000
+        figures[f"p99 ms {name}"] = percentile(latencies, 99) * 1000
+        figures[f"turns/s {name}, median"] = statistics.median(one.turns / one.seconds for one in side)
     return {
-        "clients": arguments.clients,
-        "turns": turns,
-        "turns per second": turns / tally.seconds,
-        "server CPU ms per turn": cpu * 1000 / max(turns, 1),
-        "server CPU share": cpu / tally.seconds,
-        "latency p50 ms": percentile(tally.latencies, 50) * 1000,
-        "latency p99 ms": percentile(tally.latencies, 99) * 1000,
-        "commits per fsync": turns / max(syncs, 1),
-        "operations per transaction": (after.operations - before.operations)
-        / max(after.transactions - before.transactions, 1),
-        "request bytes, mean": tally.request_bytes // max(turns, 1),
-        "reply bytes, mean": tally.reply_bytes // max(turns, 1),
-        "sessions created within": tally.created_within,
-        "errors": tally.errors,
+        **figures,
+        "CPU after / before, median": statistics.median(ratios),
+        "CPU after / before, the median's 95 %": [round(interval[0], 3), round(interval[-1], 3)],
+        "CPU after / before, of all turns": _mean_cpu(sides["after"]) / _mean_cpu(sides["before"]),
+        "sessions created within": sum(one.figures()["sessions created within"] for pair in pairs for one in pair),
+        "errors": sum(sum(one.errors.values()) for pair in pairs for one in pair),
     }
 
 
-async def _writer(made: Stand) -> _Writer:
-    async with await Connection.connect(made.server.base_url) as connection:
-        response = await connection.request("GET", "/health")
-    return msgspec.json.decode(response.body, type=_Health).writer
+def _mean_cpu(side: Sequence[Stretch]) -> float:
+    return sum(one.cpu_s for one in side) / sum(one.turns for one in side)

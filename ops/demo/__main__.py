@@ -20,7 +20,7 @@ import openai
 from ops.demo.agent import Agent
 from ops.demo.check import Findings, Row, check
 from ops.server import ServerDidNotStart, ServerProcess
-from ops.simulator.process import SimulatorDidNotStart, SimulatorProcess
+from ops.simulator.process import SimulatorProcess
 
 LATENCY_MS = 700
 """How long a generation takes: long enough that a kill finds several of them at work."""
@@ -49,7 +49,6 @@ class AgentsStopped(Exception):
 FAILURES = (
     AgentsStopped,
     ServerDidNotStart,
-    SimulatorDidNotStart,
     openai.OpenAIError,
     httpx.HTTPError,
     TimeoutError,
@@ -136,7 +135,7 @@ def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before
     print(f"  acknowledged   {found.acknowledged} turns, {before} of them before the kill")
     print(f"  in the log     {found.committed} turns committed, {found.abandoned} abandoned (in flight at the kill)")
     print(f"  at the engine  {generations} generations: one a turn, and those that died with the server")
-    print(f"  logs           {found.folded} of {len(NAMES)} fold to what their agent saw")
+    print(f"  logs           {found.folded} of {len(NAMES)} fold, and hold what their agent saw")
     print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
 
 
@@ -169,7 +168,7 @@ async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx
     for agent in agents:
         await agent.client.close()
     story.tell("rewards set, sessions closed, exported")
-    found = check(agents, rows, logs)
+    found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:
         found.problems.append(f"{generations} generations for {found.committed} turns: some were made twice")
     tell_agents(agents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,10 +33,12 @@ class Call:
 class Acknowledged:
     """A turn whose reply reached the agent: from now on it must never be lost.
 
-    `place` is the index of its assistant message. The ids are None for a stream, which carries none.
+    `place` is the index of its assistant message. Ids and the body's hash are None for a stream, which carries none.
     """
 
     turn: int
+    key: str
+    reply_sha256: str | None
     place: int
     text: str
     calls: tuple[Call, ...]
@@ -104,6 +107,8 @@ class Agent:
         sampled = (choice.get("meta_info") or {}).get("output_token_logprobs")
         return Acknowledged(
             turn=int(raw.headers["x-turnlog-turn"]),
+            key=key,
+            reply_sha256=None if self.stream else hashlib.sha256(raw.content).hexdigest(),
             place=len(self.messages),
             text=message.content or "",
             calls=calls,

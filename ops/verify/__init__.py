@@ -43,12 +43,7 @@ async def verify(
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
         tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
-    held: dict[str, list[Acknowledged]] = {}
-    for one in acknowledged:
-        held.setdefault(one.session_id, []).append(one)
-    for session_id, turns in held.items():
-        await acknowledged_turns.check(database, session_id, turns, report)
-        tell(f"acknowledged turns, at {session_id}")
+    await acknowledged_turns.check(database, acknowledged, report, tell)
     tell("the file")
     await check_file(database, report)
     for what, check in (("order of events", check_order), ("groups", check_groups), ("log of the fleet", check_fleet)):

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from ops.keeping import parser
-from ops.verify import perform
-
-
-def main() -> int:
-    arguments = parser("verify", "Check a store against its own log.").parse_args()
-    return perform(arguments.database_url)
-
+from ops.keeping import as_turnlog
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_turnlog("verify")

@@ -1,9 +1,10 @@
-"""Turns that clients were told are on disk: each is in the log, and its reply can be given again to the byte."""
+"""Turns that clients were told are on disk: each is in the log once, and its reply can be given again to the byte."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 
 from app.domain.events import ReplayKind, TurnCommitted, UnknownEvent
@@ -17,8 +18,24 @@ from app.store.projections import Log
 from ops.verify.report import Acknowledged, Report
 
 
-async def check(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> None:
-    """Look for one session's acknowledged turns, and put into the report what is not as it was acknowledged."""
+async def check(
+    database: Database, acknowledged: Iterable[Acknowledged], report: Report, tell: Callable[[str], None]
+) -> int:
+    """Look for acknowledged turns, and put into the report what is not as it was acknowledged.
+
+    How many keys of their sessions were committed more than once.
+    """
+    held: dict[str, list[Acknowledged]] = {}
+    for one in acknowledged:
+        held.setdefault(one.session_id, []).append(one)
+    doubled = 0
+    for session_id, turns in held.items():
+        doubled += await _check_session(database, session_id, turns, report)
+        tell(f"acknowledged turns, at {session_id}")
+    return doubled
+
+
+async def _check_session(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> int:
     try:
         log = await database.read(
             lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
@@ -30,14 +47,22 @@ async def check(database: Database, session_id: str, held: Sequence[Acknowledged
         if wrong is not None:
             report.missing.append(one)
             report.found(session_id, f"turn {one.turn} was acknowledged, {wrong}")
+    events = () if log is None else (entry.event for entry in log.events)
+    keys = Counter(event.retry_key for event in events if isinstance(event, TurnCommitted) and event.retry_key)
+    doubled = [key for key, count in keys.items() if count > 1]
+    for key in doubled:
+        report.found(session_id, f"{keys[key]} turns were committed under the key {key}")
+    return len(doubled)
 
 
 async def _wrong(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
     if log is None or not 1 <= one.turn <= len(log.session.turns):
         return "but is not in the log"
+    session = log.session
+    if one.retry_key not in (None, _committed(log, session, one.turn).retry_key):
+        return "but under another key"
     if one.reply_sha256 is None:
         return None
-    session = log.session
     if session.status == "erased":
         report.not_compared += 1
         return None
@@ -62,6 +87,10 @@ def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
 
 def _tombstoned(log: Log, session: Session, number: int) -> bool:
     """Did the reply bring a payload that can no longer be read?"""
+    return len(_committed(log, session, number).payloads) > len(session.payloads.get(number, ()))
+
+
+def _committed(log: Log, session: Session, number: int) -> TurnCommitted:
     event = log.events[session.turn(number).seq - 1].event
     assert isinstance(event, TurnCommitted)
-    return len(event.payloads) > len(session.payloads.get(number, ()))
+    return event

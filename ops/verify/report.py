@@ -11,12 +11,14 @@ STORE = "(store)"
 class Acknowledged(msgspec.Struct, frozen=True):
     """A turn that a client holds a 200 for. `reply_sha256`: hex, of the body as it got it; None: not compared.
 
-    The body of a streamed reply is made from the stored one and has no bytes of its own to compare.
+    The body of a streamed reply is made from the stored one and has no bytes of its own to compare. `retry_key` is what
+    the log keeps of the request's Idempotency-Key; None: not compared.
     """
 
     session_id: str
     turn: int
     reply_sha256: str | None = None
+    retry_key: str | None = None
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -18,7 +18,15 @@ playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright i
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
 from playwright.sync_api import Browser, Page, sync_playwright  # noqa: E402
 
-from ops.bench.page import CHROMIUM_ARGUMENTS  # noqa: E402
+CHROMIUM_ARGUMENTS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 TIMEOUT_MS = 30_000
 """Of one wait, on a machine that is ten times slower than ours."""

@@ -25,11 +25,12 @@ from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers
-from ops.simulation import service
-from ops.simulation.engine import reply
-from ops.simulation.service import register
-from ops.simulation.store import MemoryDatabase, MemoryStore
-from ops.verify import Acknowledged, Report, verify
+from tests.tools.audit import Audited, audit
+from tests.tools.simulation import service
+from tests.tools.simulation.engine import reply
+from tests.tools.simulation.history import Acknowledged, History
+from tests.tools.simulation.service import register
+from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
 Message = dict[str, Any]
 
@@ -171,7 +172,7 @@ class Place:
 
     def __init__(self, url: str | None) -> None:
         self.gone: set[int] = set()
-        self.acknowledged: list[Acknowledged] = []
+        self.history = History(time.monotonic)
         self.is_memory = url is None
         self.runner = asyncio.Runner()
         self._free: list[Port] = []
@@ -184,7 +185,7 @@ class Place:
         if self._memory is not None:
             self._memory.restart(time.time)
             self.gone.clear()
-            self.acknowledged.clear()
+            self.history = History(time.monotonic)
 
     async def open(self) -> Port:
         """A database that no process has; the connections of one that is gone are as good as new ones."""
@@ -197,13 +198,19 @@ class Place:
         await database.open()
         return database
 
+    def told(self, session_id: str, answer: TurnReply, key: str, asked_at: float) -> None:
+        """A client has a reply."""
+        assert answer.turn is not None
+        body, now = b"".join(answer.parts), self.history.now()
+        self.history.turn(Acknowledged(session_id, answer.turn, body, key, key, answer.replayed, asked_at, now))
+
     def release(self, database: Port) -> None:
         self._free.append(database)
 
-    async def verify(self) -> Report:
+    async def audit(self) -> Audited:
         database: Any = await self.open()
         try:
-            return await verify(database, acknowledged=self.acknowledged)
+            return await audit(database, [turn.told() for turn in self.history.turns])
         finally:
             self.release(database)
 
@@ -221,21 +228,21 @@ class Place:
 
 @dataclass
 class Turn:
-    """A committed turn of the model, with the reply that a client holds."""
+    """A committed turn of the model."""
 
     number: int
     messages: list[Message]
     key: str
-    body: bytes
 
 
 @dataclass
 class Flight:
     """A turn in flight: its waiting requests, the first of them at `node`, and where each waits.
 
-    `lost`: it can no longer commit.
+    `lost`: it can no longer commit. `asked_at` is the history's time.
     """
 
+    asked_at: float
     node: Node
     messages: list[Message]
     key: str

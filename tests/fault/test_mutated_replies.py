@@ -1,4 +1,4 @@
-"""Fault 6: a short run of `ops.mutated_replies`, and proof that its reader and its checks find what is wrong."""
+"""Fault 6: a short run of `tests.tools.mutated_replies`; its reader and its checks find what is wrong."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from fault.table import Tally
-from ops.mutated_replies import checks, payload_mutations, tree
-from ops.mutated_replies.checks import Taken
-from ops.mutated_replies.engine import Engine, Order
-from ops.mutated_replies.mutate import CLASSES, CONTROL, SEVERAL, mutate
-from ops.mutated_replies.payload_reader import Rows, read_payload
-from ops.mutated_replies.reader import Demand, Reading, decode, read, spell
-from ops.mutated_replies.rules import Malformed
-from ops.mutated_replies.run import Plan, run
+from tests.tools.mutated_replies import checks, payload_mutations, tree
+from tests.tools.mutated_replies.checks import Taken
+from tests.tools.mutated_replies.engine import Engine, Order
+from tests.tools.mutated_replies.mutate import CLASSES, CONTROL, SEVERAL, mutate
+from tests.tools.mutated_replies.payload_reader import Rows, read_payload
+from tests.tools.mutated_replies.reader import Demand, Reading, decode, read, spell
+from tests.tools.mutated_replies.rules import Malformed
+from tests.tools.mutated_replies.run import Plan, run
 
 COUNT = 200
 PLAIN = Demand(judged=False)

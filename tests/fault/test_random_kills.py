@@ -1,4 +1,4 @@
-"""`kill -9` at random moments under load, seen by many clients at once: `ops.crash_rounds` as a test."""
+"""`kill -9` at random moments under load, seen by many clients at once: `tests.tools.crash_rounds` as a test."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fault.table import Tally
-from ops.crash_rounds.clients import Round
-from ops.crash_rounds.rounds import run
+from tests.tools.crash_rounds.clients import Round
+from tests.tools.crash_rounds.rounds import run
 
 TITLE = "kill -9 at random under load"
 

@@ -7,7 +7,7 @@ import secrets
 import pytest
 
 from fault.table import Tally
-from ops.simulation.__main__ import run
+from tests.tools.simulation.__main__ import run
 
 TITLE = "simulated schedules of crashes, freezes, lost answers and clocks that jump"
 
@@ -16,7 +16,7 @@ LONG = 20_000
 
 
 def simulate(first: int, count: int, tally: Tally) -> None:
-    """What fails is printed with its seed, which repeats it exactly: `python -m ops.simulation --seed … --trace`."""
+    """A failure is printed with its seed; `python -m tests.tools.simulation --seed … --trace` repeats it exactly."""
     outcomes = run(range(first, first + count))
     tally.tried += outcomes.mishaps
     tally.acknowledged += outcomes.turns

@@ -8,7 +8,6 @@ claims are void is then known to the others, as `kill -9` on one host would be.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,8 +42,7 @@ from app.store import incarnations
 from app.turn.in_flight import TurnReply
 from fault.modelled import Engine, Flight, Message, Model, Node, Place, Turn
 from fault.table import Tally
-from ops.simulation.engine import digest
-from ops.verify import Acknowledged
+from tests.tools.simulation.engine import digest
 
 SELDOM = st.sampled_from((False, False, False, True))
 """An ended session is of little use to the other rules."""
@@ -145,9 +143,12 @@ class Machine(RuleBasedStateMachine):
         elif back > model.config.rollback_window:
             self.refused(RollbackTooDeep, taken())
         else:
-            self.committed(model, messages, text, self.run(taken()), back)
+            asked_at = self.place.history.now()
+            self.committed(model, messages, text, asked_at, self.run(taken()), back)
 
-    def committed(self, model: Model, messages: list[Message], key: str, answer: TurnReply, back: int = 0) -> None:
+    def committed(
+        self, model: Model, messages: list[Message], key: str, asked_at: float, answer: TurnReply, back: int = 0
+    ) -> None:
         model.committed += 1
         body = b"".join(answer.parts)
         message = msgspec.json.decode(body)["choices"][0]["message"]
@@ -155,9 +156,9 @@ class Machine(RuleBasedStateMachine):
         assert not answer.replayed
         assert message["content"].startswith(digest(messages))
         del model.live[len(model.live) - back :]
-        model.live.append(Turn(model.committed, [*messages, message], key, body))
+        model.live.append(Turn(model.committed, [*messages, message], key))
         self.tally.acknowledged += 1
-        self.place.acknowledged.append(Acknowledged(model.id, model.committed, hashlib.sha256(body).hexdigest()))
+        self.place.told(model.id, answer, key, asked_at)
 
     def refused(self, kind: type[AppError], work: Any) -> None:
         with pytest.raises(kind):
@@ -176,13 +177,15 @@ class Machine(RuleBasedStateMachine):
         if model.status != "open":
             self.refused(SessionClosed, taken())
             return
+        asked_at = self.place.history.now()
         try:
             answer = self.run(taken())
         except SessionBusy:
             assert model.flight is not None
             return
         assert answer.replayed
-        assert (answer.turn, b"".join(answer.parts)) == (last.number, last.body)
+        assert answer.turn == last.number
+        self.place.told(model.id, answer, last.key, asked_at)
 
     @rule(model=sessions, node=st.integers(0, 7))
     def misuse_a_key(self, model: Model, node: int) -> None:
@@ -212,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             heard = asyncio.ensure_future(self.engine.heard.wait())
             await asyncio.wait({task, heard}, return_when=asyncio.FIRST_COMPLETED)
             assert heard.done(), task.exception()
-            return Flight(at, messages, text, go, {task: at})
+            return Flight(self.place.history.now(), at, messages, text, go, {task: at})
 
         model.flight = self.run(begun())
 
@@ -251,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         else:
             own, *others = answers
             assert isinstance(own, TurnReply), own
-            self.committed(model, flight.messages, flight.key, own)
+            self.committed(model, flight.messages, flight.key, flight.asked_at, own)
             self.same(own, others)
 
     def same(self, own: TurnReply, others: Sequence[TurnReply | BaseException]) -> None:
@@ -279,7 +282,8 @@ class Machine(RuleBasedStateMachine):
 
         # What other sessions have in flight there is taken over only by whoever asks for them meanwhile.
         flight.lost = True
-        self.committed(model, flight.messages, flight.key, self.run(taken_over()))
+        asked_at = self.place.history.now()
+        self.committed(model, flight.messages, flight.key, asked_at, self.run(taken_over()))
         self.tally.tried += 1
 
     @rule(model=sessions, node=st.integers(0, 7), value=st.floats(-1, 1))
@@ -389,9 +393,11 @@ class Machine(RuleBasedStateMachine):
 
 
 def judge(place: Place, tally: Tally) -> None:
-    report = place.runner.run(place.verify())
-    tally.lost += len(report.missing)
-    assert report.problems == [], report.problems[:20]
+    assert place.history.problems == []
+    found = place.runner.run(place.audit())
+    tally.lost += len(found.lost)
+    tally.doubled += found.doubled
+    assert found.problems == [], found.problems[:20]
 
 
 TITLE = "rules over memory, SQLite and PostgreSQL"

@@ -13,7 +13,7 @@ from helpers.databases import ROOT
 
 from fault.table import Tally
 from fault.verified import verified
-from ops.bench.startup import fill
+from ops.bench.stored import fill
 from ops.verify import Acknowledged
 
 TESTS = """
@@ -85,3 +85,6 @@ def test_a_turn_that_is_not_there_is_lost(sqlite_url: str) -> None:
     with pytest.raises(AssertionError):
         verified(sqlite_url, [there, Acknowledged("filled-0", 99), Acknowledged("never-seen", 1)], tally)
     assert (tally.acknowledged, tally.lost) == (4, 2)
+    with pytest.raises(AssertionError):
+        verified(sqlite_url, [there, Acknowledged("filled-0", 2, retry_key="another")], tally)
+    assert (tally.acknowledged, tally.lost) == (6, 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.tito.prompts import Prompts
-from ops.tito_check import tokenizers
+from tests.tools.tito_check import tokenizers
 
 needs_templates = pytest.mark.skipif(
     tokenizers.template("qwen3") is None, reason="real chat templates come with trl: pip install --no-deps trl"
@@ -15,7 +15,7 @@ needs_templates = pytest.mark.skipif(
 
 
 def tokenizer_folder(factory: pytest.TempPathFactory, family: str) -> Path:
-    """What TURNLOG_TOKENIZER names; `family` is a key of `ops.tito_check.tokenizers.TEMPLATES`."""
+    """What TURNLOG_TOKENIZER names; `family` is a key of `tests.tools.tito_check.tokenizers.TEMPLATES`."""
     folder = factory.getbasetemp() / "tokenizers"
     path = folder / family
     return path if path.exists() else tokenizers.save(folder, family)

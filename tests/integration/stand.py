@@ -15,6 +15,7 @@ import httpx
 from integration.places import Place
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
+from tests.tools.real_engine import weather
 
 TIMEOUT_S = 20.0
 
@@ -22,18 +23,7 @@ FIRST_TURN = ("TurnOpened", "AffinityBound", "TurnCommitted")
 LATER_TURN = ("TurnOpened", "TurnCommitted")
 """What a session's log gets: the first turn also binds it to its engine."""
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
-    },
-}
+WEATHER = weather.TOOL
 
 Message = dict[str, Any]
 

@@ -235,7 +235,7 @@ def begin_slowly(stand: Stand, talk: Talk, **fields: Any) -> Future[httpx.Respon
 
 @pytest.mark.parametrize("text", [SLOW, "straße and words " * 60_000], ids=["template", "tokenizer"])
 def test_others_are_answered_before_a_slow_prompt_is_made(stand: Stand, text: str) -> None:
-    """How soon, `ops.bench tokenising` measures."""
+    """How soon: docs/benchmarks.md."""
     talk = stand.talk()
     call = stand.meanwhile(talk.chat, [user(text)])
     until(lambda: talk.types()[-1] == "TurnOpened")

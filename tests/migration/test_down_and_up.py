@@ -24,7 +24,7 @@ from integration.stand import Stand, Talk, serving, until, user
 from app.errors import StartupError
 from app.store.engine import Database
 from app.store.revision import revision_head
-from ops.bench.startup import fill as fill_ahead
+from ops.bench.stored import fill as fill_ahead
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 

@@ -10,9 +10,9 @@ from typing import Any
 from integration.stand import Stand
 from openai import OpenAI
 
-from ops.real_engine import weather
-from ops.real_engine.process import SERVED_AS
-from ops.tito_check import tokenizers
+from tests.tools.real_engine import weather
+from tests.tools.real_engine.process import SERVED_AS
+from tests.tools.tito_check import tokenizers
 
 QUESTIONS = 6
 MOST_CALLS = 3

@@ -12,9 +12,9 @@ from typing import Any
 from integration.proxy import RecordingProxy
 from integration.stand import Stand
 
-from ops.real_engine.process import rescored
 from real_engine.clients import Client
 from real_engine.table import Found
+from tests.tools.real_engine.process import rescored
 
 Reply = dict[str, Any]
 

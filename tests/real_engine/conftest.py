@@ -9,8 +9,8 @@ import pytest
 from integration.proxy import RecordingProxy
 from integration.tito import checked
 
-from ops.real_engine.process import EngineProcess, is_installed, trained_model
 from real_engine.compared import Lane
+from tests.tools.real_engine.process import EngineProcess, is_installed, trained_model
 
 
 @pytest.fixture(scope="session")

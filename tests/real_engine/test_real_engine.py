@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 from integration.stand import error_of, until
 
-from ops.real_engine import weather
-from ops.real_engine.process import SERVED_AS
 from real_engine.clients import Chat, Client, Ids, Text
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
+from tests.tools.real_engine import weather
+from tests.tools.real_engine.process import SERVED_AS
 
 pytestmark = pytest.mark.real_engine
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ops.simulation.loop import Owner, SimulatedLoop, Stuck
+from tests.tools.simulation.loop import Owner, SimulatedLoop, Stuck
 
 
 def loop_of(seed: int = 1, faults: list[str] | None = None) -> SimulatedLoop:

@@ -32,7 +32,7 @@ from app.turn.in_flight import RetryMark
 from app.turn.placement import Placement
 from app.turn.session_control import ControlledTurn, SessionControls
 from app.turn.turns import Turns
-from ops.simulation.schedule import Simulation
+from tests.tools.simulation.schedule import Simulation
 
 Patch = pytest.MonkeyPatch
 

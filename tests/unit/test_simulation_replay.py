@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.simulation.schedule import Simulation
+from tests.tools.simulation.schedule import Simulation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def simulation() -> Iterator[Simulation]:
 
 def in_a_process_of_its_own(hash_seed: str, first: int, schedules: int) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "ops.simulation", f"--seed={first}", f"--schedules={schedules}", "--trace"],
+        [sys.executable, "-m", "tests.tools.simulation", f"--seed={first}", f"--schedules={schedules}", "--trace"],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
         capture_output=True,

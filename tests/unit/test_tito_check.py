@@ -13,8 +13,8 @@ from helpers.tokenizers import needs_templates
 from app.tito import junction, normalise
 from app.tito.extension import Extension
 from app.tito.junction import Junction
-from ops.tito_check.__main__ import KINDS, check
-from ops.tito_check.check import Mismatch
+from tests.tools.tito_check.__main__ import KINDS, check
+from tests.tools.tito_check.check import Mismatch
 
 pytestmark = needs_templates
 

@@ -12,7 +12,7 @@ from app.errors import StartupError
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.junction import Junction
 from app.tito.prompts import Prompts
-from ops.tito_check.tokenizers import save_with, template
+from tests.tools.tito_check.tokenizers import save_with, template
 
 END, NEWLINE, START, USER, OBSERVATION, OTHER = 90, 10, 91, 92, 93, 99
 

@@ -14,7 +14,7 @@ from helpers.tokenizers import load_prompts, needs_templates, tokenizer_folder
 
 from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito.prompts import Prompts
-from ops.tito_check.tokenizers import load, save_with
+from tests.tools.tito_check.tokenizers import load, save_with
 
 pytestmark = needs_templates
 

@@ -10,7 +10,7 @@ from helpers.tokenizers import needs_templates, tokenizer_folder
 
 from app.errors import InvalidRequest, StartupError
 from app.tito.template import Template
-from ops.tito_check.tokenizers import load
+from tests.tools.tito_check.tokenizers import load
 
 pytestmark = needs_templates
 

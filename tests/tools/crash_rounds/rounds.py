@@ -1,0 +1,177 @@
+"""The rounds: kill, start again, audit, verify."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+
+from app.store.engine import Database
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
+from ops.verify import Problem, verify_url
+from tests.tools.audit import audit
+from tests.tools.crash_rounds.clients import Client, Round, Site
+
+MOMENTS_S = (0.2, 1.2)
+"""A server is killed so long after the clients have gone on."""
+
+START_S = 120.0
+"""A server may take as long to start, where the clients leave it little of the machine."""
+
+GROWN = 1.05
+"""The whole store is verified when it has so many times the turns it had: with every round where there are few."""
+
+
+class Conductor:
+    """Kills, restarts, audits. `folder` has the SQLite file; with PostgreSQL it is None."""
+
+    def __init__(self, servers: Sequence[ServerProcess], site: Site, folder: Path | None, seed: int) -> None:
+        self._servers = servers
+        self._site = site
+        self._folder = folder
+        self._random = random.Random(f"{seed} moments")
+        self._turns = 0
+        self._audited = 0
+        self._turns_verified = 0.0
+
+    async def round(self, number: int, clients: Sequence[Client]) -> Round:
+        result = self._site.round = Round(number)
+        result.killed_after_s = self._random.uniform(*MOMENTS_S)
+        server = self._random.choice(self._servers)
+        self._site.go.set()
+        await asyncio.sleep(result.killed_after_s)
+        if len(self._servers) == 1:
+            self._site.go.clear()
+        self._site.down(server.base_url)
+        self._site.killed_at = time.perf_counter()
+        await asyncio.to_thread(server.kill)
+        copy = self._copy_of_store() if self._is_due(result) else None
+        began = time.perf_counter()
+        await asyncio.to_thread(server.start)
+        result.up_after_s = time.perf_counter() - began
+        self._site.back(server.base_url)
+        self._site.go.clear()
+        for client in clients:
+            await client.resting.wait()
+        await self.audit(result, self._audited)
+        self._turns += result.acknowledged
+        if copy is not None:
+            result.problems = await problems(copy)
+        return result
+
+    async def audit(self, result: Round, since: int = 0) -> None:
+        """Look up what was acknowledged since so many turns."""
+        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"])
+        try:
+            found = await audit(database, self._site.acknowledged[since:], whole=False)
+        finally:
+            await database.close()
+        self._audited = len(self._site.acknowledged)
+        result.lost += len(found.lost)
+        result.twice += found.doubled
+        _print(found.problems)
+
+    def _is_due(self, result: Round) -> bool:
+        turns = self._turns + result.acknowledged
+        if turns < self._turns_verified * GROWN:
+            return False
+        self._turns_verified = turns
+        return True
+
+    def _copy_of_store(self) -> str:
+        """What the kill left on disk, to be verified without touching what the server recovers from.
+
+        PostgreSQL is looked at in place, beside its servers.
+        """
+        if self._folder is None:
+            return self._servers[0].environment["TURNLOG_DATABASE_URL"]
+        copy = self._folder / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        for path in self._folder.glob("turnlog.db*"):
+            if path.suffix != ".lock":
+                shutil.copy(path, copy / path.name)
+        return f"sqlite+aiosqlite:///{copy / 'turnlog.db'}"
+
+
+async def problems(url: str) -> int:
+    report = await verify_url(url)
+    _print(report.problems)
+    return len(report.problems)
+
+
+def _print(found: Sequence[Problem]) -> None:
+    for problem in found:
+        print(f"{problem.session_id}: {problem.what}", file=sys.stderr)
+
+
+async def run(
+    *,
+    rounds: int,
+    clients: int,
+    seed: int,
+    folder: Path | None = None,
+    database_url: str | None = None,
+    processes: int = 1,
+) -> list[Round]:
+    """All rounds, and a last one that has every session go on and audits every acknowledgement.
+
+    `database_url` is an empty PostgreSQL database for `processes` servers; None: a new SQLite file in a folder in
+    `folder`, and one server.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="turnlog-crash-", dir=folder) as made,
+        SimulatorProcess("--seed", str(seed)) as engine,
+        contextlib.ExitStack() as stack,
+    ):
+        own = Path(made)
+        servers = [ServerProcess(own, upstreams=[engine.base_url], database_url=database_url) for _ in range(processes)]
+        url = servers[0].migrate().environment["TURNLOG_DATABASE_URL"]
+        for server in servers:
+            stack.callback(server.stop)
+            server.start()
+        site = Site([server.base_url for server in servers])
+        conductor = Conductor(servers, site, own if database_url is None else None, seed)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            every = [Client(site, http, number, seed) for number in range(clients)]
+            done = await _rounds(rounds, site, conductor, every)
+        stack.close()
+        done[-1].problems += await problems(url)
+    if site.refusals:
+        print("refusals:", dict(site.refusals))
+    return done
+
+
+async def _rounds(count: int, site: Site, conductor: Conductor, clients: list[Client]) -> list[Round]:
+    rounds: list[Round] = []
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client.run()) for client in clients]
+        rounds += [await conductor.round(number, clients) for number in range(1, count + 1)]
+        last = site.round = Round(count + 1)
+        site.stopping = True
+        site.go.set()
+        await asyncio.gather(*tasks)
+        await _all_go_on(site, clients)
+        await conductor.audit(last)
+        rounds.append(last)
+    return rounds
+
+
+async def _all_go_on(site: Site, clients: list[Client]) -> None:
+    """One more turn in every session there ever was."""
+    waiting = [followed for followed in site.followed if not followed.stuck]
+
+    async def work(client: Client) -> None:
+        while waiting:
+            await client.turn(waiting.pop())
+
+    await asyncio.gather(*(work(client) for client in clients))

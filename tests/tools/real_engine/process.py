@@ -1,0 +1,94 @@
+"""vLLM on the CPU as a process of its own, with a tiny model that is trained once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ops.server import PORT, ROOT, OwnProcess
+from tests.tools.tito_check import tokenizers
+
+FOLDER = ROOT / ".venv-engine"
+SERVED_AS = "tiny"
+START_S = 300.0
+
+_PYTHON = FOLDER / "bin" / "python"
+_RECIPE = ("real_engine/train.py", "real_engine/weather.py", "tito_check/tokenizers.py")
+"""Where one of these changes, the model is trained anew."""
+
+_ARGUMENTS = "--dtype float32 --enforce-eager --max-num-seqs 16 --enable-auto-tool-choice --tool-call-parser hermes"
+_ENVIRONMENT = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+}
+
+
+class Rescored(msgspec.Struct, frozen=True):
+    """`largest` is the largest difference of a logprob, in nats."""
+
+    rows: int
+    tokens: int
+    largest: float
+
+
+def is_installed() -> bool:
+    """Did `sh ops/setup real-engine` fill its environment?"""
+    return (FOLDER / "bin" / "vllm").exists()
+
+
+def trained_model() -> Path:
+    """The model's folder; the first call takes a minute, those after it find what that one made."""
+    recipe = b"".join((ROOT / "tests" / "tools" / name).read_bytes() for name in _RECIPE)
+    kept = FOLDER / "models" / hashlib.sha256(recipe).hexdigest()[:16]
+    if not kept.exists():
+        making = kept.with_suffix(".making")
+        shutil.rmtree(making, ignore_errors=True)
+        made = tokenizers.save(making, "qwen3")
+        _run("train", str(made))
+        made.rename(kept)
+        making.rmdir()
+    return kept
+
+
+def rescored(model: Path, rows: Iterable[Mapping[str, Any]]) -> Rescored:
+    """Compare the logprobs of exported rows with those that `transformers` computes, in float32."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    return msgspec.json.decode(_run("rescore", str(model), given=lines), type=Rescored)
+
+
+def _run(module: str, *arguments: str, given: str = "") -> str:
+    """What a module of this package prints that runs in the engine's environment."""
+    command = [str(_PYTHON), "-m", f"tests.tools.real_engine.{module}", *arguments]
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, input=given, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+class EngineProcess(OwnProcess):
+    """A running `vllm serve`, as a context manager. `folder` gets its log."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        command = [str(FOLDER / "bin" / "vllm"), "serve", str(model), "--served-model-name", SERVED_AS]
+        super().__init__(
+            [*command, "--host", "127.0.0.1", "--port", PORT, *_ARGUMENTS.split()],
+            folder / "engine.log",
+            environment={**os.environ, **_ENVIRONMENT},
+            start_timeout_s=START_S,
+            group=True,
+        )

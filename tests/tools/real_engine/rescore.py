@@ -1,0 +1,37 @@
+"""Score exported rows again with `transformers`: `python -m tests.tools.real_engine.rescore MODEL < rows.ndjson`.
+
+Prints a JSON object: rows, sampled tokens, and the largest difference between an exported logprob and the model's own,
+in nats. Runs in the engine's environment, which has PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main(folder: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = [json.loads(line) for line in sys.stdin]
+    with torch.no_grad():
+        differences = [one for row in rows for one in _differences(model, row)]
+    print(json.dumps({"rows": len(rows), "tokens": len(differences), "largest": max(differences, default=0.0)}))
+
+
+def _differences(model: Any, row: dict[str, Any]) -> list[float]:
+    """One for each token in the row's loss."""
+    tokens = torch.tensor(row["tokens"])
+    sampled = torch.tensor(row["loss_mask"], dtype=torch.bool).nonzero().flatten()
+    logits = model(tokens[None]).logits[0, sampled - 1]
+    scored = logits.log_softmax(-1).gather(-1, tokens[sampled, None]).flatten()
+    exported = torch.tensor(row["logprobs"], dtype=torch.float64)[sampled]
+    found: list[float] = (scored.double() - exported).abs().tolist()
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

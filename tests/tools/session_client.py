@@ -1,0 +1,113 @@
+"""The one HTTP client of a session: takes turns, asks again, remembers what it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+import aiohttp
+
+from ops.verify import Acknowledged
+
+PAUSE_S = 0.1
+"""After a refusal."""
+
+
+class Answer(NamedTuple):
+    """`code` and `message` are those of an error's body, and empty for a success."""
+
+    status: int
+    body: bytes
+    code: str = ""
+    message: str = ""
+    turn: int = 0
+    replayed: bool = False
+
+
+class SessionClient:
+    """One session, at whatever server `base_url` names when it is asked.
+
+    `by_header`: the session is named by a header and made by its first turn.
+    """
+
+    def __init__(
+        self,
+        http: aiohttp.ClientSession,
+        session_id: str,
+        base_url: Callable[[], Awaitable[str]],
+        *,
+        by_header: bool = False,
+    ) -> None:
+        self.session_id = session_id
+        self._http = http
+        self._base_url = base_url
+        self._path = "" if by_header else f"/sessions/{session_id}"
+        self._headers = {"content-type": "application/json", **({"x-session-id": session_id} if by_header else {})}
+
+    async def create(self) -> AsyncIterator[Answer | None]:
+        """Ask until the session is there; each answer, None for a connection that broke."""
+        body = json.dumps({"session_id": self.session_id}).encode()
+        while True:
+            answer = await self._post("/sessions", body, {})
+            yield answer
+            if answer is not None and answer.status == 200:
+                return
+            await asyncio.sleep(0 if answer is None else PAUSE_S)
+
+    async def turn(self, body: bytes, key: str, patience: int) -> AsyncIterator[Answer | None]:
+        """Ask until the turn is answered 200, or was refused `patience` times; each answer, as `create`."""
+        refused = 0
+        while refused < patience:
+            answer = await self._post(f"{self._path}/v1/chat/completions", body, {"idempotency-key": key})
+            yield answer
+            if answer is not None and answer.status == 200:
+                return
+            if answer is not None:
+                refused += 1
+                await asyncio.sleep(PAUSE_S)
+
+    async def ask(self, body: bytes) -> Answer:
+        """One turn, asked for once. Raises aiohttp.ClientError, TimeoutError."""
+        return await self._exchange(f"{self._path}/v1/chat/completions", body, {})
+
+    async def get(self, path: str, *, alone: bool = False) -> bytes:
+        """What the server says, on a connection of its own where `alone`. Raises ValueError for an error."""
+        headers = {"connection": "close"} if alone else {}
+        async with self._http.get(f"{await self._base_url()}{path}", headers=headers) as response:
+            body = await response.read()
+            if response.status != 200:
+                raise ValueError(f"GET {path} answered {response.status}: {body[:300]!r}")
+            return body
+
+    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> Answer | None:
+        try:
+            return await self._exchange(path, body, headers)
+        except (aiohttp.ClientError, OSError):
+            return None
+
+    async def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> Answer:
+        url = f"{await self._base_url()}{path}"
+        async with self._http.post(url, data=body, headers={**self._headers, **headers}) as response:
+            got = await response.read()
+            if response.status != 200:
+                return Answer(response.status, got, *_error(got))
+            turn = int(response.headers.get("x-turnlog-turn", "0"))
+            return Answer(200, got, turn=turn, replayed="x-turnlog-replayed" in response.headers)
+
+
+def _error(body: bytes) -> tuple[str, str]:
+    """Code and message of an error's body."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return "no error object", repr(body[:200])
+
+
+def acknowledged(session_id: str, answer: Answer, key: str) -> Acknowledged:
+    """What a client knows by a 200."""
+    stored_key = hashlib.sha256(key.encode()).hexdigest()[:32]  # as the log keeps it
+    return Acknowledged(session_id, answer.turn, hashlib.sha256(answer.body).hexdigest(), stored_key)

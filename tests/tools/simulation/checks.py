@@ -1,0 +1,109 @@
+"""What must hold of the store at the end of a schedule, whatever has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from sqlalchemy import select
+
+from app.domain.events import (
+    BlobsTombstoned,
+    Recorded,
+    RewardAssigned,
+    SessionClosed,
+    SessionErased,
+    TurnCommitted,
+    TurnOpened,
+    UnknownEvent,
+    name_of,
+)
+from app.store import projections as heads
+from app.store import reads
+from app.store.engine import Database as RealDatabase
+from app.store.schema import open_turns
+from ops.verify import TABLES
+from tests.tools.audit import audit
+from tests.tools.simulation.history import History
+from tests.tools.simulation.store import MemoryDatabase, MemoryStore
+
+T = TypeVar("T")
+
+AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned)
+"""What may still happen to a session that is closed."""
+
+
+def is_ended(store: MemoryStore, session_id: str) -> bool:
+    head = store.read(lambda connection: reads.head(connection, session_id))
+    return head is not None and head.status != "open"
+
+
+async def judge(store: MemoryStore, history: History, note: Callable[[str], None]) -> None:
+    """Everything that is wrong becomes a problem of the history."""
+    database = MemoryDatabase(store)
+    told = [turn.told() for turn in history.turns]
+    for problem in (await audit(cast(RealDatabase, database), told)).problems:
+        history.problem(f"verify: {problem.session_id}: {problem.what}")
+    held = store.read(lambda connection: list(connection.execute(select(open_turns.c.session_id, open_turns.c.fence))))
+    for session_id, fence in held:
+        history.problem(f"the claim {fence} of {session_id} was never let go")
+    known = store.read(lambda connection: heads.session_ids(connection, TABLES, "", 1000))
+    for session_id in sorted({*known, *(turn.session_id for turn in history.turns)}):
+        _Session(store, session_id, history, note).judge()
+
+
+class _Session:
+    def __init__(self, store: MemoryStore, session_id: str, history: History, note: Callable[[str], None]) -> None:
+        self._store = store
+        self._session_id = session_id
+        self._history = history
+        self._note = note
+        self._log: Sequence[Recorded] = ()
+
+    def _must(self, good: bool, what: str) -> None:
+        if not good:
+            self._history.problem(f"{self._session_id}: {what}")
+
+    def judge(self) -> None:
+        try:
+            self._log = self._store.read(lambda connection: reads.load_events(connection, self._session_id))
+        except UnknownEvent as error:
+            self._must(False, f"the log cannot be read: {error}")
+            return
+        for recorded in self._log:
+            self._note(f"{self._session_id} {recorded.seq} {name_of(recorded.event)} {_brief(recorded.event)}")
+        self._order()
+        self._ends()
+        self._facts()
+
+    def _order(self) -> None:
+        """Under a key that was committed there is no further claim."""
+        done: set[str] = set()
+        for recorded in self._log:
+            match recorded.event:
+                case TurnCommitted(retry_key=str(key)):
+                    done.add(key)
+                case TurnOpened(retry_key=str(key)):
+                    self._must(key not in done, f"event {recorded.seq} opens a turn whose key was committed before")
+
+    def _ends(self) -> None:
+        ended = False
+        for recorded in self._log:
+            late = ended and not isinstance(recorded.event, AFTER_THE_END)
+            self._must(not late, f"event {recorded.seq} came after the session was closed")
+            ended = ended or isinstance(recorded.event, SessionClosed)
+
+    def _facts(self) -> None:
+        types = {name_of(recorded.event) for recorded in self._log}
+        rewards = {recorded.event.reward for recorded in self._log if isinstance(recorded.event, RewardAssigned)}
+        named = {"created": "SessionCreated", "closed": "SessionClosed", "erased": "SessionErased"}
+        for fact in self._history.facts:
+            if fact.session_id == self._session_id and fact.what in named:
+                self._must(named[fact.what] in types, f"was {fact.what}, and the log does not know")
+            elif fact.session_id == self._session_id:
+                self._must(fact.value in rewards, f"the reward {fact.value} is lost")
+
+
+def _brief(event: Any) -> str:
+    names = ("turn", "parent", "fence", "incarnation", "reason", "to_turn", "reward")
+    return " ".join(f"{name}={getattr(event, name)}" for name in names if getattr(event, name, None) is not None)

@@ -1,0 +1,338 @@
+"""A client of one session: takes turns, insists, gives up, goes back, and sometimes ends it all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.domain.events import SessionConfig
+from app.errors import (
+    AppError,
+    HistoryMismatch,
+    InvalidRequest,
+    RollbackTooDeep,
+    SessionClosed,
+    SessionExists,
+    SessionNotFound,
+)
+from app.sessions.lifecycle import NewSession
+from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.turn.stages import Stages
+from tests.tools.simulation.engine import Message, digest
+from tests.tools.simulation.history import Acknowledged, Fact, History, Seen
+from tests.tools.simulation.process import Disconnected, Process
+
+T = TypeVar("T")
+
+TIMEOUT_S = 90.0
+"""After which a client gives a request up; longer than the slowest generation."""
+
+TRIES = 6
+
+
+class GaveUp(Exception):
+    """The client does not know whether what it wanted has happened."""
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """How often clients do what, beside each other. `loyalty`: how often one stays with the process that it knows."""
+
+    take: float = 10.0
+    go_back: float = 1.0
+    read: float = 1.0
+    reward: float = 1.0
+    snapshot: float = 0.5
+    create: float = 0.5
+    reuse: float = 0.3
+    close: float = 0.2
+    erase: float = 0.2
+    loyalty: float = 0.7
+    gives_up: float = 0.1
+
+
+def draw_habits(rng: random.Random) -> Habits:
+    """Some clients do one thing often and another never."""
+    return Habits(
+        go_back=rng.choice((0.0, 1.0, 5.0)),
+        read=rng.choice((0.0, 1.0, 8.0)),
+        reward=rng.choice((0.0, 1.0)),
+        snapshot=rng.choice((0.0, 0.5, 4.0)),
+        create=rng.choice((0.0, 0.5)),
+        reuse=rng.choice((0.0, 0.5)),
+        close=rng.choice((0.0, 0.2, 1.0)),
+        erase=rng.choice((0.0, 0.2, 1.0)),
+        loyalty=rng.choice((0.0, 0.7, 0.95)),
+        gives_up=rng.choice((0.0, 0.1, 0.5)),
+    )
+
+
+class Client:
+    """`pick` gives a process to ask, or None where none is there; the name tells clients of one session apart.
+
+    `wishes` say of a session's turn what session control it asks for, if not every one for the same `control`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        session_id: str,
+        habits: Habits,
+        rng: random.Random,
+        history: History,
+        pick: Callable[[], Process | None],
+        note: Callable[[str], None],
+        wishes: Callable[[str, str], Mapping[str, Any] | None] = lambda session_id, logical: None,
+    ) -> None:
+        self.name = name
+        self.session_id = session_id
+        self.messages: list[Message] = []
+        self.control: Mapping[str, Any] | None = None
+        self._wishes = wishes
+        self._habits = habits
+        self._rng = rng
+        self._history = history
+        self._pick = pick
+        self._note = note
+        self._asked = 0
+        self._sticky: Process | None = None
+
+    async def live(self, config: SessionConfig, steps: int) -> None:
+        """Create the session, unless another client has, and use it until it ends or `steps` are done."""
+        try:
+            await self.insist(lambda: self._create(config), TRIES)
+            for _ in range(steps):
+                await asyncio.sleep(self._rng.expovariate(2.0))
+                await self._step(config)
+        except (SessionClosed, SessionNotFound, SessionExists) as error:
+            self._note(f"{self.name}: {error}")
+        except GaveUp:
+            self._note(f"{self.name} gave up")
+
+    async def join(self, config: SessionConfig) -> None:
+        """Be sure that the session is there, and take over its history. Raises SessionClosed, GaveUp."""
+        with contextlib.suppress(SessionExists):
+            await self.insist(lambda: self._create(config), TRIES)
+        await self._resync()
+
+    async def _step(self, config: SessionConfig) -> None:
+        habits = self._habits
+        kinds = list(STEPS)
+        (kind,) = self._rng.choices(kinds, [getattr(habits, name) for name in kinds])
+        try:
+            await STEPS[kind](self, config)
+        except GaveUp:
+            self._note(f"{self.name} does not know")
+
+    @property
+    def asked(self) -> Process | None:
+        """The process that was asked last, if it still serves."""
+        return self._sticky if self._sticky is not None and self._sticky.serving else None
+
+    async def close(self) -> None:
+        """Raises SessionNotFound, and GaveUp."""
+        with contextlib.suppress(SessionClosed):
+            await self.insist(self._close, TRIES)
+
+    async def turn(self, tries: int = TRIES) -> None:
+        """One more turn. Raises SessionClosed, SessionNotFound, and GaveUp."""
+        self._asked += 1
+        logical = f"{self.name}.{self._asked}"
+        how = self._rng.random()
+        key = logical if how < 0.6 else None
+        marks = how < 0.9
+        for tried in range(tries):
+            messages = [*self.messages, {"role": "user", "content": logical}]
+            mark = RetryMark(None if key is None else hash_key(key), marks and key is None and tried > 0)
+            try:
+                reply = await self._ask(lambda: self._take(messages, logical, key, mark), TIMEOUT_S)  # noqa: B023
+            except (HistoryMismatch, RollbackTooDeep):
+                # What this client believes is not what is there: another one, or an attempt that came late.
+                await self._resync()
+                self._asked += 1
+                logical, key = f"{self.name}.{self._asked}", None
+                continue
+            except (SessionClosed, SessionNotFound, InvalidRequest):
+                raise
+            except (AppError, Disconnected, TimeoutError) as error:
+                self._note(f"{self.name}: {logical} failed: {type(error).__name__} {error}")
+                if self._rng.random() < self._habits.gives_up:
+                    break
+                if not marks:
+                    self._asked += 1
+                    logical = f"{self.name}.{self._asked}"
+                await asyncio.sleep(0.2 * 2**tried * self._rng.random())
+                continue
+            if reply.turn is not None:
+                self._take_in(messages, reply)
+                return
+        raise GaveUp
+
+    async def insist(self, what: Callable[[], Coroutine[Any, Any, T]], tries: int) -> T:
+        """Raises GaveUp, and what a retry cannot mend."""
+        for tried in range(tries):
+            try:
+                return await self._ask(what, TIMEOUT_S)
+            except (SessionClosed, SessionNotFound, SessionExists, InvalidRequest):
+                raise
+            except (AppError, Disconnected, TimeoutError) as error:
+                self._note(f"{self.name}: {type(error).__name__} {error}")
+                await asyncio.sleep(0.2 * 2**tried * self._rng.random())
+        raise GaveUp
+
+    async def _ask(self, what: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        async with asyncio.timeout(timeout_s):
+            return await what()
+
+    def _process(self) -> Process:
+        if self._sticky is None or not self._sticky.serving or self._rng.random() > self._habits.loyalty:
+            self._sticky = self._pick()
+        if self._sticky is None:
+            raise Disconnected("nobody listens")
+        return self._sticky
+
+    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, mark: RetryMark) -> TurnReply:
+        process = self._process()
+        control = self.control or self._wishes(self.session_id, logical)
+        wish = {} if control is None else {"nvext": {"session_control": control}}
+        body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
+        asked_at = self._history.now()
+        reader = Waiter(lambda size: None)
+        self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")
+        work = process.call(
+            lambda: process.turns.take(self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)),
+            lambda reply: self._sent(reply, messages, logical, key, asked_at),
+        )
+        try:
+            reply = await work
+        except (asyncio.CancelledError, Disconnected):
+            if process.serving and self._rng.random() < 0.5:
+                process.owner.context().run(reader.leave)
+            raise
+        self._note(f"{self.name} has turn {reply.turn} ({reply.status}) for {logical}")
+        return reply
+
+    def _sent(
+        self, reply: TurnReply, messages: Sequence[Message], logical: str, key: str | None, asked_at: float
+    ) -> None:
+        """A reply leaves the process: from now on the turn must be there for ever."""
+        if reply.turn is None:
+            return
+        body = b"".join(reply.parts)
+        content = msgspec.json.decode(body)["choices"][0]["message"]["content"]
+        if not content.startswith(digest(messages)):
+            self._history.problem(f"turn {reply.turn} of {self.session_id} answers other messages than those asked")
+        self._history.turn(
+            Acknowledged(self.session_id, reply.turn, body, logical, key, reply.replayed, asked_at, self._history.now())
+        )
+
+    def _take_in(self, messages: Sequence[Message], reply: TurnReply) -> None:
+        message = msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]
+        self.messages = [*messages, message]
+
+    async def _resync(self) -> None:
+        """Take over the history that is there. Raises GaveUp, SessionClosed."""
+        self.messages = await self.insist(self._stored, TRIES)
+
+    async def _stored(self) -> list[Message]:
+        process = self._process()
+
+        async def read() -> list[Message]:
+            live = await process.sessions.require(self.session_id)
+            leaf = live.session.leaf
+            if leaf is None:
+                return []
+            raw = await process.cache.messages(live, leaf.number)
+            found: list[Message] = msgspec.json.decode(b"[" + raw + b"]")
+            return found
+
+        return await process.call(read, lambda _: None)
+
+    async def _read(self) -> None:
+        process, asked_at = self._process(), self._history.now()
+
+        async def read() -> int:
+            return len((await process.sessions.require(self.session_id)).session.turns)
+
+        await process.call(
+            read,
+            lambda turns: self._history.read(Seen(self.session_id, turns, asked_at, self._history.now())),
+        )
+
+    async def _create(self, config: SessionConfig) -> None:
+        process = self._process()
+        await self._fact(process, "created", lambda: process.sessions.create(NewSession(self.session_id, config, None)))
+
+    async def _reward(self) -> None:
+        process, value = self._process(), self._rng.random()
+
+        async def assign() -> None:
+            await process.sessions.assign_reward(self.session_id, value, {}, None)
+
+        await self._fact(process, "rewarded", assign, value)
+
+    async def _close(self) -> None:
+        process = self._process()
+        await self._fact(process, "closed", lambda: process.sessions.close(self.session_id))
+
+    async def _erase(self) -> None:
+        process = self._process()
+        await self._fact(process, "erased", lambda: process.sessions.erase(self.session_id))
+
+    async def _fact(
+        self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, None]], value: float = 0.0
+    ) -> None:
+        asked_at = self._history.now()
+        self._note(f"{self.name} asks {process.name}: {what}")
+        await process.call(
+            work,
+            lambda _: self._history.fact(Fact(self.session_id, what, asked_at, self._history.now(), value)),
+        )
+
+    async def _snapshot(self) -> None:
+        process = self._pick()
+        if process is not None:
+            await self.insist(lambda: process.call(lambda: process.snapshot(self.session_id), lambda _: None), 1)
+
+    async def _reuse_a_key(self) -> None:
+        """An acknowledged turn's key with another body must never be answered with a turn."""
+        mine = [turn for turn in self._history.turns_of(self.session_id) if turn.key is not None]
+        if not mine:
+            return
+        turn = self._rng.choice(mine)
+        assert turn.key is not None
+        messages = [*self.messages, {"role": "user", "content": f"not {turn.logical}"}]
+        mark = RetryMark(hash_key(turn.key))
+        try:
+            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, mark), TIMEOUT_S)
+        except (SessionClosed, SessionNotFound):
+            raise
+        except (AppError, Disconnected, TimeoutError):
+            return
+        if reply.turn is not None:
+            self._history.problem(f"key {turn.key} was answered for another body too")
+
+
+async def _go_back(client: Client) -> None:
+    del client.messages[-2:]
+    await client.turn()
+
+
+Step = Callable[[Client, SessionConfig], Coroutine[Any, Any, object]]
+
+STEPS: Mapping[str, Step] = {
+    "take": lambda client, _: client.turn(),
+    "go_back": lambda client, _: _go_back(client),
+    "read": lambda client, _: client.insist(client._read, 2),
+    "reward": lambda client, _: client.insist(client._reward, 2),
+    "snapshot": lambda client, _: client._snapshot(),
+    "create": lambda client, config: client.insist(lambda: client._create(config), 2),
+    "reuse": lambda client, _: client._reuse_a_key(),
+    "close": lambda client, _: client.insist(client._close, TRIES),
+    "erase": lambda client, _: client.insist(client._erase, TRIES),
+}
+"""What a client does by each of its habits."""

@@ -1,0 +1,150 @@
+"""Session control in a schedule: which names clients use and how, and what must hold of them once nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, get_args
+
+import msgspec
+from sqlalchemy import select
+
+from app.domain.events import SessionConfig
+from app.settings import ALL
+from app.store.schema import affinities
+from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.engine import Engines
+from tests.tools.simulation.history import History
+from tests.tools.simulation.process import Process
+from tests.tools.simulation.store import MemoryStore
+
+NAMES = (None, "n1", "n1", "n2")
+"""What a session's turns name, for all of its clients; sessions may share one."""
+
+LOOK_S, NEAR_S = 0.5, 0.01
+
+CONTROL_SESSION = "control-drill"
+DRILL_NAME = "drill-name"
+DRILL_S = 300.0
+"""Longer than the drill: nothing expires meanwhile."""
+
+
+How = Literal["close", "delete", "kill"]
+HOWS: tuple[How, ...] = get_args(How)
+
+
+class Wishes:
+    """Drawn apart from all else in a schedule; a turn that is asked for again asks for the same."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        rng = random.Random(f"session control {seed}")
+        self.engine_sessions: tuple[str, ...] = rng.choice(((), ALL, ALL, ALL, ("http://engine-1",)))
+        self._uses = rng.choice((0.0, 0.5, 0.9, 0.9))
+
+    def name(self, session_id: str) -> str | None:
+        return random.Random(f"{self._seed} {session_id}").choice(NAMES) if self._uses else None
+
+    def of(self, session_id: str, logical: str) -> dict[str, Any] | None:
+        """`nvext.session_control` of a turn; None where it has none."""
+        name, rng = self.name(session_id), random.Random(f"{self._seed} {logical}")
+        if name is None or rng.random() > self._uses:
+            return None
+        wish: dict[str, Any] = {"session_id": name, "timeout": rng.choice((None, 1, 5, 60))}
+        return {**wish, "action": rng.choice(("open", "open", "close", "bind", None))}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A name as the store has it."""
+
+    engine: str
+    state: str
+    worker_session: bool
+
+
+def rows(store: MemoryStore) -> dict[str, Row]:
+    columns = (affinities.c.control_id, *(affinities.c[name] for name in Row.__struct_fields__))
+    found = store.read(lambda connection: connection.execute(select(*columns)).all())
+    return {row[0]: Row(row[1], row[2], bool(row[3])) for row in found}
+
+
+async def _until(good: Callable[[], bool], look_s: float = LOOK_S) -> None:
+    while not good():
+        await asyncio.sleep(look_s)
+
+
+async def settled(store: MemoryStore) -> None:
+    """Nobody is at work on a name: what dead processes left is ended, though no client asks for it any more."""
+    await _until(lambda: all(row.state == "bound" for row in rows(store).values()))
+
+
+class ControlDrill:
+    """A session opens a name and uses it, and then it ends: by a turn that closes it, or because the session is closed.
+
+    Or the process dies (`kill` it) in the middle of the turn that closes it.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        how: How,
+        kill: Callable[[Process], Awaitable[None]],
+        engines: Engines,
+        store: MemoryStore,
+        history: History,
+    ) -> None:
+        self._client = client
+        self._how = how
+        self._kill = kill
+        self._engines = engines
+        self._store = store
+        self._history = history
+
+    async def run(self) -> None:
+        """Never ends where the name is never ended. Raises SessionClosed."""
+        await self._client.join(SessionConfig(rollback_window=1))
+        await self._turn("open")
+        row = rows(self._store).get(DRILL_NAME)
+        if row is None:
+            self._history.problem("a name that was opened is bound to nothing")
+            return
+        self._must(row.state == "bound", f"a name that was opened is {row.state}")
+        self._must(row.worker_session == self._is_held(row), f"the store says {row}, and its engine otherwise")
+        await self._turn(None)
+        self._must(self._at() == row.engine, f"a turn that names {row.engine} went to {self._at()}")
+        if self._how == "delete":
+            await self._client.close()
+        elif self._how == "close":
+            await self._turn("close")
+            self._must(self._at() == row.engine, f"a turn that closes {row.engine} went to {self._at()}")
+        else:
+            await self._die_closing()
+        await _until(lambda: DRILL_NAME not in rows(self._store) and not self._is_held(row))
+
+    async def _die_closing(self) -> None:
+        before = self._engines.begun[self._client.session_id]
+        turn = asyncio.create_task(self._turn("close"))
+        await _until(lambda: self._engines.begun[self._client.session_id] > before, NEAR_S)
+        if self._client.asked is not None:
+            await self._kill(self._client.asked)
+        await turn
+
+    async def _turn(self, action: str | None) -> None:
+        """Whatever is left of the storm may fail one. Raises SessionClosed."""
+        self._client.control = {"session_id": DRILL_NAME, "action": action, "timeout": DRILL_S}
+        while True:
+            try:
+                return await self._client.turn()
+            except GaveUp:
+                await asyncio.sleep(LOOK_S)
+
+    def _at(self) -> str:
+        return f"http://{self._engines.last[self._client.session_id]}"
+
+    def _is_held(self, row: Row) -> bool:
+        return self._engines.holds(row.engine.removeprefix("http://"), DRILL_NAME)
+
+    def _must(self, good: bool, what: str) -> None:
+        if not good:
+            self._history.problem(what)

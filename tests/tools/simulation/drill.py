@@ -1,0 +1,90 @@
+"""What must hold of gates once nothing fails any more: a pause is kept by all processes, and ends for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from sqlalchemy import func, select
+
+from app.domain.events import SessionConfig
+from app.domain.fleet import Fleet, apply
+from app.errors import SessionClosed
+from app.store import fleet as store
+from app.store.schema import open_turns
+from tests.tools.simulation.client import Client
+from tests.tools.simulation.engine import Engines
+from tests.tools.simulation.history import History
+from tests.tools.simulation.process import Process
+from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.trainer import Trainer, pause, resume
+
+LEASE_S = 60.0
+"""Longer than the drill."""
+
+SEEN_S = 0.2
+"""Within which every process has seen a pause, or looks again before it lets a turn pass."""
+
+GATED_S = 2.0
+"""How long a turn is watched that should be waiting."""
+
+SESSION_ID = "drill"
+
+
+class Drill:
+    """A turn that is asked for while its gate is shut, of an adapter (`name`) or of all (None)."""
+
+    def __init__(
+        self,
+        client: Client,
+        name: str | None,
+        trainer: Trainer,
+        engines: Engines,
+        store: MemoryStore,
+        history: History,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._trainer = trainer
+        self._engines = engines
+        self._store = store
+        self._history = history
+
+    async def run(self, within_s: float) -> None:
+        """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken.
+
+        Raises SessionClosed where the janitor found the session idle.
+        """
+        await self._client.join(SessionConfig(rollback_window=1, adapter=self._name))
+        await self._trainer.insist("pause, for the drill", lambda p: pause(p, self._name, LEASE_S))
+        await asyncio.sleep(SEEN_S)
+        turn = asyncio.create_task(self._client.turn())
+        await asyncio.sleep(GATED_S)
+        self._must(not self._engines.begun[SESSION_ID], "a generation began although its gate was shut for all")
+        self._must(not self._claims(), "a turn holds a claim although its gate was shut before it came")
+        closed = turn.exception() if turn.done() else None
+        self._must(not turn.done() or isinstance(closed, SessionClosed), "a turn did not wait for its gate")
+        await self._trainer.insist("resume, for the drill", lambda p: resume(p, self._name))
+        _, late = await asyncio.wait({turn}, timeout=within_s)
+        self._must(not late, f"a turn did not go on within {within_s:g} s after its gate was opened")
+        if isinstance(closed, SessionClosed):
+            raise closed
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        self._must(not self._engines.paused, f"{self._engines.paused} were never told to go on")
+
+    def _claims(self) -> int:
+        count = select(func.count()).where(open_turns.c.session_id == SESSION_ID)
+        return self._store.read(lambda connection: int(connection.execute(count).scalar_one()))
+
+    def _must(self, good: bool, what: str) -> None:
+        if not good:
+            self._history.problem(what)
+
+
+def behind(stored: MemoryStore, processes: Sequence[Process]) -> list[str]:
+    """The processes that know something else of the fleet than its log says."""
+    said = Fleet()
+    for placed in stored.read(store.state).events:
+        said = apply(said, placed)
+    return [process.name for process in processes if process.fleet != said]

@@ -1,0 +1,250 @@
+"""An engine that answers in SGLang's shape what follows from the messages, after a while, and sometimes otherwise.
+
+A reply's content names the messages that were asked and the generation: whoever gets it can tell whether it is the
+answer to his own question, and two generations of one request differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import math
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.upstream.body import Body
+from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut, Withheld
+from app.upstream.headers import Headers
+from tests.tools.simulation.weather import Weather
+
+LONG_S = 30.0
+"""A generation that takes longer than any lease."""
+
+EXPERTS = 2
+"""Ids in a row of `routed_experts`."""
+
+Message = Mapping[str, Any]
+
+
+def digest(messages: Sequence[Message]) -> str:
+    """What a reply to these messages names them by."""
+    return hashlib.sha256(msgspec.json.encode(messages, order="sorted")).hexdigest()[:12]
+
+
+def token_ids(text: str) -> list[int]:
+    """Two to five ids that follow from the text."""
+    raw = hashlib.sha256(text.encode()).digest()
+    return [raw[at] << 8 | raw[at + 1] for at in range(2, 6 + 2 * (raw[0] % 4), 2)]
+
+
+class Engines:
+    """What the engines of a schedule are at, whichever process asked for it.
+
+    `begun` are the sessions' generations, `last` the engines that had the newest of each.
+    """
+
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self.last: dict[str, str] = {}
+        self._held: dict[tuple[str, str], float] = {}
+        self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self._paused: dict[str, asyncio.Event] = {}
+
+    async def generate(self, url: str, rid: str, seconds: float) -> bool:
+        """Did it come to its end? Otherwise somebody has aborted it. Where the engine is paused it begins later."""
+        while url in self._paused:
+            await self._paused[url].wait()
+        ended = self._running[url, rid] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await ended
+        except TimeoutError:
+            return True
+        return False
+
+    def abort(self, url: str, prefix: str) -> None:
+        """By rid, of which engines look at the beginning."""
+        for (engine, rid), ended in self._running.items():
+            if engine == url and rid.startswith(prefix) and not ended.done():
+                ended.set_result(None)
+
+    def pause(self, url: str, mode: str) -> None:
+        self._paused.setdefault(url, asyncio.Event())
+        if mode == "abort":
+            self.abort(url, "")
+
+    def go_on(self, url: str) -> None:
+        if url in self._paused:
+            self._paused.pop(url).set()
+
+    def open(self, url: str, name: str, seconds: float) -> bool:
+        """False where the engine holds a session of that name."""
+        if self.holds(url, name):
+            return False
+        self._held[url, name] = asyncio.get_running_loop().time() + seconds
+        return True
+
+    def close(self, url: str, name: str) -> None:
+        self._held.pop((url, name), None)
+
+    def holds(self, url: str, name: str) -> bool:
+        """An engine ends a session by itself after the time that it was given."""
+        return self._held.get((url, name), -math.inf) > asyncio.get_running_loop().time()
+
+    @property
+    def paused(self) -> list[str]:
+        return list(self._paused)
+
+
+class SimulatedEngine(EngineClient):
+    """Stands where a process's HTTP client does. The weather says how often it fails, and how slow it is.
+
+    `may_pass` says of an adapter whether the process's gates are open to it; `fault` is told of a generation that
+    begins although they are not.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        weather: Weather,
+        engines: Engines,
+        note: Callable[[str], None],
+        fault: Callable[[str], None],
+        is_shut: Callable[[str | None], bool],
+    ) -> None:
+        self._rng = rng
+        self._weather = weather
+        self._engines = engines
+        self._note = note
+        self._fault = fault
+        self._is_shut = is_shut
+        self._numbers = itertools.count(1)
+
+    async def close(self) -> None:
+        return
+
+    async def get(self, url: str, headers: Headers) -> EngineReply:
+        await self._sleep(self._weather.network_s)
+        return EngineReply(200, [], Body([b"{}"]))
+
+    async def post(
+        self,
+        url: str,
+        body: bytes,
+        headers: Headers,
+        grow: Grow = lambda size: None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> EngineReply:
+        if may_send is not None and not may_send():
+            raise Withheld
+        engine, _, route = url.removeprefix("http://").partition("/")
+        request = msgspec.json.decode(body)
+        if route != "v1/chat/completions":
+            return await self._control(engine, route, request)
+        session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")
+        number = next(self._numbers)
+        bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults
+        how = self._rng.choice(FAULTS) if bad else None
+        self._note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
+        if self._is_shut(adapter):
+            self._fault(f"a generation of {session_id} began although the gate of {adapter} was shut")
+        self._engines.begun[session_id] += 1
+        self._engines.last[session_id] = engine
+        await self._sleep(self._weather.network_s)
+        if how == "not_sent":
+            raise NotSent("refused")
+        if how == "lost":
+            await self._sleep(self._weather.engine_s)
+            raise Lost("reset")
+        if how == "timed_out":
+            await asyncio.sleep(LONG_S)
+            raise TimedOut("no answer in time")
+        seconds = LONG_S if how == "slow" else self._rng.expovariate(1 / self._weather.engine_s)
+        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
+        if how is not None and how.isdigit():
+            return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
+        raw = _broken(reply(request, number, None if is_whole else self._rng.randrange(3)), how)
+        grow(len(raw))
+        return EngineReply(200, [("content-type", "application/json")], Body([raw]))
+
+    async def _control(self, engine: str, route: str, order: Mapping[str, Any]) -> EngineReply:
+        """An order that is not a generation; it may fail, or be done although nobody is told."""
+        await self._sleep(self._weather.network_s)
+        bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults / 4
+        if bad and self._rng.random() < 0.5:
+            raise NotSent("refused")
+        status = 200
+        if route == "open_session":
+            status = 200 if self._engines.open(engine, order["session_id"], order["timeout"]) else 400
+        elif route == "close_session":
+            self._engines.close(engine, order["session_id"])
+        elif route == "abort_request":
+            self._engines.abort(engine, order["rid"])
+        elif route == "pause_generation":
+            self._engines.pause(engine, order["mode"])
+        elif route == "continue_generation":
+            self._engines.go_on(engine)
+        self._note(f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}")
+        if bad:
+            raise Lost("reset")
+        return EngineReply(status, [], Body([b"{}"]))
+
+    async def _sleep(self, mean_s: float) -> None:
+        await asyncio.sleep(self._rng.expovariate(1 / mean_s))
+
+
+FAULTS = ("not_sent", "lost", "timed_out", "slow", "500", "429", "400", "cut", "no_ids", "nan", "not_json", "307")
+
+
+def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> dict[str, Any]:
+    """A sound reply to a request. Prompts continue: a message's ids are the same wherever it stands.
+
+    `cut`: it was aborted after so many tokens. What goes on behind the ids of such a one says so.
+    """
+    messages = request["messages"]
+    prompt = request.get("input_ids")
+    content = f"{digest(messages)}/{number}" if prompt is None else f"+{number}"
+    if prompt is None:
+        prompt = [token for message in messages for token in token_ids(message["content"])]
+    output = token_ids(content)[:cut]
+    finish = "stop" if cut is None else "abort"
+    meta: dict[str, Any] = {
+        "id": request.get("rid", ""),
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(output),
+        "weight_version": str(1 + number // 8),
+        "finish_reason": {"type": finish},
+        "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in output],
+    }
+    if request.get("return_routed_experts"):
+        known = request.get("routed_experts_start_len", 0)
+        tokens = (prompt + output)[known:-1]
+        rows = array("i", [(token >> shift) & 63 for token in tokens for shift in range(EXPERTS)])
+        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": content},
+        "finish_reason": finish,
+        "prompt_token_ids": prompt,
+        "meta_info": meta,
+    }
+    return {"id": "x", "object": "chat.completion", "created": 1, "model": "simulated", "choices": [choice]}
+
+
+def _broken(sound: dict[str, Any], how: str | None) -> bytes:
+    meta = sound["choices"][0]["meta_info"]
+    if how == "no_ids":
+        del meta["output_token_logprobs"]
+    raw = msgspec.json.encode(sound)
+    if how == "cut":
+        return raw[: len(raw) // 2]
+    if how == "nan":
+        return raw.replace(b'"output_token_logprobs":[[', b'"output_token_logprobs":[[NaN,', 1)
+    return b"<html>busy</html>" if how == "not_json" else raw

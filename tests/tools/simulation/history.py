@@ -1,0 +1,113 @@
+"""What clients were told, and what in it contradicts itself: the simulation and the state machine are judged by it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from app.turn.in_flight import hash_key
+from ops.verify import Acknowledged as Told
+
+
+class Acknowledged(msgspec.Struct, frozen=True):
+    """A turn's reply that left a process. Times are the loop's; `key` is the idempotency key as the client chose it."""
+
+    session_id: str
+    turn: int
+    body: bytes
+    logical: str
+    key: str | None
+    replayed: bool
+    asked_at: float
+    sent_at: float
+
+    def told(self) -> Told:
+        """What the store is audited for."""
+        key = None if self.key is None else hash_key(self.key)
+        return Told(self.session_id, self.turn, hashlib.sha256(self.body).hexdigest(), key)
+
+
+class Fact(msgspec.Struct, frozen=True):
+    """Something else that was acknowledged: a creation, a reward (its value), a close, an erasure."""
+
+    session_id: str
+    what: str
+    asked_at: float
+    sent_at: float
+    value: float = 0.0
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A read of an open session: how many turns it had committed."""
+
+    session_id: str
+    turns: int
+    asked_at: float
+    sent_at: float
+
+
+class Violation(Exception):
+    """A promise that was not kept."""
+
+
+class History:
+    """Everything that was acknowledged in a schedule. `now` is the loop's time."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.now = now
+        self._turns: dict[str, list[Acknowledged]] = {}
+        self.facts: list[Fact] = []
+        self.seen: list[Seen] = []
+        self.problems: list[str] = []
+
+    def problem(self, what: str) -> None:
+        self.problems.append(f"{what} (at {self.now():.3f})")
+
+    def turn(self, turn: Acknowledged) -> None:
+        """Raises nothing: what is wrong is a problem of the schedule."""
+        mine = self._turns.setdefault(turn.session_id, [])
+        for earlier in mine:
+            same = earlier.turn == turn.turn
+            if same and earlier.body != turn.body:
+                self.problem(f"turn {turn.turn} of {turn.session_id} was acknowledged twice, with different replies")
+            if same and earlier.logical != turn.logical:
+                self.problem(f"turn {turn.turn} of {turn.session_id} answered {earlier.logical} and {turn.logical}")
+            if turn.key is not None and earlier.key == turn.key and not same:
+                self.problem(f"key {turn.key} was answered with turns {earlier.turn} and {turn.turn}")
+            if not turn.replayed and earlier.sent_at < turn.asked_at and earlier.turn >= turn.turn:
+                self.problem(f"turn {turn.turn} of {turn.session_id} was asked for after turn {earlier.turn} was there")
+        self._not_after_an_end(turn.session_id, turn.asked_at, f"turn {turn.turn} was answered")
+        mine.append(turn)
+
+    def fact(self, fact: Fact) -> None:
+        if fact.what == "created":
+            self._not_after_an_end(fact.session_id, fact.asked_at, "a creation was answered 200")
+        self.facts.append(fact)
+
+    def read(self, seen: Seen) -> None:
+        """Every turn that was acknowledged before the question must be in the answer."""
+        known = [turn.turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at]
+        if known and max(known) > seen.turns:
+            self.problem(f"a read of {seen.session_id} has {seen.turns} turns, turn {max(known)} was there before")
+        self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
+        self.seen.append(seen)
+
+    def turns_of(self, session_id: str) -> Sequence[Acknowledged]:
+        return self._turns.get(session_id, ())
+
+    @property
+    def turns(self) -> list[Acknowledged]:
+        return [turn for turns in self._turns.values() for turn in turns]
+
+    def ended(self, session_id: str) -> str | None:
+        """`closed` or `erased`, if a client was told so."""
+        found = {fact.what for fact in self.facts if fact.session_id == session_id}
+        return "erased" if "erased" in found else "closed" if "closed" in found else None
+
+    def _not_after_an_end(self, session_id: str, asked_at: float, what: str) -> None:
+        for fact in self.facts:
+            if fact.session_id == session_id and fact.what in ("closed", "erased") and fact.sent_at < asked_at:
+                self.problem(f"{session_id} was {fact.what}, and afterwards {what}")
+                return
