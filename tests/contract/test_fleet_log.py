@@ -184,13 +184,16 @@ async def test_a_process_that_polls_late_looks_before_it_lets_a_turn_pass(postgr
         await asyncio.sleep(2 * STALE_S)
         assert not gates.is_shut("a"), "it does not know"
         assert not gates.may_pass("a")
-        waiting = asyncio.create_task(gates.arrive("a").wait())
+        gate = gates.arrive("a")
+        waiting = asyncio.create_task(gate.wait())
         async with asyncio.timeout(20):
             while not gates.held():
                 await asyncio.sleep(0.01)
         await first.append(lambda fleet: AdapterResumed("a", 1))
         await late.refresh()
-        assert await waiting == (0, 1)
+        await waiting
+        assert gate.take()
+        assert late.fleet.closings("a") == (0, 1)
 
 
 class Far:
