@@ -236,7 +236,7 @@ async def test_attempts_are_listed_in_order(made: Groups) -> None:
     for session_id, attempt in (("x", None), ("b", 2), ("a", 10), ("c", 0)):
         await made.create("g", session_id, attempt)
     await made.finish("a", 0.5)
-    found = await made.store.database.read(lambda c: group_reads.attempts_of(c, "g"))
+    found = (await made.store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
     assert [(one.session_id, one.attempt, one.reward, one.status) for one in found] == [
         ("c", 0, None, "open"),
         ("b", 2, None, "open"),
