@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import msgspec
 
-from app.export.exporter import Exporter, ExportQuery
+from app.export.exporter import Exporter
 from app.export.formats import EXCLUDED
+from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.store.engine import Database
 
@@ -101,12 +102,12 @@ class Previews:
     def __init__(self, database: Database, release: str) -> None:
         self._exporter = Exporter(database, release, counts_only=True)
 
-    async def of(self, wish: ExportQuery, cursor: str | None) -> Preview:
+    async def of(self, query: ExportQuery, cursor: str | None) -> Preview:
         """Raises as `Exporter.start`."""
-        wish = msgspec.structs.replace(wish, explain=True, replay=False, limit=None)
+        query = query.model_copy(update={"explain": True, "replay": False, "limit": None})
         tally, complete = _Tally(), True
         until = time.monotonic() + MAX_S
-        async with aclosing(await self._exporter.pages(wish, cursor)) as pages:
+        async with aclosing(await self._exporter.pages(query, cursor)) as pages:
             async for rows in pages:
                 for row in rows:
                     tally.add(row)

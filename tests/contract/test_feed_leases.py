@@ -74,7 +74,7 @@ def feed_over(made: Groups) -> Feed:
 
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:
     """The reply's lines; there is no content in this store, so sessions are left out of them with a reason."""
-    lines = await feed.hand_out(FeedQuery(consumer, size, 60.0, **wish))
+    lines = await feed.hand_out(FeedQuery(consumer=consumer, size=size, lease_s=60.0, **wish))
     return [json.loads(line) for line in b"".join([piece async for piece in lines]).splitlines()]
 
 
