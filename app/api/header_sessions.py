@@ -116,8 +116,8 @@ class HeaderSession:
         if maker is not None and parent is None:
             # A parent that is never made would be a root of its own, whose sessions nobody counts.
             self.parent, parent = maker, await app.sessions.config_of(maker)
-        wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
-        new = new_session(wish, app.settings)
+        body = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
+        new = new_session(body, app.settings)
         if parent is not None:
             config = msgspec.structs.replace(
                 new.config,

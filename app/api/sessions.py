@@ -32,6 +32,7 @@ from app.api.state import Services, begun, services
 from app.domain import cursors
 from app.domain.events import OnAbort, OnDivergence, SessionConfig
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
     NotFound,
@@ -117,22 +118,27 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
         raise Unsupported("history: tree is not built; use linear")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
+    chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
+    if body.rollback_window is None:
+        chosen["rollback_window"] = settings.rollback_window
+    if body.on_divergence is None:
+        chosen["on_divergence"] = settings.on_divergence
     return NewSession(
         session_id=uuid.uuid4().hex if body.session_id is None else require_session_id(body.session_id),
-        config=SessionConfig(
-            rollback_window=settings.rollback_window if body.rollback_window is None else body.rollback_window,
-            matcher=body.matcher,
-            on_divergence=body.on_divergence or settings.on_divergence,
-            on_drift=body.on_drift,
-            retain=body.retain,
-            group_id=body.group_id,
-            attempt=body.attempt,
-            adapter=body.adapter,
-            on_abort=body.on_abort,
-            parent=body.parent_session_id,
-        ),
+        config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
     )
+
+
+def given(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
+    """What the session was given when it was created, by the fields of `POST /sessions`, with their defaults."""
+    config = msgspec.structs.asdict(session.config)
+    others = {
+        "session_id": session.session_id,
+        "metadata": metadata,
+        "parent_session_id": session.config.parent,
+    }
+    return {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
 
 
 @router.post("/sessions")
@@ -194,7 +200,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
 async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]:
     session = live.session
     metadata = await app.samples.metadata(live, session)
-    given = await app.samples.given(session)
+    created_with = given(session, await app.samples.metadata_given(session))
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
@@ -202,7 +208,7 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     if separator != b",":
         yield separator
     yield b'],"metadata":' + msgspec.json.encode(metadata)
-    yield b',"session":' + msgspec.json.encode(given) + b"}"
+    yield b',"session":' + msgspec.json.encode(created_with) + b"}"
 
 
 @router.post("/sessions/{session_id}/samples")

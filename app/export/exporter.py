@@ -118,26 +118,26 @@ class Exporter:
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
-        places = self._places(reads.END, query)
-        part = await places.of(session_ids)
-        stored = await places.read(part)
+        export_pages = self._export_pages(reads.END, query)
+        part = await export_pages.of(session_ids)
+        stored = await export_pages.read(part)
         window = Cursor("", Position(0, 0), reads.END)
         return await asyncio.to_thread(lambda: list(self._fields(part, stored, window, query)))
 
-    def _places(self, high: Position, query: ExportQuery) -> ExportPages:
+    def _export_pages(self, high: Position, query: ExportQuery) -> ExportPages:
         grouped = formats.takes_groups(query.shape)
         advantages = query.advantage is not None
         return ExportPages(self._database, high, grouped=grouped, advantages=advantages, replay=query.replay)
 
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
         left = sys.maxsize if query.limit is None else query.limit
-        places = self._places(high, query)
+        export_pages = self._export_pages(high, query)
         types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
         after: Position | None = window.place
         while left and after is not None:
-            parts, after = await places.following(after, query.session_id, query.group_id, types)
+            parts, after = await export_pages.following(after, query.session_id, query.group_id, types)
             for part in parts:
-                stored = await places.read(part)
+                stored = await export_pages.read(part)
                 made = self._fields(part, stored, window, query)
                 while left and (rows := await asyncio.to_thread(_slice, made, left)):
                     left -= len(rows)
@@ -147,38 +147,38 @@ class Exporter:
     def _fields(
         self, part: Sequence[ExportPage], stored: Mapping[str, Stored], window: Cursor, query: ExportQuery
     ) -> Iterator[Fields]:
-        """The places' rows; what is left out is a row too where `explain` asks for it. For a thread."""
-        for place in part:
-            members = [stored[member] for member in place.members if member in stored]
-            skip = window.given or 0 if place.at == window.at else 0
-            if place.is_group:
-                rows = iter(self._group(members, place, window, query))
+        """The pages' rows; what is left out is a row too where `explain` asks for it. For a thread."""
+        for page in part:
+            members = [stored[member] for member in page.members if member in stored]
+            skip = window.given or 0 if page.at == window.at else 0
+            if page.is_group:
+                rows = iter(self._group(members, page, window, query))
             else:
-                every = (row for member in members for row in self._session(member, place, window, query))
+                every = (row for member in members for row in self._session(member, page, window, query))
                 rows = (self._shaped(row, query) for row in every)
             for row in islice(rows, skip, None):
                 if query.explain or row.get(formats.EXCLUDED) is None:
                     yield row
 
-    def _group(self, members: Sequence[Stored], place: ExportPage, window: Cursor, query: ExportQuery) -> list[Fields]:
+    def _group(self, members: Sequence[Stored], page: ExportPage, window: Cursor, query: ExportQuery) -> list[Fields]:
         """A whole group as one row, and what of it is left out.
 
         There is no row of a part of a group: only erased sessions and discarded turns may be missing.
         """
-        found = [list(self._session(member, place, window, query)) for member in members]
+        found = [list(self._session(member, page, window, query)) for member in members]
         rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
         left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
         total = bool(rows) + len(left_out) if query.explain else 1
-        cursors = [window.behind(place.at, number, total) for number in range(1, 2 + len(left_out))]
+        cursors = [window.behind(page.at, number, total) for number in range(1, 2 + len(left_out))]
         if not rows:
             return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
         rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
         missing = next(filter(None, map(_missing, members, found)), None)
         if missing is not None:
-            whole = _excluded(place.session_id, cursors[0], f"a session of the group is left out: {missing}")
+            whole = _excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
         else:
             whole = self._or_excluded(
-                lambda: self._given(formats.of_group(query.shape, rows), rows), place.session_id, cursors[0]
+                lambda: self._given(formats.of_group(query.shape, rows), rows), page.session_id, cursors[0]
             )
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
@@ -210,21 +210,19 @@ class Exporter:
         self._database.unreadable.tell(session_id, error)
         return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
 
-    def _session(self, stored: Stored, place: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
+    def _session(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
         try:
-            yield from self._readable(stored, place, window, query)
+            yield from self._readable(stored, page, window, query)
         except UNREADABLE as error:
-            yield self._unreadable(stored.session_id, window.behind(place.at), error)
+            yield self._unreadable(stored.session_id, window.behind(page.at), error)
 
-    def _readable(
-        self, stored: Stored, place: ExportPage, window: Cursor, query: ExportQuery
-    ) -> Iterator[Row | Fields]:
+    def _readable(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, of each live segment, then of each turn that is not live.
 
         Nothing of a session that nobody asked for: it is met where damage hides which group it is of.
         """
-        session_id, at = stored.session_id, place.at
+        session_id, at = stored.session_id, page.at
         if stored.status == "erased":
             yield _excluded(session_id, window.behind(at), ERASED)
             return
@@ -240,17 +238,17 @@ class Exporter:
         live = set(found.session.path)
         discarded = [turn for turn in found.session.turns if turn.number not in live] if query.explain else []
         total = len(made.live_segments) + len(discarded)
-        for place_of, number in enumerate(made.live_segments, 1):
-            cursor, segment = window.behind(at, place_of, total), fitting.get(number)
+        for nth, number in enumerate(made.live_segments, 1):
+            cursor, segment = window.behind(at, nth, total), fitting.get(number)
             if segment is None:
                 yield _excluded(session_id, cursor, NOTHING_FITS[query.truncate], segment=number)
             elif query.status not in (None, status := formats.status_of(query.format, query.shape, segment)):
                 yield _excluded(session_id, cursor, f"status is {status}", segment=number)
             else:
-                advantage = place.advantages.get(session_id)
+                advantage = page.advantages.get(session_id)
                 yield made.row(segment, cursor, routing=query.replay, advantage=advantage)
-        for place_of, turn in enumerate(discarded, len(made.live_segments) + 1):
-            cursor = window.behind(at, place_of, total)
+        for nth, turn in enumerate(discarded, len(made.live_segments) + 1):
+            cursor = window.behind(at, nth, total)
             yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
 
 
