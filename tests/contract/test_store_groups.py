@@ -76,7 +76,7 @@ async def test_a_session_without_a_group_leaves_no_trace(made: Groups) -> None:
 
 async def test_refused_operations_change_no_group(made: Groups) -> None:
     await made.complete("g", 1)
-    await made.settle()
+    await made.settle_groups()
     await made.store.close("g-0")
     await made.store.close("never")
     await made.store.erase("never")
@@ -98,7 +98,7 @@ async def test_the_order_is_that_of_completion(made: Groups) -> None:
         await made.create(name, name)
         await made.store.close(name)
     await made.store.submit(reward("early", 1.0))
-    await made.settle()
+    await made.settle_groups()
     later = reward("late", 1.0)
     await made.store.submit(type(later)(later.session_id, 40.0, later.event))
     assert await made.free() == ["early", "late"]
