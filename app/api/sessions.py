@@ -173,7 +173,9 @@ async def list_sessions(
     """Newest first, paged by cursor."""
     before = None if cursor is None else cursors.decode(cursor, _Place, "this list")
     database = services(request).database
-    found = await session_list.newest(database, status=status, group_id=group_id, before=before, limit=limit + 1)
+    found = await session_list.newest_sessions(
+        database, status=status, group_id=group_id, before=before, limit=limit + 1
+    )
     page = found[:limit]
     more = len(found) > limit
     return {

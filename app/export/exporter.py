@@ -178,7 +178,7 @@ class Exporter:
             whole = _excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
         else:
             whole = self._or_excluded(
-                lambda: self._given(formats.of_group(query.shape, rows), rows), page.session_id, cursors[0]
+                lambda: self._row_or_counts(formats.of_group(query.shape, rows), rows), page.session_id, cursors[0]
             )
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
@@ -186,14 +186,14 @@ class Exporter:
         if not isinstance(row, Row):
             return row
         return self._or_excluded(
-            lambda: self._given(formats.of_row(query.format, query.shape, row), [row]),
+            lambda: self._row_or_counts(formats.of_row(query.format, query.shape, row), [row]),
             row.session.session_id,
             row.cursor,
             row.sample.segment,
         )
 
-    def _given(self, fields: Fields, rows: Sequence[Row]) -> Fields:
-        return _tallied(rows) if self._counts_only else fields
+    def _row_or_counts(self, fields: Fields, rows: Sequence[Row]) -> Fields:
+        return _counts_of(rows) if self._counts_only else fields
 
     def _or_excluded(
         self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
@@ -252,7 +252,7 @@ class Exporter:
             yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
 
 
-def _tallied(rows: Sequence[Row]) -> Fields:
+def _counts_of(rows: Sequence[Row]) -> Fields:
     """What a given row is made of, in numbers."""
     return {
         "sessions": sorted({row.session.session_id for row in rows}),

@@ -92,7 +92,7 @@ class FeedQuery(RowQuery):
     new_only: bool = Field(default=False, description="Only groups that nobody holds.")
 
 
-class _Given(msgspec.Struct, frozen=True):
+class _LeasedGroup(msgspec.Struct, frozen=True):
     group: Candidate
     lease: Leased
 
@@ -175,9 +175,9 @@ class Feed:
             every.unknown.extend(part.unknown)
         return every
 
-    async def _lease(self, query: FeedQuery, current: int | None) -> list[_Given]:
+    async def _lease(self, query: FeedQuery, current: int | None) -> list[_LeasedGroup]:
         oldest = None if query.max_staleness is None or current is None else current - query.max_staleness
-        given: list[_Given] = []
+        given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
             after = (-1.0, "")
             while len(given) < query.size:
@@ -197,7 +197,7 @@ class Feed:
                 given += await self._take(query, page, oldest)
         return given
 
-    async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_Given]:
+    async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
         """Those of a page that are young enough and that nobody else has taken meanwhile."""
         young: list[Candidate] = []
         stale: list[Candidate] = []
@@ -210,7 +210,7 @@ class Feed:
             return []
         leased = await self._writer.submit(Lease(query.consumer, query.lease_s, not query.new_only, young))
         by_id = {lease.group_id: lease for lease in leased}
-        return [_Given(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
+        return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
 
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Each with the oldest version among its sessions, which being closed have it for good."""
@@ -228,7 +228,9 @@ class Feed:
             for one in page
         ]
 
-    async def _lines(self, query: FeedQuery, current: int | None, given: Sequence[_Given]) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, query: FeedQuery, current: int | None, given: Sequence[_LeasedGroup]
+    ) -> AsyncIterator[bytes]:
         for one in given:
             async for piece in self._line(query, current, one):
                 yield piece
@@ -236,7 +238,7 @@ class Feed:
             async for line in self._left_out(query, current, {one.group.group_id for one in given}):
                 yield line
 
-    async def _line(self, query: FeedQuery, current: int | None, given: _Given) -> AsyncIterator[bytes]:
+    async def _line(self, query: FeedQuery, current: int | None, given: _LeasedGroup) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._attempts(group_id)

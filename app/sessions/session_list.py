@@ -101,7 +101,7 @@ class Page(msgspec.Struct, frozen=True):
     total_is_exact: bool
 
 
-async def newest(
+async def newest_sessions(
     database: Database, *, status: Status | None, group_id: str | None, before: tuple[float, str] | None, limit: int
 ) -> list[Row]:
     """Heads from the newest on, those created before `before` (created_at, session_id)."""
@@ -129,38 +129,33 @@ class SessionList:
 
     async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> Page:
         """Raises InvalidRequest for a cursor that is not one of these, StoreUnavailable."""
-        after = None if cursor is None else _decoded(cursor, query)
+        after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
-        def read(connection: Connection) -> Page:
-            newest = self.newest_version(connection)
-            if query.state == "gated" or _needs_claim(query):
-                rows, is_exact = self._few(connection, query, newest, held)
-                total, found = len(rows), _sorted(rows, query, after)[: limit + 1]
-            else:
-                wanted = _wanted(query, newest, held)
-                total = heads_view.count(connection, wanted)
-                is_exact = total <= COUNTED
-                found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == Wanted())
-            shown = found[:limit]
+        def page(found: Sequence[Row], total: int, is_exact: bool, newest: int | None) -> Page:
             return Page(
-                sessions=[shaped(row, newest, held) for row in shown],
-                next_cursor=_encoded(shown[-1], query) if len(found) > limit else None,
+                sessions=[session_row(row, newest, held) for row in found[:limit]],
+                next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
                 total=min(total, COUNTED),
                 total_is_exact=is_exact,
             )
 
+        def read(connection: Connection) -> Page:
+            newest = self.newest_version(connection)
+            if query.state == "gated" or _needs_claim(query):
+                rows, is_exact = self._in_flight(connection, query, newest, held)
+                return page(_sorted(rows, query, after)[: limit + 1], len(rows), is_exact, newest)
+            wanted = _wanted(query, newest, held)
+            total = heads_view.count(connection, wanted)
+            is_exact = total <= COUNTED
+            found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == Wanted())
+            return page(found, total, is_exact, newest)
+
         def around_damage(connection: Connection) -> Page:
             newest = self.newest_version_of_each(connection)
-            found = survey_lists.rows(connection, _wanted(query, newest, held))
-            found = [row for row in found if self._is_claimed_as_asked(row, query, held)]
-            shown = _sorted(found, query, after)[: limit + 1]
-            return Page(
-                sessions=[shaped(row, newest, held) for row in shown[:limit]],
-                next_cursor=_encoded(shown[limit - 1], query) if len(shown) > limit else None,
-                total=min(len(found), COUNTED),
-                total_is_exact=len(found) <= COUNTED,
-            )
+            every = survey_lists.rows(connection, _wanted(query, newest, held))
+            rows = [row for row in every if self._is_claimed_as_asked(row, query, held)]
+            return page(_sorted(rows, query, after)[: limit + 1], len(rows), len(rows) <= COUNTED, newest)
 
         return await self._database.read(read, or_else=around_damage)
 
@@ -176,12 +171,12 @@ class SessionList:
     def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """As `rows`, around damaged pages."""
         newest, held = self.newest_version_of_each(connection), self.held()
-        return [shaped(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
+        return [session_row(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """Some sessions as they are now, in no order; for `Database.read`."""
         newest, held = self.newest_version(connection), self.held()
-        return [shaped(row, newest, held) for row in heads_view.of(connection, session_ids)]
+        return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest weight version that is a number: of any session, or of an engine that no turn has seen yet."""
@@ -195,7 +190,7 @@ class SessionList:
         known = [int(one) for one in self._engine_versions() if one is not None and is_number(one)]
         return max(known if sampled is None else [*known, sampled], default=None)
 
-    def _few(
+    def _in_flight(
         self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]
     ) -> tuple[list[Row], bool]:
         """All that match where only sessions with a turn in flight can, whose ids are known before their heads.
@@ -211,7 +206,7 @@ class SessionList:
         return heads_view.of(connection, list(held), _wanted(query, newest, held)), True
 
 
-def shaped(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
+def session_row(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
     return SessionRow(
         session_id=row.session_id,
         version=row.version,
@@ -269,7 +264,7 @@ NEVER = -1
 """No weight version is so low."""
 
 
-def _by(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bool]:
+def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bool]:
     """The column that is sorted by, and whether from the largest value down: the stalest have the lowest version."""
     if query.sort == "staleness":
         return "weight_version", query.order == "asc"
@@ -279,7 +274,7 @@ def _by(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bool]:
 def _page(
     connection: Connection, wanted: Wanted, query: SessionQuery, after: Place | None, limit: int, *, many: bool
 ) -> list[Row]:
-    column, descending = _by(query)
+    column, descending = _order_of(query)
     assert column != "claimed_since"
     return heads_view.page(
         connection, wanted, order=column, newest_first=descending, after=after, limit=limit, many=many
@@ -288,7 +283,7 @@ def _page(
 
 def _sorted(rows: Sequence[Row], query: SessionQuery, after: Place | None) -> list[Row]:
     """Those behind `after`, in the order in which the store would give them."""
-    column, descending = _by(query)
+    column, descending = _order_of(query)
     places = {(getattr(row, column), row.session_id): row for row in rows}
     valued = sorted((place for place in places if place[0] is not None), reverse=descending)
     others = sorted((place for place in places if place[0] is None), reverse=descending)
@@ -300,16 +295,16 @@ def _sorted(rows: Sequence[Row], query: SessionQuery, after: Place | None) -> li
     return [places[place] for place in (*valued, *others)]
 
 
-def _encoded(row: Row, query: SessionQuery) -> str:
+def _cursor_behind(row: Row, query: SessionQuery) -> str:
     """The place behind a row, and the order in which it is one."""
-    column, descending = _by(query)
+    column, descending = _order_of(query)
     place = (column, descending, getattr(row, column), row.session_id)
     return cursors.encode(place)
 
 
-def _decoded(cursor: str, query: SessionQuery) -> Place:
+def _place_of(cursor: str, query: SessionQuery) -> Place:
     """Raises InvalidRequest, also for a cursor of another order."""
     column, descending, value, session_id = cursors.decode(cursor, CursorFields, "this list")
-    if (column, descending) != _by(query):
+    if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id
