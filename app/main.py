@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import engines as engine_routes
+from app.api import exports, groups, models, service, sessions, signin, skyrl
 from app.api import fleet as fleet_routes
-from app.api import groups, service, sessions, signin, skyrl
 from app.api import metrics as metrics_route
 from app.api.auth import Guard
 from app.api.connection import bound_connections
@@ -309,7 +309,9 @@ def create_app(settings: Settings) -> Turnlog:
     """The application; its services live from ASGI lifespan start to end."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(models.router)
     app.include_router(service.router)
+    app.include_router(exports.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(fleet_routes.router)

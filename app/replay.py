@@ -25,8 +25,9 @@ from sqlalchemy.engine import make_url
 
 from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
-from app.sessions.inspection import described, event_fields, fold_at
+from app.sessions.inspection import described, event_fields
 from app.sessions.projections import examined, mended, refuse_if_served
+from app.sessions.session_at import session_at
 from app.settings import Settings, load_settings
 from app.store.engine import Database
 from app.store.projections import Examined, require_revision
@@ -109,9 +110,9 @@ async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[D
 
 async def _state(settings: Settings, options: argparse.Namespace) -> int:
     async with _store(settings) as database:
-        past = await fold_at(database, options.session, options.seq)
-    state = described(past.session)
-    logged = [event_fields(recorded) for recorded in past.events] if options.events else []
+        found = await session_at(database, options.session, options.seq, whole=True)
+    state = described(found.session)
+    logged = [event_fields(recorded) for recorded in found.events] if options.events else []
     if options.json:
         _print_json({**state, "events": logged} if options.events else state)
         return 0

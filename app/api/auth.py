@@ -21,8 +21,8 @@ from functools import lru_cache
 from starlette.types import Scope
 
 from app.api.limits import PEER, beyond
-from app.api.sessions import SESSION_ID
 from app.api.tokens import Tokens
+from app.domain.patterns import ID
 from app.errors import AppError, Forbidden, SessionNotFound, Unauthorized
 from app.fleet.engines import MODELS, PATHS
 from app.settings import Network
@@ -165,7 +165,7 @@ def route_path(scope: Scope) -> str:
 
 def unknown_session(session_id: str) -> SessionNotFound:
     """What is said of a session that there is not, and of another's: nobody can tell them apart."""
-    if re.fullmatch(SESSION_ID, session_id) is None:
+    if re.fullmatch(ID, session_id) is None:
         return SessionNotFound("no session has an id of this form")
     return SessionNotFound(f"session {session_id} does not exist")
 

@@ -8,12 +8,13 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from app.api.sessions import read_model
+from app.api.bodies import body_of, read_model
+from app.api.describe import BODY, NOTHING, WRITE, describe, json_reply
 from app.api.state import Services, services, whole_body
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import Listed
 
-router = APIRouter()
+router = APIRouter(tags=["Fleet"])
 
 
 class PutEngine(BaseModel):
@@ -34,6 +35,7 @@ class RemoveEngine(BaseModel):
 
 
 @router.get("/engines")
+@describe("The engines", "page", json_reply("EngineList", "All of them."))
 async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: what the processes agree on, and how this one finds them."""
     app = services(request)
@@ -44,15 +46,34 @@ async def get_engines(request: Request) -> dict[str, Any]:
 
 
 @router.post("/engines")
+@describe(
+    "Add an engine, bring one back, or drain one",
+    "admin",
+    json_reply("Engine", "The engine as it is listed."),
+    errors=(*BODY, *WRITE),
+    body=PutEngine,
+    example={"url": "http://127.0.0.1:30000"},
+)
 async def post_engine(request: Request) -> dict[str, Any]:
     """Add an engine, bring one back, or drain one; the same again changes nothing."""
     app = services(request)
-    body = read_model(await whole_body(request), PutEngine)
+    body = await body_of(request, PutEngine)
     return shown(app, await app.engine_pool.put(body.url, body.state))
 
 
 @router.delete("/engines", status_code=204)
-async def delete_engine(request: Request, url: Annotated[str | None, Query()] = None) -> Response:
+@describe(
+    "Take an engine out of the pool",
+    "admin",
+    NOTHING,
+    errors=(*BODY, NotFound, *WRITE),
+    body=RemoveEngine,
+    optional_body=True,
+)
+async def delete_engine(
+    request: Request,
+    url: Annotated[str | None, Query(description="An engine's base URL; it may stand in the body instead.")] = None,
+) -> Response:
     """Take an engine out of the pool, also one of the settings."""
     app = services(request)
     raw = await whole_body(request)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.api.bodies import body_of
+from app.api.describe import BODY, READ, WRITE, describe, json_reply
 from app.api.path_names import ANY
-from app.api.sessions import NO_NUL, read_model
-from app.api.state import services, whole_body
+from app.api.state import services
 from app.domain.fleet import PauseMode
-from app.errors import EnginesFailed
+from app.domain.patterns import NO_NUL
+from app.errors import EnginesFailed, InvalidRequest, NotFound
 from app.fleet.pauses import Told
 
-router = APIRouter()
+router = APIRouter(tags=["Fleet"])
 
 ADAPTER = f"/adapters/{{name:{ANY}}}"
 MAX_NAME = 512
@@ -25,7 +27,15 @@ MAX_LEASE_S = 86_400
 LEASE_S = 600.0
 """Longer than a checkpoint takes to load, short enough that a night is not lost to a trainer that died."""
 
-AdapterName = Annotated[str, Path(min_length=1, max_length=MAX_NAME, pattern=NO_NUL)]
+AdapterName = Annotated[
+    str,
+    Path(
+        min_length=1,
+        max_length=MAX_NAME,
+        pattern=NO_NUL,
+        description="An adapter's name; slashes may stand in it as they are.",
+    ),
+]
 Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 
 
@@ -33,9 +43,6 @@ class _PauseRequest(BaseModel):
     """The body of an order, which may be left out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-Wish = TypeVar("Wish", bound=_PauseRequest)
 
 
 class PauseAdapter(_PauseRequest):
@@ -55,61 +62,96 @@ class ResumeFleet(_PauseRequest):
     pass
 
 
-async def _read(request: Request, kind: type[Wish]) -> Wish:
-    raw = await whole_body(request)
-    return read_model(raw, kind) if raw.strip() else kind()
-
-
 @router.post(ADAPTER + "/pause")
+@describe(
+    "Hold an adapter's turns back and abort its generations",
+    "admin",
+    json_reply("AdapterPaused", "The gate is shut, and every engine took the order."),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=PauseAdapter,
+    optional_body=True,
+    example={"lease_s": 600},
+)
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns back and abort its generations, in every process and at every engine."""
-    wish = await _read(request, PauseAdapter)
+    order = await body_of(request, PauseAdapter, is_optional=True)
     pauses = services(request).pauses
-    swept = await pauses.pause_adapter(name, wish.lease_s)
+    swept = await pauses.pause_adapter(name, order.lease_s)
     state = msgspec.to_builtins(await pauses.adapter(name))
     return reported({**state, "aborted": swept.aborted, "count": len(swept.aborted)}, swept.engines)
 
 
 @router.post(ADAPTER + "/resume")
+@describe(
+    "Let an adapter's turns go on",
+    "admin",
+    json_reply("AdapterState", "How its gate is now."),
+    errors=(*BODY, *WRITE),
+    body=ResumeAdapter,
+    optional_body=True,
+    example={"version": "43"},
+)
 async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     """Let the adapter's turns go on; a name that is new is known from now on."""
-    wish = await _read(request, ResumeAdapter)
+    order = await body_of(request, ResumeAdapter, is_optional=True)
     pauses = services(request).pauses
-    await pauses.resume_adapter(name, wish.version)
+    await pauses.resume_adapter(name, order.version)
     found: dict[str, Any] = msgspec.to_builtins(await pauses.adapter(name))
     return found
 
 
 @router.get(ADAPTER)
+@describe(
+    "An adapter's gate", "page", json_reply("AdapterState", "How it is."), errors=(InvalidRequest, NotFound, *READ)
+)
 async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.adapter(name))
     return found
 
 
 @router.get("/adapters")
+@describe("The adapters", "page", json_reply("AdapterList", "All of them."), errors=READ)
 async def list_adapters(request: Request) -> dict[str, Any]:
     return {"adapters": msgspec.to_builtins(await services(request).pauses.adapters())}
 
 
 @router.post("/fleet/pause")
+@describe(
+    "Hold all turns back and have every engine pause",
+    "admin",
+    json_reply("FleetTold", "The gate is shut, and every engine took the order."),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=PauseFleet,
+    optional_body=True,
+    example={"mode": "abort", "lease_s": 600},
+)
 async def pause_fleet(request: Request) -> JSONResponse:
     """Hold all turns back and have every engine pause."""
-    wish = await _read(request, PauseFleet)
+    order = await body_of(request, PauseFleet, is_optional=True)
     pauses = services(request).pauses
-    engines = await pauses.pause_fleet(wish.mode, wish.lease_s)
+    engines = await pauses.pause_fleet(order.mode, order.lease_s)
     return reported(msgspec.to_builtins(await pauses.fleet()), engines)
 
 
 @router.post("/fleet/resume")
+@describe(
+    "Have every engine go on, and let turns pass",
+    "admin",
+    json_reply("FleetTold", "The gate is open, and every engine took the order."),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=ResumeFleet,
+    optional_body=True,
+)
 async def resume_fleet(request: Request) -> JSONResponse:
     """Have every engine go on, and let all turns pass but those of paused adapters."""
-    await _read(request, ResumeFleet)
+    await body_of(request, ResumeFleet, is_optional=True)
     pauses = services(request).pauses
     engines = await pauses.resume_fleet()
     return reported(msgspec.to_builtins(await pauses.fleet()), engines)
 
 
 @router.get("/fleet")
+@describe("The gate of all turns", "page", json_reply("FleetGate", "How it is."), errors=READ)
 async def get_fleet(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.fleet())
     return found

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import msgspec
 
 from app.api.auth import unknown_session
-from app.api.sessions import SESSION_ID, CreateSession, new_session
+from app.api.sessions import CreateSession, new_session
 from app.api.state import Services
 from app.domain import control
+from app.domain.patterns import ID
 from app.errors import AppError, HistoryMismatch, InvalidRequest, RollbackTooDeep, SessionBusy, SessionClosed
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
@@ -115,8 +116,8 @@ class HeaderSession:
         if maker is not None and parent is None:
             # A parent that is never made would be a root of its own, whose sessions nobody counts.
             self.parent, parent = maker, await app.sessions.config_of(maker)
-        wish = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
-        new = new_session(wish, app.settings)
+        body = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
+        new = new_session(body, app.settings)
         if parent is not None:
             config = msgspec.structs.replace(
                 new.config,
@@ -196,7 +197,7 @@ def _parent(given: Mapping[str, str], own_header: str | None, session_id: str) -
 
 def _valid(given: Mapping[str, str], name: str) -> str:
     value = given[name]
-    if not re.fullmatch(SESSION_ID, value) or not value.strip("."):
+    if not re.fullmatch(ID, value) or not value.strip("."):
         raise InvalidRequest(
             f"{name} must be 1 to {MAX_ID} letters, digits, dots, underscores, colons or hyphens, and not only dots"
         )
@@ -206,7 +207,7 @@ def _valid(given: Mapping[str, str], name: str) -> str:
 def _of_agent(session_id: str, agent: str) -> str:
     """`session:agent`; hashed where that is too long, or has other characters than an id may have."""
     plain = f"{session_id}:{agent}"
-    if re.fullmatch(SESSION_ID, plain):
+    if re.fullmatch(ID, plain):
         return plain
     digest = hashlib.sha256(plain.encode()).hexdigest()[:HASH_CHARACTERS]
     return f"{session_id[:CUT_AT]}:{digest}"

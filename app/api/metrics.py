@@ -20,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.api.describe import TEXT, Reply, describe
 from app.api.state import Services, services
 from app.domain.events import is_number
 from app.domain.fleet import Gate
@@ -27,7 +28,7 @@ from app.fleet.member import Health, Member
 from app.metrics import FOLDER
 from app.store.figures import Figures
 
-router = APIRouter()
+router = APIRouter(tags=["Service"])
 
 PUBLISH_S = 1.0
 """How old may be what a sibling's scrape tells of this process; turns are told at once."""
@@ -37,6 +38,7 @@ HEALTHS: tuple[Health, ...] = get_args(Health)
 
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
+@describe("Metrics for Prometheus", "page", Reply("Metrics.", {"text/plain": TEXT}))
 async def metrics(request: Request) -> Response:
     """For Prometheus, in its text format or OpenMetrics, as it asks."""
     app = services(request)

@@ -11,14 +11,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.auth import COOKIE, SIGN_IN, SIGN_OUT
-from app.api.sessions import read_model
+from app.api.bodies import read_model
+from app.api.describe import BODY, describe, json_reply
 from app.api.state import services, whole_body
 from app.api.tokens import COOKIE_S
-from app.errors import Unauthorized
+from app.errors import Forbidden, Unauthorized
 
 log = logging.getLogger("turnlog.signin")
 
-router = APIRouter()
+router = APIRouter(tags=["Page"])
 
 MAX_BYTES = 4096
 
@@ -35,6 +36,14 @@ class SignIn(BaseModel):
 
 
 @router.post(SIGN_IN)
+@describe(
+    "A cookie for the admin token",
+    "anyone",
+    json_reply("SignedIn", "`set-cookie`, where a token is needed."),
+    errors=(*BODY, Unauthorized, Forbidden),
+    body=SignIn,
+    example={"token": "…"},
+)
 async def sign_in(request: Request) -> Response:
     """A cookie for the admin token; nothing, where no token is needed. Raises Unauthorized."""
     app = services(request)
@@ -52,6 +61,7 @@ async def sign_in(request: Request) -> Response:
 
 
 @router.post(SIGN_OUT)
+@describe("Forget the cookie", "anyone", json_reply("SignedIn"), errors=(Forbidden,))
 async def sign_out(request: Request) -> Response:
     """The browser forgets its cookie."""
     reply = JSONResponse({"signed_in": False})

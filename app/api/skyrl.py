@@ -9,11 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from app.api.bodies import body_of
+from app.api.describe import BODY, WRITE, describe, json_reply
 from app.api.fleet import LEASE_S, MAX_NAME, reported
-from app.api.sessions import NO_NUL, read_model
-from app.api.state import services, whole_body
+from app.api.state import services
+from app.domain.patterns import NO_NUL
+from app.errors import EnginesFailed
 
-router = APIRouter(prefix="/skyrl/v1")
+router = APIRouter(prefix="/skyrl/v1", tags=["SkyRL"])
 
 MAX_WAIT_S = 3600
 
@@ -29,10 +32,18 @@ class LoraWait(Lora):
 
 
 @router.post("/abort_lora_requests")
+@describe(
+    "As pausing the adapter",
+    "admin",
+    json_reply("LoraAborted"),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=Lora,
+    example={"lora_name": "adapter-a"},
+)
 async def abort_lora_requests(request: Request) -> JSONResponse:
     """As `POST /adapters/{name}/pause`."""
-    wish = read_model(await whole_body(request), Lora)
-    swept = await services(request).pauses.pause_adapter(wish.lora_name, LEASE_S)
+    order = await body_of(request, Lora)
+    swept = await services(request).pauses.pause_adapter(order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": swept.aborted, "count": len(swept.aborted)}
     if all(told.ok for told in swept.engines.values()):
         return JSONResponse(body)
@@ -40,18 +51,34 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 
 
 @router.post("/resume_lora_requests")
+@describe(
+    "As resuming the adapter",
+    "admin",
+    json_reply("LoraResumed"),
+    errors=(*BODY, *WRITE),
+    body=Lora,
+    example={"lora_name": "adapter-a"},
+)
 async def resume_lora_requests(request: Request) -> dict[str, Any]:
     """As `POST /adapters/{name}/resume`."""
-    wish = read_model(await whole_body(request), Lora)
-    await services(request).pauses.resume_adapter(wish.lora_name, None)
+    order = await body_of(request, Lora)
+    await services(request).pauses.resume_adapter(order.lora_name, None)
     return {"status": "ok"}
 
 
 @router.post("/wait_lora_unpaused")
+@describe(
+    "Wait until the adapter is not paused",
+    "admin",
+    json_reply("LoraWaited", "It is not paused, or the time was up, or the server stops."),
+    errors=BODY,
+    body=LoraWait,
+    example={"lora_name": "adapter-a", "timeout_s": 5},
+)
 async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
-    wish = read_model(await whole_body(request), LoraWait)
-    opening = asyncio.ensure_future(services(request).gates.opens(wish.lora_name, wish.timeout_s))
+    order = await body_of(request, LoraWait)
+    opening = asyncio.ensure_future(services(request).gates.opens(order.lora_name, order.timeout_s))
     going = asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((opening, going), return_when=asyncio.FIRST_COMPLETED)

@@ -17,9 +17,9 @@ from app.api.auth import TOKEN_SESSION, route_path
 from app.api.header_sessions import HeaderSession, named
 from app.api.limits import BodyReservation, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, send_reply, start_reply
-from app.api.sessions import SESSION_ID
 from app.api.state import Services
 from app.domain.events import Protocol
+from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.fleet.engines import PATHS
 from app.logs import about_session
@@ -106,7 +106,7 @@ class _Exchange:
         self._stages.begin()
         self._stages.request_bytes = len(body)
         if self._in_path is not None:
-            if not re.fullmatch(SESSION_ID, self._in_path):
+            if not re.fullmatch(ID, self._in_path):
                 raise SessionNotFound("no session has an id of this form")
             return await self._turn(self._in_path, body, room)
         session = await app.turns.large_bodies.run(_long(body), lambda: named(self._headers, body))

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain import bounds
+from app.domain import bounds, patterns
 from app.errors import InvalidRequest
 
 Action = Literal["open", "bind", "close"]
@@ -19,7 +19,6 @@ EXTENSIONS = "nvext"
 CONTROL = "session_control"
 _FIELDS = ("session_id", "action", "timeout")
 
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -105,7 +104,7 @@ def _value(name: str, raw: msgspec.Raw) -> object:
 
 
 def _session_id(value: object) -> str:
-    if not isinstance(value, str) or not _ID.fullmatch(value) or not value.strip("."):
+    if not isinstance(value, str) or not re.fullmatch(patterns.ID, value) or not value.strip("."):
         raise _bad("session_id", "must be 1 to 128 letters, digits, dots, underscores, colons or hyphens")
     return value
 

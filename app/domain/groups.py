@@ -24,6 +24,19 @@ class Root(msgspec.Struct, frozen=True):
     group_id: str | None
 
 
+class Attempt(msgspec.Struct, frozen=True):
+    """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
+
+    `finished`: it is closed and rewarded, with all sessions of its agents and children.
+    """
+
+    session_id: str
+    attempt: int | None
+    reward: float | None
+    status: str
+    finished: bool
+
+
 class Statistics(msgspec.Struct, frozen=True):
     """Of a group's rewards; `std` is that of the population, because these are all of them."""
 
@@ -35,6 +48,15 @@ class Statistics(msgspec.Struct, frozen=True):
     zero_variance: bool
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What has become of a group's rollouts, of which erased ones do not count; no statistics without a reward."""
+
+    rollouts: int
+    closed: int
+    statistics: Statistics | None
+    complete: bool
+
+
 class _Spread(msgspec.Struct, frozen=True):
     """Rewards and their deviations from the mean, in units of 2 ** `exponent`; `length` is that of the deviations."""
 
@@ -42,6 +64,22 @@ class _Spread(msgspec.Struct, frozen=True):
     mean: float
     deviations: Sequence[float]
     length: float
+
+
+def is_complete(rollouts: int, unfinished: int) -> bool:
+    """Has a group a rollout, and is each of them closed and rewarded? Erased ones do not count."""
+    return rollouts > 0 and unfinished == 0
+
+
+def outcome(attempts: Iterable[Attempt]) -> Outcome:
+    counted = [one for one in attempts if one.status != "erased"]
+    rewards = [one.reward for one in counted if one.reward is not None]
+    return Outcome(
+        rollouts=len(counted),
+        closed=sum(one.status == "closed" for one in counted),
+        statistics=statistics(rewards) if rewards else None,
+        complete=is_complete(len(counted), sum(not one.finished for one in counted)),
+    )
 
 
 def statistics(rewards: Sequence[float]) -> Statistics:

@@ -9,35 +9,30 @@ A shape that takes whole groups gives a group at the place of its last session, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from app.domain import cursors
 from app.domain.events import EXPORTED, UnknownEvent
 from app.domain.samples import Inconsistent, Truncate
 from app.errors import InvalidRequest
 from app.export import formats
+from app.export.cursor import NO_VERSION, Cursor, decode_cursor
 from app.export.metrics import ExportMetrics
 from app.export.pages import ExportPage, ExportPages
-from app.export.query import ExportFilters as ExportFilters
-from app.export.query import ExportQuery as ExportQuery
-from app.export.query import session_excluded
+from app.export.query import ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import SessionRows, known
+from app.export.writing import read_ahead, written
 from app.store import group_reads, reads, survey
 from app.store.bulk import Stored
 from app.store.engine import Database
 from app.store.horizon import wait_for_horizon
 from app.store.reads import Position
 from workers.codec import CorruptContent
-
-T = TypeVar("T")
 
 UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
 """What is wrong with one session, and no other's business."""
@@ -51,35 +46,6 @@ NOTHING_FITS: Mapping[Truncate, str] = {
 
 SLICE_BYTES = 4 << 20
 """Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
-
-
-NO_VERSION = -1
-"""Stands in a cursor where no weight version in the store is a number."""
-
-
-class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where an export stands. `high` None: up to the moment of asking.
-
-    `at` is the place last given. `given`: not all of it, but so many of its rows, what is left out counted.
-    `newest` is the largest weight version in the store when the window was fixed, `NO_VERSION` if none was a number:
-    what is current must not change while a window is repeated. Cursors of earlier releases do not say.
-    """
-
-    epoch: str
-    low: Position
-    high: Position | None = None
-    at: Position | None = None
-    given: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)] | None = None
-    newest: Annotated[int, msgspec.Meta(ge=NO_VERSION, le=2**63 - 1)] | None = None
-
-    def encode(self) -> str:
-        return cursors.encoded(self)
-
-
-def decode_cursor(text: str) -> Cursor:
-    """Raises InvalidRequest."""
-    found: Cursor = cursors.decoded(text, Cursor, "an export")
-    return found
 
 
 class Export(msgspec.Struct, frozen=True):
@@ -107,30 +73,29 @@ class Exporter:
         self._database = database
         self.release = release
 
-    async def start(self, wish: ExportQuery, cursor: str | None) -> Export:
+    async def start(self, query: ExportQuery, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
-        formats.require(wish.format, wish.shape)
-        pinned, high, pages = await self._opened(wish, cursor)
+        formats.require(query.format, query.shape)
+        pinned, high, pages = await self._opened(query, cursor)
         following = Cursor(pinned.epoch, high)
         first = await anext(pages, None)
-        writer = await asyncio.to_thread(formats.open_writer, wish.format, wish.shape, wish.explain)
-        pieces = self.exported.counted(_written(writer, first, _ahead(pages)))
+        writer = await asyncio.to_thread(formats.open_writer, query.format, query.shape, query.explain)
+        pieces = self.exported.counted(written(writer, first, read_ahead(pages)))
         media_type, suffix = writer.media_type, writer.suffix
         return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
 
-    async def pages(self, wish: ExportQuery, cursor: str | None) -> AsyncGenerator[Sequence[Fields]]:
+    async def pages(self, query: ExportQuery, cursor: str | None) -> AsyncGenerator[Sequence[Fields]]:
         """The rows as they are made, instead of a file. Raises as `start`."""
-        formats.require(wish.format, wish.shape)
-        _, _, pages = await self._opened(wish, cursor)
+        formats.require(query.format, query.shape)
+        _, _, pages = await self._opened(query, cursor)
         return pages
 
     async def _opened(
-        self, wish: ExportQuery, cursor: str | None
+        self, query: ExportQuery, cursor: str | None
     ) -> tuple[Cursor, Position, AsyncGenerator[Sequence[Fields]]]:
         """The cursor with its window fixed, where that ends, and the rows. Raises InvalidRequest."""
         pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
-        wish = msgspec.structs.replace(wish, filters=_as_of(pinned, wish.filters))
-        return pinned, high, self._pages(pinned, high, wish)
+        return pinned, high, self._pages(pinned, high, pinned.as_of(query))
 
     async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
         """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
@@ -151,84 +116,84 @@ class Exporter:
         known = NO_VERSION if newest is None else newest
         return msgspec.structs.replace(given, high=horizon, newest=known), horizon
 
-    async def rows(self, session_ids: Sequence[str], wish: ExportQuery) -> list[Fields]:
+    async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
-        places = self._places(reads.END, wish)
-        part = await places.of(session_ids)
-        stored = await places.read(part)
+        export_pages = self._export_pages(reads.END, query)
+        part = await export_pages.of(session_ids)
+        stored = await export_pages.read(part)
         window = Cursor("", Position(0, 0), reads.END)
-        return await asyncio.to_thread(lambda: list(self._fields(part, stored, window, wish)))
+        return await asyncio.to_thread(lambda: list(self._fields(part, stored, window, query)))
 
-    def _places(self, high: Position, wish: ExportQuery) -> ExportPages:
-        grouped = formats.takes_groups(wish.shape)
-        advantages = wish.advantage is not None
-        return ExportPages(self._database, high, grouped=grouped, advantages=advantages, replay=wish.replay)
+    def _export_pages(self, high: Position, query: ExportQuery) -> ExportPages:
+        grouped = formats.takes_groups(query.shape)
+        advantages = query.advantage is not None
+        return ExportPages(self._database, high, grouped=grouped, advantages=advantages, replay=query.replay)
 
-    async def _pages(self, window: Cursor, high: Position, wish: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
-        left = sys.maxsize if wish.limit is None else wish.limit
-        places = self._places(high, wish)
-        types = (*EXPORTED, "SessionCreated") if wish.explain else EXPORTED
-        after: Position | None = _resume(window)
+    async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
+        left = sys.maxsize if query.limit is None else query.limit
+        export_pages = self._export_pages(high, query)
+        types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
+        after: Position | None = window.place
         while left and after is not None:
-            parts, after = await places.following(after, wish.filters.session_id, wish.filters.group_id, types)
+            parts, after = await export_pages.following(after, query.session_id, query.group_id, types)
             for part in parts:
-                stored = await places.read(part)
-                made = self._fields(part, stored, window, wish)
+                stored = await export_pages.read(part)
+                made = self._fields(part, stored, window, query)
                 while left and (rows := await asyncio.to_thread(_slice, made, left)):
                     left -= len(rows)
                     self.exported.rows += len(rows)
                     yield rows
 
     def _fields(
-        self, part: Sequence[ExportPage], stored: Mapping[str, Stored], window: Cursor, wish: ExportQuery
+        self, part: Sequence[ExportPage], stored: Mapping[str, Stored], window: Cursor, query: ExportQuery
     ) -> Iterator[Fields]:
-        """The places' rows; what is left out is a row too where `explain` asks for it. For a thread."""
-        for place in part:
-            members = [stored[member] for member in place.members if member in stored]
-            skip = window.given or 0 if place.at == window.at else 0
-            if place.is_group:
-                rows = iter(self._group(members, place, window, wish))
+        """The pages' rows; what is left out is a row too where `explain` asks for it. For a thread."""
+        for page in part:
+            members = [stored[member] for member in page.members if member in stored]
+            skip = window.given or 0 if page.at == window.at else 0
+            if page.is_group:
+                rows = iter(self._group(members, page, window, query))
             else:
-                every = (row for member in members for row in self._session(member, place, window, wish))
-                rows = (self._shaped(row, wish) for row in every)
+                every = (row for member in members for row in self._session(member, page, window, query))
+                rows = (self._shaped(row, query) for row in every)
             for row in islice(rows, skip, None):
-                if wish.explain or row.get(formats.EXCLUDED) is None:
+                if query.explain or row.get(formats.EXCLUDED) is None:
                     yield row
 
-    def _group(self, members: Sequence[Stored], place: ExportPage, window: Cursor, wish: ExportQuery) -> list[Fields]:
+    def _group(self, members: Sequence[Stored], page: ExportPage, window: Cursor, query: ExportQuery) -> list[Fields]:
         """A whole group as one row, and what of it is left out.
 
         There is no row of a part of a group: only erased sessions and discarded turns may be missing.
         """
-        found = [list(self._session(member, place, window, wish)) for member in members]
+        found = [list(self._session(member, page, window, query)) for member in members]
         rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
         left_out = [one for of_member in found for one in of_member if not isinstance(one, Row)]
-        total = bool(rows) + len(left_out) if wish.explain else 1
-        cursors = [_behind(window, place.at, number, total) for number in range(1, 2 + len(left_out))]
+        total = bool(rows) + len(left_out) if query.explain else 1
+        cursors = [window.behind(page.at, number, total) for number in range(1, 2 + len(left_out))]
         if not rows:
             return [{**one, "cursor": cursor} for one, cursor in zip(left_out, cursors, strict=False)]
         rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursors[0])
         missing = next(filter(None, map(_missing, members, found)), None)
         if missing is not None:
-            whole = _excluded(place.session_id, cursors[0], f"a session of the group is left out: {missing}")
+            whole = _excluded(page.session_id, cursors[0], f"a session of the group is left out: {missing}")
         else:
             whole = self._or_excluded(
-                lambda: self._given(formats.of_group(wish.shape, rows), rows), place.session_id, cursors[0]
+                lambda: self._row_or_counts(formats.of_group(query.shape, rows), rows), page.session_id, cursors[0]
             )
         return [whole, *({**one, "cursor": cursor} for one, cursor in zip(left_out, cursors[1:], strict=True))]
 
-    def _shaped(self, row: Row | Fields, wish: ExportQuery) -> Fields:
+    def _shaped(self, row: Row | Fields, query: ExportQuery) -> Fields:
         if not isinstance(row, Row):
             return row
         return self._or_excluded(
-            lambda: self._given(formats.of_row(wish.format, wish.shape, row), [row]),
+            lambda: self._row_or_counts(formats.of_row(query.format, query.shape, row), [row]),
             row.session.session_id,
             row.cursor,
             row.sample.segment,
         )
 
-    def _given(self, fields: Fields, rows: Sequence[Row]) -> Fields:
-        return _tallied(rows) if self._counts_only else fields
+    def _row_or_counts(self, fields: Fields, rows: Sequence[Row]) -> Fields:
+        return _counts_of(rows) if self._counts_only else fields
 
     def _or_excluded(
         self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
@@ -245,49 +210,49 @@ class Exporter:
         self._database.unreadable.tell(session_id, error)
         return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
 
-    def _session(self, stored: Stored, place: ExportPage, window: Cursor, wish: ExportQuery) -> Iterator[Row | Fields]:
+    def _session(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
         try:
-            yield from self._readable(stored, place, window, wish)
+            yield from self._readable(stored, page, window, query)
         except UNREADABLE as error:
-            yield self._unreadable(stored.session_id, _behind(window, place.at), error)
+            yield self._unreadable(stored.session_id, window.behind(page.at), error)
 
-    def _readable(self, stored: Stored, place: ExportPage, window: Cursor, wish: ExportQuery) -> Iterator[Row | Fields]:
+    def _readable(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, of each live segment, then of each turn that is not live.
 
         Nothing of a session that nobody asked for: it is met where damage hides which group it is of.
         """
-        session_id, at = stored.session_id, place.at
+        session_id, at = stored.session_id, page.at
         if stored.status == "erased":
-            yield _excluded(session_id, _behind(window, at), ERASED)
+            yield _excluded(session_id, window.behind(at), ERASED)
             return
         found = known(stored)
-        if wish.filters.group_id is not None and wish.filters.group_id not in found.groups:
+        if query.group_id is not None and query.group_id not in found.groups:
             return
-        reason = session_excluded(found, wish.filters)
+        reason = session_excluded(found, query)
         if reason is not None:
-            yield _excluded(session_id, _behind(window, at), reason)
+            yield _excluded(session_id, window.behind(at), reason)
             return
-        made = SessionRows(stored, found, wish.max_seq_len, wish.truncate, self.release)
+        made = SessionRows(stored, found, query.max_seq_len, query.truncate, self.release)
         fitting = {segment.number: segment for segment in made.segments}
         live = set(found.session.path)
-        discarded = [turn for turn in found.session.turns if turn.number not in live] if wish.explain else []
+        discarded = [turn for turn in found.session.turns if turn.number not in live] if query.explain else []
         total = len(made.live_segments) + len(discarded)
-        for place_of, number in enumerate(made.live_segments, 1):
-            cursor, segment = _behind(window, at, place_of, total), fitting.get(number)
+        for nth, number in enumerate(made.live_segments, 1):
+            cursor, segment = window.behind(at, nth, total), fitting.get(number)
             if segment is None:
-                yield _excluded(session_id, cursor, NOTHING_FITS[wish.truncate], segment=number)
-            elif wish.filters.status not in (None, status := formats.status_of(wish.format, wish.shape, segment)):
+                yield _excluded(session_id, cursor, NOTHING_FITS[query.truncate], segment=number)
+            elif query.status not in (None, status := formats.status_of(query.format, query.shape, segment)):
                 yield _excluded(session_id, cursor, f"status is {status}", segment=number)
             else:
-                advantage = place.advantages.get(session_id)
-                yield made.row(segment, cursor, routing=wish.replay, advantage=advantage)
-        for place_of, turn in enumerate(discarded, len(made.live_segments) + 1):
-            cursor = _behind(window, at, place_of, total)
+                advantage = page.advantages.get(session_id)
+                yield made.row(segment, cursor, routing=query.replay, advantage=advantage)
+        for nth, turn in enumerate(discarded, len(made.live_segments) + 1):
+            cursor = window.behind(at, nth, total)
             yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
 
 
-def _tallied(rows: Sequence[Row]) -> Fields:
+def _counts_of(rows: Sequence[Row]) -> Fields:
     """What a given row is made of, in numbers."""
     return {
         "sessions": sorted({row.session.session_id for row in rows}),
@@ -295,58 +260,6 @@ def _tallied(rows: Sequence[Row]) -> Fields:
         "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
         "cursor": rows[-1].cursor,
     }
-
-
-class _Worker:
-    """Does a writer's work on threads. A cancellation does not stop a thread: closing leaves the end to it then."""
-
-    def __init__(self, writer: formats.Writer) -> None:
-        self._writer = writer
-        self._work: asyncio.Task[Any] | None = None
-
-    async def do(self, call: Callable[..., T], *arguments: Any) -> T:
-        work = asyncio.create_task(asyncio.to_thread(call, *arguments))
-        self._work = work
-        return await asyncio.shield(work)
-
-    def close(self) -> None:
-        if self._work is None or self._work.done():
-            self._writer.close()
-        else:
-            self._work.add_done_callback(lambda _: self._writer.close())
-
-
-async def _ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[Sequence[Fields]]:
-    """The same pages, of which the next is read and shaped while one is written."""
-
-    async def following() -> Sequence[Fields] | None:
-        return await anext(pages, None)
-
-    task = asyncio.create_task(following())
-    try:
-        while (rows := await task) is not None:
-            task = asyncio.create_task(following())
-            yield rows
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-async def _written(
-    writer: formats.Writer, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
-) -> AsyncGenerator[bytes]:
-    """The pages as pieces of one file."""
-    with contextlib.closing(_Worker(writer)) as worker:
-        if first is not None:
-            for piece in await worker.do(_all, writer.write, first):
-                yield piece
-        async with contextlib.aclosing(rest):
-            async for rows in rest:
-                for piece in await worker.do(_all, writer.write, rows):
-                    yield piece
-        last = writer.finish()
-        while piece := await worker.do(next, last, b""):
-            yield piece
 
 
 def _slice(made: Iterator[Fields], limit: int) -> list[Fields]:
@@ -373,34 +286,6 @@ def _weight(value: object) -> int:
         case list() | tuple():
             return sum(map(_weight, value))
     return 8
-
-
-def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:
-    return list(write(rows))
-
-
-def _as_of(window: Cursor, filters: ExportFilters) -> ExportFilters:
-    """Which weight version is current, where the client does not say. Raises InvalidRequest."""
-    if filters.max_staleness is None or filters.weight_version is not None:
-        return filters
-    if window.newest is None:
-        raise InvalidRequest("the cursor does not say which weight version was the newest: name weight_version")
-    current = None if window.newest == NO_VERSION else window.newest
-    return msgspec.structs.replace(filters, weight_version=current)
-
-
-def _resume(window: Cursor) -> Position:
-    """The place after which to go on."""
-    if window.at is None:
-        return window.low
-    return window.at if window.given is None else Position(window.at.tx, window.at.position - 1)
-
-
-def _behind(window: Cursor, at: Position, number: int = 1, total: int = 1) -> str:
-    """The cursor behind the `number`th of a place's `total` rows; none where there is no export to go on with."""
-    if not window.epoch:
-        return ""
-    return msgspec.structs.replace(window, at=at, given=number if number < total else None).encode()
 
 
 def _missing(member: Stored, found: Sequence[Row | Fields]) -> str | None:

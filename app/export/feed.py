@@ -27,17 +27,27 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+from pydantic import Field
 
 from app.domain.events import UnknownEvent
-from app.domain.groups import UNKNOWN_STALENESS, Statistics, oldest_version, staleness, statistics, too_stale
-from app.domain.samples import Truncate
+from app.domain.groups import (
+    UNKNOWN_STALENESS,
+    Attempt,
+    Statistics,
+    oldest_version,
+    outcome,
+    staleness,
+    statistics,
+    too_stale,
+)
+from app.domain.patterns import ID
 from app.errors import NotFound
-from app.export.query import ExportQuery
+from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.lazy_import import loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads, survey
-from app.store.group_reads import Attempt, Candidate, TurnEvents, Waiting
+from app.store.group_reads import Candidate, TurnEvents, Waiting
 from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
@@ -55,37 +65,34 @@ SESSIONS_AT_ONCE = 16
 PAGE = 500
 """Waiting groups listed at a time."""
 
+MAX_SIZE = 1000
+MAX_LEASE_S = 86_400
+
 
 class RowSource(Protocol):
     """Where the training rows of sessions come from: the exporter."""
 
-    async def rows(self, session_ids: Sequence[str], wish: ExportQuery) -> list[Fields]:
+    async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The sessions' rows as they are now; what is left out is a row with `formats.EXCLUDED`."""
         ...
 
 
-class FeedQuery(msgspec.Struct, frozen=True):
-    """Up to `size` groups for `consumer`, for `lease_s` seconds.
+class FeedQuery(RowQuery):
+    """Which groups, for whom and for how long; of their rows what an export is asked, too.
 
-    `attempts`: only groups that have had so many sessions. `max_staleness`: only groups whose oldest sampled token
-    is at most so many weight versions behind `weight_version`, by default the newest in the store. `explain`: say
-    also of each other group that waits why it was not given. `shape`, `max_seq_len` and `truncate` are as in an export.
+    `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
     """
 
-    consumer: str
-    size: int
-    lease_s: float
-    attempts: int = 1
-    max_staleness: int | None = None
-    weight_version: int | None = None
-    new_only: bool = False
-    explain: bool = False
-    shape: str = "turnlog"
-    max_seq_len: int | None = None
-    truncate: Truncate = "turn"
+    consumer: str = Field(pattern=ID, description="Who asks; what it has not acknowledged comes again to it alone.")
+    size: int = Field(default=1, ge=1, le=MAX_SIZE, description="At most so many groups.")
+    lease_s: float = Field(
+        default=600, ge=1, le=MAX_LEASE_S, description="Seconds for which the groups are the consumer's."
+    )
+    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups that have had so many sessions.")
+    new_only: bool = Field(default=False, description="Only groups that nobody holds.")
 
 
-class _Given(msgspec.Struct, frozen=True):
+class _LeasedGroup(msgspec.Struct, frozen=True):
     group: Candidate
     lease: Leased
 
@@ -127,35 +134,34 @@ class Feed:
         self._rows = rows
         self._leasing = asyncio.Lock()
 
-    async def hand_out(self, ask: FeedQuery) -> AsyncIterator[bytes]:
+    async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
         """Lease, and then give a line of JSON for each group. Raises InvalidRequest for a shape that there is not."""
         await loaded("app.export.formats")
         from app.export import formats
 
-        formats.require("ndjson", ask.shape)
+        formats.require("ndjson", query.shape)
         # Askers of one process would only take the same groups away from each other.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
-            current = ask.weight_version
+            current = query.weight_version
             if current is None:
                 current = await self._database.read(group_reads.newest_version, or_else=survey.newest_version)
-            given = await self._lease(ask, current)
-        return self._lines(ask, current, given)
+            given = await self._lease(query, current)
+        return self._lines(query, current, given)
 
     async def group(self, group_id: str) -> Group:
         """A group as it is now. Raises NotFound where no session has the id."""
         every = await self._attempts(group_id)
         if not every:
             raise NotFound("no session has this group_id")
-        there = [one for one in every if one.status != "erased"]
-        rewards = [one.reward for one in there if one.reward is not None]
-        complete = bool(there) and all(one.finished for one in there)
-        return Group(group_id, every, statistics(rewards) if rewards else None, complete)
+        found = outcome(every)
+        return Group(group_id, every, found.statistics, found.complete)
 
     async def _attempts(self, group_id: str) -> list[Attempt]:
-        return await self._database.read(
-            partial(group_reads.attempts_of, group_id=group_id), or_else=partial(survey.attempts_of, group_id=group_id)
+        found = await self._database.read(
+            partial(group_reads.attempts, group_ids=[group_id]), or_else=partial(survey.attempts, group_ids=[group_id])
         )
+        return found[group_id]
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
         """What the consumer is done with. Idempotent."""
@@ -169,29 +175,29 @@ class Feed:
             every.unknown.extend(part.unknown)
         return every
 
-    async def _lease(self, ask: FeedQuery, current: int | None) -> list[_Given]:
-        oldest = None if ask.max_staleness is None or current is None else current - ask.max_staleness
-        given: list[_Given] = []
-        for held_by in (None,) if ask.new_only else (ask.consumer, None):
+    async def _lease(self, query: FeedQuery, current: int | None) -> list[_LeasedGroup]:
+        oldest = None if query.max_staleness is None or current is None else current - query.max_staleness
+        given: list[_LeasedGroup] = []
+        for held_by in (None,) if query.new_only else (query.consumer, None):
             after = (-1.0, "")
-            while len(given) < ask.size:
+            while len(given) < query.size:
                 page = await self._database.read(
                     partial(
                         group_reads.candidates,
                         held_by=held_by,
-                        attempts=ask.attempts,
+                        attempts=query.attempts,
                         oldest=oldest,
                         after=after,
-                        limit=ask.size - len(given),
+                        limit=query.size - len(given),
                     )
                 )
                 if not page:
                     break
                 after = page[-1].place
-                given += await self._take(ask, page, oldest)
+                given += await self._take(query, page, oldest)
         return given
 
-    async def _take(self, ask: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_Given]:
+    async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
         """Those of a page that are young enough and that nobody else has taken meanwhile."""
         young: list[Candidate] = []
         stale: list[Candidate] = []
@@ -202,9 +208,9 @@ class Feed:
             await self._writer.submit(Measure(stale))
         if not young:
             return []
-        leased = await self._writer.submit(Lease(ask.consumer, ask.lease_s, not ask.new_only, young))
+        leased = await self._writer.submit(Lease(query.consumer, query.lease_s, not query.new_only, young))
         by_id = {lease.group_id: lease for lease in leased}
-        return [_Given(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
+        return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
 
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Each with the oldest version among its sessions, which being closed have it for good."""
@@ -222,15 +228,17 @@ class Feed:
             for one in page
         ]
 
-    async def _lines(self, ask: FeedQuery, current: int | None, given: Sequence[_Given]) -> AsyncIterator[bytes]:
+    async def _lines(
+        self, query: FeedQuery, current: int | None, given: Sequence[_LeasedGroup]
+    ) -> AsyncIterator[bytes]:
         for one in given:
-            async for piece in self._line(ask, current, one):
+            async for piece in self._line(query, current, one):
                 yield piece
-        if ask.explain:
-            async for line in self._left_out(ask, current, {one.group.group_id for one in given}):
+        if query.explain:
+            async for line in self._left_out(query, current, {one.group.group_id for one in given}):
                 yield line
 
-    async def _line(self, ask: FeedQuery, current: int | None, given: _Given) -> AsyncIterator[bytes]:
+    async def _line(self, query: FeedQuery, current: int | None, given: _LeasedGroup) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows are made a few sessions at a time."""
         group_id = given.group.group_id
         every = await self._attempts(group_id)
@@ -256,27 +264,27 @@ class Feed:
         ]
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
-        wish = ExportQuery(
-            explain=True, max_seq_len=ask.max_seq_len, truncate=ask.truncate, shape=ask.shape, advantage="grpo"
+        wanted = ExportQuery(
+            explain=True, max_seq_len=query.max_seq_len, truncate=query.truncate, shape=query.shape, advantage="grpo"
         )
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
-        for part in _parts(all_sessions, ask.shape):
-            found = await self._rows.rows(part, wish)
-            made, left_out = await asyncio.to_thread(_encoded, found, ask.shape)
+        for part in _parts(all_sessions, query.shape):
+            found = await self._rows.rows(part, wanted)
+            made, left_out = await asyncio.to_thread(_encoded, found, query.shape)
             for row in made:
                 yield separator + row
                 separator = b","
             # A turn that was rolled back is no part of the group that a trainer would miss.
-            excluded += [one for one in left_out if ask.explain or "turn" not in one]
+            excluded += [one for one in left_out if query.explain or "turn" not in one]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
-    async def _left_out(self, ask: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
+    async def _left_out(self, query: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
         """Of each other group that has not been acknowledged, why it was not given."""
         after = ""
         while page := await self._database.read(partial(group_reads.waiting, after=after, limit=PAGE)):
             for group in page:
                 if group.group_id not in given:
-                    reason = _why_not(group, ask, current)
+                    reason = _why_not(group, query, current)
                     yield msgspec.json.encode({"group_id": group.group_id, "excluded": reason}) + b"\n"
             after = page[-1].group_id
 
@@ -326,15 +334,15 @@ def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict
     return made, left_out
 
 
-def _why_not(group: Waiting, ask: FeedQuery, current: int | None) -> str:
+def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
     if group.completed_at is None:
         if not group.sessions:
             return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
         return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
-    if group.sessions + group.erased < ask.attempts:
-        return f"incomplete: {group.sessions + group.erased} of {ask.attempts} attempts"
-    if group.is_leased and (ask.new_only or group.consumer != ask.consumer):
+    if group.sessions + group.erased < query.attempts:
+        return f"incomplete: {group.sessions + group.erased} of {query.attempts} attempts"
+    if group.is_leased and (query.new_only or group.consumer != query.consumer):
         return f"leased to {group.consumer}"
     behind = staleness(current, group.oldest_version) if group.measured else None
-    stale = None if behind is None or ask.max_staleness is None else too_stale(behind, ask.max_staleness)
-    return stale or f"beyond size: {ask.size} groups were given"
+    stale = None if behind is None or query.max_staleness is None else too_stale(behind, query.max_staleness)
+    return stale or f"beyond size: {query.size} groups were given"

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import msgspec
 
-from app.export.exporter import Exporter, ExportQuery
+from app.export.exporter import Exporter
 from app.export.formats import EXCLUDED
+from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.store.engine import Database
 
@@ -57,7 +58,7 @@ class Preview(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-class _Tally:
+class _Counts:
     def __init__(self) -> None:
         self.rows = self.tokens = self.sampled_tokens = 0
         self.given: set[str] = set()
@@ -101,25 +102,25 @@ class Previews:
     def __init__(self, database: Database, release: str) -> None:
         self._exporter = Exporter(database, release, counts_only=True)
 
-    async def of(self, wish: ExportQuery, cursor: str | None) -> Preview:
+    async def of(self, query: ExportQuery, cursor: str | None) -> Preview:
         """Raises as `Exporter.start`."""
-        wish = msgspec.structs.replace(wish, explain=True, replay=False, limit=None)
-        tally, complete = _Tally(), True
+        query = query.model_copy(update={"explain": True, "replay": False, "limit": None})
+        counts, complete = _Counts(), True
         until = time.monotonic() + MAX_S
-        async with aclosing(await self._exporter.pages(wish, cursor)) as pages:
+        async with aclosing(await self._exporter.pages(query, cursor)) as pages:
             async for rows in pages:
                 for row in rows:
-                    tally.add(row)
-                if len(tally.scanned) >= MAX_SESSIONS or time.monotonic() >= until:
+                    counts.add(row)
+                if len(counts.scanned) >= MAX_SESSIONS or time.monotonic() >= until:
                     complete = False
                     break
         return Preview(
-            rows=tally.rows,
-            sessions=len(tally.given),
-            tokens=tally.tokens,
-            sampled_tokens=tally.sampled_tokens,
-            missing=tally.missing,
-            scanned=len(tally.scanned),
+            rows=counts.rows,
+            sessions=len(counts.given),
+            tokens=counts.tokens,
+            sampled_tokens=counts.sampled_tokens,
+            missing=counts.missing,
+            scanned=len(counts.scanned),
             complete=complete,
-            cursor=None if complete else tally.cursor,
+            cursor=None if complete else counts.cursor,
         )

@@ -1,87 +1,139 @@
-"""What an export is asked for: which sessions it gives rows of, and why it leaves out the others."""
+"""What an export is asked for, by the names of its parameters: which sessions it gives rows of, and how."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
+from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.domain.samples import Truncate
 from app.domain.session import Session
+from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from app.export.rows import Known
 
+Text = Annotated[str | None, Field(pattern=NO_NUL)]
+Number = Annotated[float | None, Field(allow_inf_nan=False)]
+Count = Annotated[int | None, Field(ge=0, le=MAX_INTEGER)]
+Size = Annotated[int | None, Field(ge=1, le=MAX_INTEGER)]
+Moment = Annotated[float | None, WithJsonSchema({"type": "string"})]
+"""Seconds since the epoch, or a text in ISO 8601, UTC where it names no zone."""
 
-class ExportFilters(msgspec.Struct, frozen=True):
-    """Which rows to give; None: any. `since` and `until` are seconds since the epoch of the last commit.
+
+class RowQuery(BaseModel):
+    """What an export and the training feed are asked alike.
 
     `max_staleness`: how many weight versions a session's oldest sampled token may be behind `weight_version`; None of
-    the latter: what the export's cursor says was the newest.
+    the latter: the newest in the store, for an export as its cursor says.
     """
 
-    session_id: str | None = None
-    group_id: str | None = None
-    status: Literal["completed", "truncated", "aborted"] | None = None
-    session_status: Literal["open", "closed", "erased"] | None = None
-    since: float | None = None
-    until: float | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    max_staleness: int | None = None
-    weight_version: int | None = None
+    model_config = ConfigDict(frozen=True)
+
+    max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
+    weight_version: Count = Field(
+        default=None, description="What is current; the newest in the store where it is left out."
+    )
+    explain: bool = Field(default=False, description="Say also what was left out, and why.")
+    shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
+    max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
+    truncate: Truncate = Field(
+        default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
+    )
 
 
-class ExportQuery(msgspec.Struct, frozen=True):
-    """What an export shall hold: which rows, how many, cut to how many tokens and where, with what beside; and how."""
+class ExportQuery(RowQuery):
+    """Which rows to give, None: any; how many; what with them; and how."""
 
-    filters: ExportFilters = ExportFilters()
-    limit: int | None = None
-    explain: bool = False
-    replay: bool = False
-    max_seq_len: int | None = None
-    advantage: Literal["grpo"] | None = None
-    format: str = "ndjson"
-    shape: str = "turnlog"
-    truncate: Truncate = "turn"
+    format: str = Field(default="ndjson", description="What the rows are written into.")
+    session_id: Text = Field(default=None, description="A session's id.")
+    group_id: Text = Field(default=None, description="A group's id.")
+    status: Literal["completed", "truncated", "aborted"] | None = Field(default=None, description="Only such.")
+    session_status: Literal["open", "closed", "erased"] | None = Field(
+        default=None, description="Only rows of such sessions."
+    )
+    since: Moment = Field(
+        default=None,
+        description="Only sessions whose last live turn was committed then or later: seconds since the epoch, "
+        "or ISO 8601.",
+    )
+    until: Moment = Field(default=None, description="Only sessions whose last live turn was committed then or before.")
+    min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
+    max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
+    limit: Size = Field(default=None, description="At most so many.")
+    replay: bool = Field(default=False, description="Replay payloads too.")
+    advantage: Literal["grpo"] | None = Field(
+        default=None, description="Compute an advantage for each row within its group."
+    )
+
+    @field_validator("since", "until", mode="before")
+    @classmethod
+    def _moment(cls, value: object, info: ValidationInfo) -> object:
+        """Raises InvalidRequest."""
+        if not isinstance(value, str):
+            return value
+        seconds = _seconds(value)
+        if not math.isfinite(seconds):
+            raise InvalidRequest(
+                f"{info.field_name}={value:.64} is neither seconds since the epoch nor a time of ISO 8601"
+            )
+        return seconds
 
 
-def session_excluded(known: Known, filters: ExportFilters) -> str | None:
+def _seconds(text: str) -> float:
+    """Since the epoch; NaN for what is no moment."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isnan(seconds):
+        return seconds
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return math.nan
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def session_excluded(known: Known, query: ExportQuery) -> str | None:
     """Why a session that is of the group asked for, if any is, gives no row at all."""
     session = known.session
     if not session.path:
         return "no committed turn"
-    if filters.session_status not in (None, session.status):
+    if query.session_status not in (None, session.status):
         return f"session_status is {session.status}"
     committed = known.times[session.path[-1]]
-    if filters.since is not None and committed < filters.since:
+    if query.since is not None and committed < query.since:
         return "committed before since"
-    if filters.until is not None and committed > filters.until:
+    if query.until is not None and committed > query.until:
         return "committed after until"
-    return _reward_excluded(session, filters) or _age_excluded(known, filters)
+    return _reward_excluded(session, query) or _age_excluded(known, query)
 
 
-def _reward_excluded(session: Session, filters: ExportFilters) -> str | None:
+def _reward_excluded(session: Session, query: ExportQuery) -> str | None:
     reward = None if session.reward is None else session.reward.reward
-    if filters.min_reward is not None and (reward is None or reward < filters.min_reward):
+    if query.min_reward is not None and (reward is None or reward < query.min_reward):
         return "no reward" if reward is None else "reward below min_reward"
-    if filters.max_reward is not None and (reward is None or reward > filters.max_reward):
+    if query.max_reward is not None and (reward is None or reward > query.max_reward):
         return "no reward" if reward is None else "reward above max_reward"
     return None
 
 
-def _age_excluded(known: Known, filters: ExportFilters) -> str | None:
+def _age_excluded(known: Known, query: ExportQuery) -> str | None:
     """A session with a sampled token of unknown age is left out, as one without a reward where a reward is asked for.
 
     So whatever is given holds no token that is too old.
     """
     live = [known.events[number] for number in known.session.path]
-    if filters.max_staleness is None or not any(event.output_tokens for event in live):
+    if query.max_staleness is None or not any(event.output_tokens for event in live):
         return None
-    behind = staleness(filters.weight_version, oldest_version(live))
+    behind = staleness(query.weight_version, oldest_version(live))
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):
         return "staleness unknown: a weight version is no number"
-    return too_stale(behind, filters.max_staleness)
+    return too_stale(behind, query.max_staleness)

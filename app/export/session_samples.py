@@ -75,36 +75,18 @@ class Samples:
             found["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
         return found
 
-    async def given(self, session: Session) -> dict[str, Any]:
-        """What the session was given when it was created, by the fields of `POST /sessions`, with their defaults.
-
-        Raises SessionUnreadable.
-        """
-        blob, metadata = session.metadata, msgspec.Raw(b"{}")
-        if blob is not None:
-            try:
-                found = await self._cache.database.read(
-                    lambda connection: reads.load_blobs(connection, session.session_id, [blob.number])
-                )
-            except CorruptContent as error:
-                raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
-            metadata = msgspec.Raw(found[blob.number])
-        config = session.config
-        return {
-            "session_id": session.session_id,
-            "group_id": config.group_id,
-            "attempt": config.attempt,
-            "metadata": metadata,
-            "rollback_window": config.rollback_window,
-            "retain": config.retain,
-            "history": config.history,
-            "on_divergence": config.on_divergence,
-            "on_drift": config.on_drift,
-            "matcher": config.matcher,
-            "adapter": config.adapter,
-            "on_abort": config.on_abort,
-            "parent_session_id": config.parent,
-        }
+    async def metadata_given(self, session: Session) -> msgspec.Raw:
+        """The metadata that the session was created with, as JSON. Raises SessionUnreadable."""
+        blob = session.metadata
+        if blob is None:
+            return msgspec.Raw(b"{}")
+        try:
+            found = await self._cache.database.read(
+                lambda connection: reads.load_blobs(connection, session.session_id, [blob.number])
+            )
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
+        return msgspec.Raw(found[blob.number])
 
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:
         """Where the accumulated tokens differ from the template's rendering of the messages.

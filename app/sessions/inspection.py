@@ -1,44 +1,13 @@
-"""A session as it was after any of its events, for people and for tools."""
+"""A session and its events as JSON, for people and for tools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from app.domain.events import BlobRef, Recorded, name_of, to_fields
-from app.domain.session import Affinity, OpenTurn, Payload, Reward, Session, Turn, fold
-from app.errors import InvalidRequest, SessionNotFound
-from app.store import reads
-from app.store.engine import Database
-
-
-class SessionAt(NamedTuple):
-    """A session's state after the last of `events`, which begin its log."""
-
-    session: Session
-    events: Sequence[Recorded]
-
-
-async def fold_at(database: Database, session_id: str, seq: int | None = None) -> SessionAt:
-    """The state after event `seq`, the last if None, from the log alone: no snapshot is asked.
-
-    Raises SessionNotFound; InvalidRequest for a `seq` that the log does not have; UnknownEvent where an event up
-    to there cannot be read or one is missing; StoreUnavailable.
-    """
-    if seq is not None and seq < 1:
-        raise InvalidRequest(f"event {seq}: events are numbered from 1")
-    rows = await database.read(
-        lambda connection: reads.event_rows(connection, session_id, limit=seq), session_id=session_id
-    )
-    events = reads.decode_events(rows)
-    session = fold(session_id, events)
-    if session is None:
-        raise SessionNotFound(f"no session {session_id}")
-    if seq is not None and session.version < seq:
-        raise InvalidRequest(f"event {seq}: the log of session {session_id} ends with event {session.version}")
-    return SessionAt(session, events)
+from app.domain.session import Affinity, OpenTurn, Payload, Reward, Session, Turn
 
 
 def described(session: Session) -> dict[str, Any]:

@@ -16,20 +16,15 @@ from app.crash_points import reach
 from app.domain import decide, retention
 from app.domain.events import (
     BlobRef,
-    Recorded,
     SessionConfig,
     SessionCreated,
-    SessionErased,
     TurnAbandoned,
     UnknownEvent,
-    name_of,
-    to_fields,
 )
 from app.domain.session import fold
 from app.errors import (
     AppError,
     InvalidRequest,
-    NotFound,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -39,8 +34,8 @@ from app.errors import (
     TooManySessions,
 )
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.followers import Followers, wait_for_change
-from app.store import reads, rollouts, survey_lists
+from app.sessions.followers import Followers
+from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import (
@@ -57,7 +52,6 @@ from app.store.log_sessions import (
 )
 from app.store.ports import Database, Writer
 from workers import codec
-from workers.codec import CorruptContent
 
 Clock = Callable[[], float]
 
@@ -331,60 +325,6 @@ class Sessions:
         assert live is not None
         return live
 
-    async def refused_reply(self, session_id: str, fence: int) -> tuple[int, bytes]:
-        """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
-        head, found = await self._database.read(
-            lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
-        )
-        if head is None:
-            raise SessionNotFound(f"session {session_id} does not exist")
-        if found is None:
-            raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
-        try:
-            return found[0], codec.decompress(found[1])
-        except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
-
-    async def page(
-        self, *, status: str | None, group_id: str | None, before: tuple[float, str] | None, limit: int
-    ) -> list[reads.Head]:
-        """Newest first."""
-        wanted = {"status": status, "group_id": group_id, "before": before, "limit": limit}
-        return await self._database.read(
-            lambda connection: reads.list_heads(connection, **wanted),  # type: ignore[arg-type]
-            or_else=lambda connection: survey_lists.list_heads(connection, **wanted),  # type: ignore[arg-type]
-        )
-
-    async def events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
-        """The log as NDJSON lines, after seq `after`. Raises SessionNotFound before the first line."""
-        head = await self._database.read(lambda connection: reads.head(connection, session_id), session_id=session_id)
-        if head is None:
-            raise SessionNotFound(f"session {session_id} does not exist")
-        return self._events(session_id, after, follow)
-
-    async def _events(self, session_id: str, after: int, follow: bool) -> AsyncIterator[bytes]:
-        with self._followers.follow(session_id) as changed:
-            while True:
-                changed.clear()
-                page = await self._page(session_id, after)
-                if page:
-                    after = page[-1].seq
-                    yield await asyncio.to_thread(_ndjson, page)
-                if len(page) == PAGE:
-                    continue
-                if not follow or self._followers.stopping or (page and isinstance(page[-1].event, SessionErased)):
-                    return
-                await wait_for_change(changed)
-
-    async def _page(self, session_id: str, after: int) -> list[Recorded]:
-        try:
-            return await self._database.read(
-                lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE),
-                session_id=session_id,
-            )
-        except UnknownEvent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
-
     def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
         if isinstance(outcome, Refused):
             raise refusal(session_id, outcome.status)
@@ -394,15 +334,7 @@ class Sessions:
 
 
 PAGE = 500
-"""Events read at a time."""
-
-
-def _ndjson(page: list[Recorded]) -> bytes:
-    lines = []
-    for recorded in page:
-        fields = {"seq": recorded.seq, "type": name_of(recorded.event), "at": recorded.at}
-        lines.append(msgspec.json.encode({**fields, **to_fields(recorded.event)}))
-    return b"\n".join(lines) + b"\n"
+"""Sessions of a rollout that are read at a time."""
 
 
 def refusal(session_id: str, status: str | None) -> AppError:

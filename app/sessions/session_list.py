@@ -1,4 +1,4 @@
-"""The list of sessions as people look at it: filtered, in any order, a page at a time."""
+"""Lists of sessions, a page at a time: newest first for clients; filtered and in any order for people."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
+from pydantic import BaseModel, ConfigDict, Field
 
-from app.domain import cursors
+from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
@@ -18,6 +19,8 @@ from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
 """`open` is any of the first three. `claimed`: a turn is in flight. `gated`: this process holds one back at a gate."""
+
+Status = Literal["open", "closed", "erased"]
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
@@ -31,6 +34,11 @@ CursorFields = tuple[
     Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
 ]
 """The order's column, whether it descends, the last row's value and id: within what the databases take."""
+
+Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
+Number = Annotated[float | None, Field(allow_inf_nan=False)]
+
+MAX_SECONDS = 10 * 365 * 86_400
 
 MAX_CLAIMED = 10_000
 """Open turns that are looked at where those are what is asked for: the oldest."""
@@ -55,20 +63,33 @@ class SessionRow(msgspec.Struct, frozen=True):
     closed_at: float | None
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """Which sessions, and in which order; None: any. `stuck_s`: claimed for longer. `q` is how the id begins."""
+class SessionQuery(BaseModel):
+    """Which sessions, and in which order; None: any."""
 
-    state: State | None = None
-    group_id: str | None = None
-    engine: str | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    unrewarded: bool = False
-    min_staleness: int | None = None
-    stuck_s: float | None = None
-    q: str | None = None
-    sort: Sort = "created_at"
-    newest_first: bool = True
+    model_config = ConfigDict(frozen=True)
+
+    state: State | None = Field(default=None, description="Only sessions in this state.")
+    group_id: Text = Field(default=None, description="A group's id.")
+    engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
+    min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
+    max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
+    unrewarded: bool = Field(default=False, description="Only sessions without a reward.")
+    min_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**62,
+        description="Only sessions whose oldest token is at least so many weight versions old.",
+    )
+    stuck_s: float | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        description="Only sessions with a turn in flight for longer than so many seconds.",
+    )
+    q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
+    sort: Sort = Field(default="created_at", description="By what the list is sorted.")
+    order: Literal["desc", "asc"] = Field(default="desc", description="Up or down.")
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -78,6 +99,17 @@ class Page(msgspec.Struct, frozen=True):
     next_cursor: str | None
     total: int
     total_is_exact: bool
+
+
+async def newest_sessions(
+    database: Database, *, status: Status | None, group_id: str | None, before: tuple[float, str] | None, limit: int
+) -> list[Row]:
+    """Heads from the newest on, those created before `before` (created_at, session_id)."""
+    wanted = Wanted(status=status, group_id=group_id)
+    return await database.read(
+        lambda c: heads_view.page(c, wanted, order="created_at", newest_first=True, after=before, limit=limit),
+        or_else=lambda c: _sorted(survey_lists.rows(c, wanted), SessionQuery(), before)[:limit],
+    )
 
 
 class SessionList:
@@ -95,61 +127,56 @@ class SessionList:
         self._engine_versions = engine_versions
         self._clock = clock
 
-    async def page(self, asked: Asked, cursor: str | None, limit: int) -> Page:
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> Page:
         """Raises InvalidRequest for a cursor that is not one of these, StoreUnavailable."""
-        after = None if cursor is None else _decoded(cursor, asked)
+        after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
-        def read(connection: Connection) -> Page:
-            newest = self.newest_version(connection)
-            if asked.state == "gated" or _needs_claim(asked):
-                rows, is_exact = self._few(connection, asked, newest, held)
-                total, found = len(rows), _sorted(rows, asked, after)[: limit + 1]
-            else:
-                wanted = _wanted(asked, newest, held)
-                total = heads_view.count(connection, wanted)
-                is_exact = total <= COUNTED
-                found = _page(connection, wanted, asked, after, limit + 1, many=not is_exact or wanted == Wanted())
-            shown = found[:limit]
+        def page(found: Sequence[Row], total: int, is_exact: bool, newest: int | None) -> Page:
             return Page(
-                sessions=[shaped(row, newest, held) for row in shown],
-                next_cursor=_encoded(shown[-1], asked) if len(found) > limit else None,
+                sessions=[session_row(row, newest, held) for row in found[:limit]],
+                next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
                 total=min(total, COUNTED),
                 total_is_exact=is_exact,
             )
 
+        def read(connection: Connection) -> Page:
+            newest = self.newest_version(connection)
+            if query.state == "gated" or _needs_claim(query):
+                rows, is_exact = self._in_flight(connection, query, newest, held)
+                return page(_sorted(rows, query, after)[: limit + 1], len(rows), is_exact, newest)
+            wanted = _wanted(query, newest, held)
+            total = heads_view.count(connection, wanted)
+            is_exact = total <= COUNTED
+            found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == Wanted())
+            return page(found, total, is_exact, newest)
+
         def around_damage(connection: Connection) -> Page:
             newest = self.newest_version_of_each(connection)
-            found = survey_lists.rows(connection, _wanted(asked, newest, held))
-            found = [row for row in found if self._is_claimed_as_asked(row, asked, held)]
-            shown = _sorted(found, asked, after)[: limit + 1]
-            return Page(
-                sessions=[shaped(row, newest, held) for row in shown[:limit]],
-                next_cursor=_encoded(shown[limit - 1], asked) if len(shown) > limit else None,
-                total=min(len(found), COUNTED),
-                total_is_exact=len(found) <= COUNTED,
-            )
+            every = survey_lists.rows(connection, _wanted(query, newest, held))
+            rows = [row for row in every if self._is_claimed_as_asked(row, query, held)]
+            return page(_sorted(rows, query, after)[: limit + 1], len(rows), len(rows) <= COUNTED, newest)
 
         return await self._database.read(read, or_else=around_damage)
 
-    def _is_claimed_as_asked(self, row: Row, asked: Asked, held: Mapping[str, bool]) -> bool:
+    def _is_claimed_as_asked(self, row: Row, query: SessionQuery, held: Mapping[str, bool]) -> bool:
         """What of a question is about turns in flight."""
-        if asked.state == "gated" and row.session_id not in held:
+        if query.state == "gated" and row.session_id not in held:
             return False
-        if not _needs_claim(asked):
+        if not _needs_claim(query):
             return True
-        before = self._clock() - (asked.stuck_s or 0.0)
+        before = self._clock() - (query.stuck_s or 0.0)
         return row.claimed_since is not None and row.claimed_since <= before
 
     def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """As `rows`, around damaged pages."""
         newest, held = self.newest_version_of_each(connection), self.held()
-        return [shaped(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
+        return [session_row(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """Some sessions as they are now, in no order; for `Database.read`."""
         newest, held = self.newest_version(connection), self.held()
-        return [shaped(row, newest, held) for row in heads_view.of(connection, session_ids)]
+        return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest weight version that is a number: of any session, or of an engine that no turn has seen yet."""
@@ -163,23 +190,23 @@ class SessionList:
         known = [int(one) for one in self._engine_versions() if one is not None and is_number(one)]
         return max(known if sampled is None else [*known, sampled], default=None)
 
-    def _few(
-        self, connection: Connection, asked: Asked, newest: int | None, held: Mapping[str, bool]
+    def _in_flight(
+        self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]
     ) -> tuple[list[Row], bool]:
         """All that match where only sessions with a turn in flight can, whose ids are known before their heads.
 
         False where there are too many open turns to look at all of them.
         """
-        if _needs_claim(asked):
-            before = None if asked.stuck_s is None else self._clock() - asked.stuck_s
+        if _needs_claim(query):
+            before = None if query.stuck_s is None else self._clock() - query.stuck_s
             claimed = heads_view.claimed(connection, before, MAX_CLAIMED)
-            ids = [one for one in claimed if one in held] if asked.state == "gated" else claimed
-            rows = heads_view.of(connection, ids, _wanted(asked, newest, held))
+            ids = [one for one in claimed if one in held] if query.state == "gated" else claimed
+            rows = heads_view.of(connection, ids, _wanted(query, newest, held))
             return [row for row in rows if row.claimed_since is not None], len(claimed) < MAX_CLAIMED
-        return heads_view.of(connection, list(held), _wanted(asked, newest, held)), True
+        return heads_view.of(connection, list(held), _wanted(query, newest, held)), True
 
 
-def shaped(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
+def session_row(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
     return SessionRow(
         session_id=row.session_id,
         version=row.version,
@@ -210,26 +237,26 @@ def _state(row: Row, held: Mapping[str, bool]) -> State:
             return "idle" if row.claimed_since is None else "claimed"
 
 
-def _needs_claim(asked: Asked) -> bool:
-    return asked.state == "claimed" or asked.stuck_s is not None or asked.sort == "claimed_since"
+def _needs_claim(query: SessionQuery) -> bool:
+    return query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"
 
 
-def _wanted(asked: Asked, newest: int | None, held: Mapping[str, bool]) -> Wanted:
+def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> Wanted:
     most = None
-    if asked.min_staleness is not None:
-        most = NEVER if newest is None else newest - asked.min_staleness
-    is_open = asked.state not in (None, "closed", "erased")
+    if query.min_staleness is not None:
+        most = NEVER if newest is None else newest - query.min_staleness
+    is_open = query.state not in (None, "closed", "erased")
     return Wanted(
-        status="open" if is_open else asked.state,  # type: ignore[arg-type]
-        idle=asked.state == "idle",
-        but=held.keys() if asked.state == "idle" else (),
-        group_id=asked.group_id,
-        engine=asked.engine,
-        min_reward=asked.min_reward,
-        max_reward=asked.max_reward,
-        unrewarded=asked.unrewarded,
+        status="open" if is_open else query.state,  # type: ignore[arg-type]
+        idle=query.state == "idle",
+        but=held.keys() if query.state == "idle" else (),
+        group_id=query.group_id,
+        engine=query.engine,
+        min_reward=query.min_reward,
+        max_reward=query.max_reward,
+        unrewarded=query.unrewarded,
         most_version=most,
-        begins=asked.q,
+        begins=query.q,
     )
 
 
@@ -237,26 +264,26 @@ NEVER = -1
 """No weight version is so low."""
 
 
-def _by(asked: Asked) -> tuple[Literal["claimed_since"] | Order, bool]:
+def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bool]:
     """The column that is sorted by, and whether from the largest value down: the stalest have the lowest version."""
-    if asked.sort == "staleness":
-        return "weight_version", not asked.newest_first
-    return asked.sort, asked.newest_first
+    if query.sort == "staleness":
+        return "weight_version", query.order == "asc"
+    return query.sort, query.order == "desc"
 
 
 def _page(
-    connection: Connection, wanted: Wanted, asked: Asked, after: Place | None, limit: int, *, many: bool
+    connection: Connection, wanted: Wanted, query: SessionQuery, after: Place | None, limit: int, *, many: bool
 ) -> list[Row]:
-    column, descending = _by(asked)
+    column, descending = _order_of(query)
     assert column != "claimed_since"
     return heads_view.page(
         connection, wanted, order=column, newest_first=descending, after=after, limit=limit, many=many
     )
 
 
-def _sorted(rows: Sequence[Row], asked: Asked, after: Place | None) -> list[Row]:
+def _sorted(rows: Sequence[Row], query: SessionQuery, after: Place | None) -> list[Row]:
     """Those behind `after`, in the order in which the store would give them."""
-    column, descending = _by(asked)
+    column, descending = _order_of(query)
     places = {(getattr(row, column), row.session_id): row for row in rows}
     valued = sorted((place for place in places if place[0] is not None), reverse=descending)
     others = sorted((place for place in places if place[0] is None), reverse=descending)
@@ -268,16 +295,16 @@ def _sorted(rows: Sequence[Row], asked: Asked, after: Place | None) -> list[Row]
     return [places[place] for place in (*valued, *others)]
 
 
-def _encoded(row: Row, asked: Asked) -> str:
+def _cursor_behind(row: Row, query: SessionQuery) -> str:
     """The place behind a row, and the order in which it is one."""
-    column, descending = _by(asked)
+    column, descending = _order_of(query)
     place = (column, descending, getattr(row, column), row.session_id)
-    return cursors.encoded(place)
+    return cursors.encode(place)
 
 
-def _decoded(cursor: str, asked: Asked) -> Place:
+def _place_of(cursor: str, query: SessionQuery) -> Place:
     """Raises InvalidRequest, also for a cursor of another order."""
-    column, descending, value, session_id = cursors.decoded(cursor, CursorFields, "this list")
-    if (column, descending) != _by(asked):
+    column, descending, value, session_id = cursors.decode(cursor, CursorFields, "this list")
+    if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id

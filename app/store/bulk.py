@@ -90,7 +90,7 @@ def _read_damaged(connection: Connection, session_id: str, upto: Position, why: 
     else:
         return msgspec.structs.replace(heads.get(session_id, stored), damage=why)
     try:
-        attempt(connection, lambda again: _fill(again, {session_id: stored}, upto, replay=replay))
+        attempt(connection, lambda again: _read_content(again, {session_id: stored}, upto, replay=replay))
     except PageDamaged as error:
         return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, damage=str(error))
     return msgspec.structs.replace(stored, status=_status(stored.events))
@@ -108,7 +108,7 @@ def _read_part(
 ) -> dict[str, Stored]:
     found = _stored_heads(connection, session_ids)
     live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
-    _fill(connection, live, upto, replay=replay)
+    _read_content(connection, live, upto, replay=replay)
     return found
 
 
@@ -122,7 +122,7 @@ def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[st
     }
 
 
-def _fill(connection: Connection, found: Mapping[str, Stored], upto: Position, *, replay: bool) -> None:
+def _read_content(connection: Connection, found: Mapping[str, Stored], upto: Position, *, replay: bool) -> None:
     """Read log and content of sessions that have not been erased."""
     live = list(found)
     log = (

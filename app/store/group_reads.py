@@ -1,4 +1,4 @@
-"""What the training feed and the janitor read of groups: plain functions over a Core connection."""
+"""What the training feed, the page and the janitor read of groups: plain functions over a Core connection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from sqlalchemy import Connection, case, func, or_, select, tuple_
 
 from app.domain.events import RolledBack, TurnCommitted
+from app.domain.groups import Attempt
 from app.store import reads, rollouts
 from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_finished, is_root
@@ -29,6 +30,35 @@ class Candidate(msgspec.Struct, frozen=True):
     @property
     def place(self) -> tuple[float, str]:
         return self.completed_at, self.group_id
+
+
+def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
+    """Groups behind `after`, None: from the first, in the database's own order: an index has it."""
+    query = (
+        select(sessions.c.group_id)
+        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
+        .distinct()
+        .order_by(sessions.c.group_id)
+        .limit(limit)
+    )
+    return [found for found in connection.execute(query).scalars() if found is not None]
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """What the training feed knows of a group; `is_leased` as of now."""
+
+    is_leased: bool
+    is_acknowledged: bool
+
+
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
+    """Of the groups that the feed has handed out."""
+    found: dict[str, Lease] = {}
+    for at in range(0, len(group_ids), reads.SPAN):
+        query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
+        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + reads.SPAN]))):
+            found[row[0]] = Lease(bool(row[1]), bool(row[2]))
+    return found
 
 
 def has_notes(connection: Connection) -> bool:
@@ -74,29 +104,21 @@ def candidates(
     return [Candidate(*row) for row in connection.execute(query)]
 
 
-class Attempt(msgspec.Struct, frozen=True):
-    """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
-
-    `finished`: it is closed and rewarded, with all sessions of its agents and children.
-    """
-
-    session_id: str
-    attempt: int | None
-    reward: float | None
-    status: str
-    finished: bool
-
-
-def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
-    """A group's rollouts in the order of their attempts, those without a number last."""
-    query = select(
-        sessions.c.session_id,
-        sessions.c.attempt,
-        sessions.c.reward,
-        sessions.c.status,
-        case((is_finished, True), else_=False),
-    ).where(sessions.c.group_id == group_id, is_root())
-    return in_order(Attempt(*row) for row in connection.execute(query))
+def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
+    """The rollouts of each group in the order of their attempts, those without a number last."""
+    found: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
+    for at in range(0, len(group_ids), reads.SPAN):
+        query = select(
+            sessions.c.group_id,
+            sessions.c.session_id,
+            sessions.c.attempt,
+            sessions.c.reward,
+            sessions.c.status,
+            case((is_finished, True), else_=False),
+        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), is_root())
+        for row in connection.execute(query):
+            found[row[0]].append(Attempt(*row[1:]))
+    return {group_id: in_order(of_group) for group_id, of_group in found.items()}
 
 
 def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import msgspec
 from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_, select, update
 
+from app.domain.groups import is_complete
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
@@ -135,7 +136,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
     assert row is not None
     every, gone, lacking, last_change = row[0], row[1] or 0, row[2] or 0, row[3]
     present = every - gone
-    complete = present > 0 and lacking == 0
+    complete = is_complete(present, lacking)
     since = (last_change if known[1] is None else known[1]) if complete else None
     tx.run(
         _settle,

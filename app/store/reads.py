@@ -11,6 +11,7 @@ from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
 from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
+from app.domain.patterns import MAX_INTEGER
 from app.domain.session import Session, fold
 from app.store import rollouts
 from app.store.broken import Content
@@ -63,11 +64,11 @@ _HEAD = (
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A place in the order of commits."""
 
-    tx: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-    position: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    tx: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+    position: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
 
 
-END = Position(2**63 - 1, 2**63 - 1)
+END = Position(MAX_INTEGER, MAX_INTEGER)
 """Behind everything."""
 
 

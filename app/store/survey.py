@@ -12,11 +12,11 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, Integer, literal_column, select, tuple_
 
 from app.domain.events import UnknownEvent
+from app.domain.groups import Attempt
 from app.store import group_reads, heads_view
 from app.store import projections as heads
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
-from app.store.group_reads import Attempt
 from app.store.heads_view import Row
 from app.store.reads import SYNCED, EventRow, Position
 from app.store.schema import events
@@ -213,13 +213,15 @@ def members(connection: Connection, group_ids: Collection[str]) -> dict[str, lis
     return found
 
 
-def attempts_of(connection: Connection, group_id: str) -> list[Attempt]:
-    """As `group_reads.attempts_of`."""
+def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
+    """As `group_reads.attempts`."""
     every = all_heads(connection)
-    roots = [row for row in every.rows.values() if row.group_id == group_id and every.root_of(row) is None]
-    return group_reads.in_order(
-        Attempt(row.session_id, row.attempt, row.reward, row.status, every.is_finished(row)) for row in roots
-    )
+    found: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
+    for row in every.rows.values():
+        if row.group_id in found and every.root_of(row) is None:
+            one = Attempt(row.session_id, row.attempt, row.reward, row.status, every.is_finished(row))
+            found[row.group_id].append(one)
+    return {group_id: group_reads.in_order(of_group) for group_id, of_group in found.items()}
 
 
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:

@@ -9,39 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from sqlalchemy import Connection, select, union
 
-from app.store import group_list, reads
+from app.store import group_reads, reads
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.figures import Figures
-from app.store.group_list import Lease, Member
+from app.store.group_reads import Lease
 from app.store.heads_view import Claims, Counts, Row, Wanted
-from app.store.reads import Head
 from app.store.schema import chunks, groups, refused_replies
 from app.store.survey import all_heads
-
-
-def list_heads(
-    connection: Connection,
-    *,
-    status: str | None,
-    group_id: str | None,
-    before: tuple[float, str] | None,
-    limit: int,
-) -> list[Head]:
-    """As `reads.list_heads`."""
-    found = [
-        row
-        for row in all_heads(connection).rows.values()
-        if status in (None, row.status)
-        and group_id in (None, row.group_id)
-        and (before is None or (row.created_at, row.session_id) < before)
-    ]
-    found.sort(key=lambda row: (row.created_at, row.session_id), reverse=True)
-    return [
-        Head(
-            one.session_id, one.version, one.status, one.turns, one.group_id, one.reward, one.created_at, one.updated_at
-        )
-        for one in found[:limit]
-    ]
 
 
 def rows(connection: Connection, wanted: Wanted, ids: Sequence[str] | None = None) -> list[Row]:
@@ -87,18 +61,16 @@ def figures(connection: Connection) -> Figures:
     return Figures(by_status, claims(connection, 0.0).all, reads.database_bytes(connection))
 
 
-def groups_page(
-    connection: Connection, after: str | None, limit: int
-) -> tuple[list[str], dict[str, list[Member]], dict[str, Lease]]:
-    """The next groups, their sessions and, as far as it can be read, what the feed knows of them."""
+def group_ids(connection: Connection, after: str | None, limit: int) -> list[str]:
+    """As `group_reads.ids`, of the groups that count a rollout."""
     every = all_heads(connection)
-    found = [row for row in every.rows.values() if row.group_id is not None and every.root_of(row) is None]
-    ids = sorted({row.group_id or "" for row in found if after is None or (row.group_id or "") > after})[:limit]
-    members: dict[str, list[Member]] = {group_id: [] for group_id in ids}
-    for row in found:
-        if row.group_id in members:
-            members[row.group_id].append(Member(row.attempt, row.reward, row.status, every.is_finished(row)))
-    return ids, members, split(connection, ids, group_list.leases)[0]
+    found = {row.group_id for row in every.rows.values() if every.root_of(row) is None}
+    return sorted(one for one in found if one is not None and (after is None or one > after))[:limit]
+
+
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
+    """As `group_reads.leases`, as far as they can be read."""
+    return split(connection, group_ids, group_reads.leases)[0]
 
 
 def idle_sessions(connection: Connection, since: float, after: str) -> list[str]:

@@ -55,10 +55,10 @@ class EngineSessions:
         raise SessionOpenFailed(f"{base_url} answered {status} when it was asked to open session {control_id}")
 
     async def _open(self, base_url: str, control_id: str, timeout_s: float) -> int:
-        wish = {"capacity_of_str_len": CAPACITY, "session_id": control_id, "timeout": timeout_s + GRACE_S}
+        request = {"capacity_of_str_len": CAPACITY, "session_id": control_id, "timeout": timeout_s + GRACE_S}
         try:
             async with asyncio.timeout(OPEN_S):
-                return (await self._post(base_url + "/open_session", wish)).status
+                return (await self._post(base_url + "/open_session", request)).status
         except NotSent:
             raise
         except (EngineError, TimeoutError) as error:
@@ -75,5 +75,5 @@ class EngineSessions:
         if status != 200:
             log.info("%s answered %d when it was told to close session %s", base_url, status, control_id)
 
-    async def _post(self, url: str, wish: dict[str, object]) -> EngineReply:
-        return await self._client.post(url, msgspec.json.encode(wish), self._headers)
+    async def _post(self, url: str, request: dict[str, object]) -> EngineReply:
+        return await self._client.post(url, msgspec.json.encode(request), self._headers)

@@ -59,10 +59,10 @@ async def test_two_processes_that_finish_one_group_make_it_complete(pair: tuple[
     async def attempt(made: Groups, who: str) -> None:
         for number in range(rounds):
             await made.create(f"g{number}", f"{who}-{number}")
-        await asyncio.gather(*(made.finish(f"{who}-{number}") for number in range(rounds)), made.settle())
+        await asyncio.gather(*(made.finish(f"{who}-{number}") for number in range(rounds)), made.settle_groups())
 
     await asyncio.gather(attempt(one, "a"), attempt(other, "b"))
-    await asyncio.gather(one.settle(), other.settle())
+    await asyncio.gather(one.settle_groups(), other.settle_groups())
     for number in range(rounds):
         assert await one.counts(f"g{number}") == (2, 0, 0, True)
 
@@ -74,7 +74,7 @@ def feed_over(made: Groups) -> Feed:
 
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:
     """The reply's lines; there is no content in this store, so sessions are left out of them with a reason."""
-    lines = await feed.hand_out(FeedQuery(consumer, size, 60.0, **wish))
+    lines = await feed.hand_out(FeedQuery(consumer=consumer, size=size, lease_s=60.0, **wish))
     return [json.loads(line) for line in b"".join([piece async for piece in lines]).splitlines()]
 
 

@@ -15,7 +15,7 @@ from sqlalchemy import insert
 
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
-from app.sessions.session_list import Asked, SessionList, SessionRow, Sort
+from app.sessions.session_list import SessionList, SessionQuery, SessionRow, Sort
 from app.store import heads_view
 from app.store import projections as heads
 from app.store.log_sessions import Create
@@ -71,7 +71,7 @@ class Filled:
         totals: list[int] = []
         cursor = None
         while True:
-            page = await self.list.page(Asked(**asked), cursor, limit)
+            page = await self.list.page(SessionQuery(**asked), cursor, limit)
             found += page.sessions
             totals.append(page.total)
             assert page.total_is_exact
@@ -115,7 +115,7 @@ async def test_every_order_both_ways_is_that_of_a_plain_sort(filled: Filled) -> 
     claimed = [row for row in rows if row.claimed_since is not None]
     for sort in get_args(Sort):
         for newest_first in (True, False):
-            found = await filled.every(sort=sort, newest_first=newest_first)
+            found = await filled.every(sort=sort, order="desc" if newest_first else "asc")
             of = claimed if sort == "claimed_since" else rows
             assert [row.session_id for row in found] == expected(of, sort, newest_first), (sort, newest_first)
     assert [row.staleness for row in await filled.every(sort="staleness")][:2] == [6, 6]
@@ -163,7 +163,7 @@ async def test_pages_hold_while_sessions_come_and_change(filled: Filled) -> None
     found: list[str] = []
     cursor = None
     for number in range(100):
-        page = await filled.list.page(Asked(), cursor, 4)
+        page = await filled.list.page(SessionQuery(), cursor, 4)
         found += [row.session_id for row in page.sessions]
         await filled.store.submit(Create(f"new-{number}", 500.0 + number, created(), BODY, None, None))
         cursor = page.next_cursor
@@ -173,8 +173,13 @@ async def test_pages_hold_while_sessions_come_and_change(filled: Filled) -> None
 
 
 async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
-    page = await filled.list.page(Asked(), None, 5)
-    for asked, cursor in ((Asked(sort="turns"), page.next_cursor), (Asked(), "x"), (Asked(), "W10"), (Asked(), "é")):
+    page = await filled.list.page(SessionQuery(), None, 5)
+    for asked, cursor in (
+        (SessionQuery(sort="turns"), page.next_cursor),
+        (SessionQuery(), "x"),
+        (SessionQuery(), "W10"),
+        (SessionQuery(), "é"),
+    ):
         with pytest.raises(InvalidRequest):
             await filled.list.page(asked, cursor, 5)
 
@@ -183,7 +188,7 @@ async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> No
     for place in ((2**63, "a"), (-(2**63) - 1, "a"), (10**30, "a"), (1.0, "a\0"), (None, "\0"), (True, "a")):
         cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place)).encode()).decode()
         with pytest.raises(InvalidRequest):
-            await filled.list.page(Asked(), cursor, 5)
+            await filled.list.page(SessionQuery(), cursor, 5)
 
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

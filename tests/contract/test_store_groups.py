@@ -76,7 +76,7 @@ async def test_a_session_without_a_group_leaves_no_trace(made: Groups) -> None:
 
 async def test_refused_operations_change_no_group(made: Groups) -> None:
     await made.complete("g", 1)
-    await made.settle()
+    await made.settle_groups()
     await made.store.close("g-0")
     await made.store.close("never")
     await made.store.erase("never")
@@ -98,7 +98,7 @@ async def test_the_order_is_that_of_completion(made: Groups) -> None:
         await made.create(name, name)
         await made.store.close(name)
     await made.store.submit(reward("early", 1.0))
-    await made.settle()
+    await made.settle_groups()
     later = reward("late", 1.0)
     await made.store.submit(type(later)(later.session_id, 40.0, later.event))
     assert await made.free() == ["early", "late"]
@@ -236,7 +236,7 @@ async def test_attempts_are_listed_in_order(made: Groups) -> None:
     for session_id, attempt in (("x", None), ("b", 2), ("a", 10), ("c", 0)):
         await made.create("g", session_id, attempt)
     await made.finish("a", 0.5)
-    found = await made.store.database.read(lambda c: group_reads.attempts_of(c, "g"))
+    found = (await made.store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
     assert [(one.session_id, one.attempt, one.reward, one.status) for one in found] == [
         ("c", 0, None, "open"),
         ("b", 2, None, "open"),

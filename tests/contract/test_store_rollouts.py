@@ -103,7 +103,7 @@ async def test_a_group_counts_rollouts_and_waits_for_all_of_their_sessions(store
     for name in ("agent", "sub"):
         await store.submit(ShareReward(name, 6.0))
     assert await made.counts("g") == (1, 0, 0, True)
-    [attempt] = await store.database.read(lambda c: group_reads.attempts_of(c, "g"))
+    [attempt] = (await store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
     assert (attempt.session_id, attempt.attempt, attempt.reward, attempt.finished) == ("root", 0, 0.5, True)
     await store.submit(reward("root", 0.75))
     assert await made.counts("g") == (1, 0, 1, False), "another reward is to come to all of them"

@@ -15,7 +15,8 @@ from integration.reading import read
 from integration.routing import BOTH
 from integration.stand import serving
 
-from app.export.exporter import Exporter, ExportQuery
+from app.export.exporter import Exporter
+from app.export.query import ExportQuery
 from app.store.engine import Database
 from fault.test_damage import is_older
 

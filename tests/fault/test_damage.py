@@ -19,7 +19,8 @@ from integration.stand import WEATHER, Stand, error_of, serving, user
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import AppError, StartupError
-from app.export.exporter import Exporter, ExportQuery
+from app.export.exporter import Exporter
+from app.export.query import ExportQuery
 from app.store.engine import Database
 from fault.agents import Agent
 from fault.damage import LOG, PLACES, Damage, choose, flipped

@@ -12,7 +12,7 @@ from helpers.store import Store, reward
 from integration.test_damaged_export import add, excluded, rows_of
 
 from app.errors import SessionUnreadable
-from app.export.exporter import ExportQuery
+from app.export.query import ExportQuery
 from app.sessions.cache import SessionCache
 from app.store.engine import Database
 from app.store.log import Appended

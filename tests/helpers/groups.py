@@ -45,7 +45,7 @@ class Groups:
         await settle_groups(self.store.database, self.store.writer)
 
     async def row(self, group_id: str) -> Any:
-        await self.settle()
+        await self.settle_groups()
         query = select(groups).where(groups.c.group_id == group_id)
         return await self.store.database.read(lambda c: c.execute(query).one_or_none())
 
@@ -55,7 +55,7 @@ class Groups:
         return row.sessions, row.erased, row.unfinished, row.completed_at is not None
 
     async def candidates(self, held_by: str | None = None, **given: Any) -> list[Candidate]:
-        await self.settle()
+        await self.settle_groups()
         wish = {"attempts": 1, "oldest": None, "after": FIRST, "limit": 100, **given}
         return await self.store.database.read(lambda c: group_reads.candidates(c, held_by=held_by, **wish))
 

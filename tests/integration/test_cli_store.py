@@ -116,4 +116,4 @@ def test_a_session_is_replayed(talked: Path) -> None:
     assert [turn["turn"] for turn in answer("replay", "kept")["turns"]] == [1, 2]
     assert [turn["turn"] for turn in answer("replay", "kept", "--at", "4")["turns"]] == [1]
     assert "SessionCreated" in run("replay", "kept", "--events").stdout
-    assert complaint("replay", "never") == "replay: no session never"
+    assert complaint("replay", "never") == "replay: session never does not exist"

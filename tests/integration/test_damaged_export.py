@@ -16,8 +16,9 @@ from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
 
 from app.domain.events import BlobRef
-from app.export.exporter import Exporter, ExportQuery, Filters
+from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
+from app.export.query import ExportQuery
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
@@ -74,7 +75,9 @@ async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) ->
 async def handed_out(store: Store, shape: str) -> dict[str, Row]:
     """The feed's groups, given to the same consumer each time."""
     feed = Feed(store.database, store.writer, Exporter(store.database, "test"))
-    lines = b"".join([piece async for piece in await feed.hand_out(FeedQuery("trainer", 9, 60.0, shape=shape))])
+    lines = b"".join(
+        [piece async for piece in await feed.hand_out(FeedQuery(consumer="trainer", size=9, lease_s=60.0, shape=shape))]
+    )
     return {line["group_id"]: line for line in map(json.loads, lines.splitlines())}
 
 
@@ -173,7 +176,7 @@ async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_adva
 async def test_a_filter_that_leaves_out_a_session_leaves_out_its_group(sqlite_store: Store) -> None:
     for name, group, value in (("a", "g", 0.0), ("b", "g", 1.0), ("c", "h", 1.0)):
         await add(sqlite_store, name, group, value)
-    wish = ExportQuery(Filters(min_reward=0.5), shape="atropos", advantage="grpo", explain=True)
+    wish = ExportQuery(min_reward=0.5, shape="atropos", advantage="grpo", explain=True)
     rows = await rows_of(sqlite_store, wish)
     assert [row["session_ids"] for row in rows if "excluded" not in row] == [["c"]]
     assert excluded(rows) == {
@@ -201,7 +204,7 @@ async def test_a_group_is_looked_up_and_read_once_however_many_sessions_it_has(s
     for group, size in (("small", 2), ("large", 9)):
         for number in range(size):
             await add(sqlite_store, f"{group}-{number}", group, float(number))
-        wish = ExportQuery(Filters(group_id=group), shape="atropos", advantage="grpo")
+        wish = ExportQuery(group_id=group, shape="atropos", advantage="grpo")
         with statements(sqlite_store.database) as seen:
             [row] = await rows_of(sqlite_store, wish)
         assert len(row["session_ids"]) == size

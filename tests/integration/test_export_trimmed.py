@@ -12,7 +12,8 @@ from helpers.store import Store
 from sqlalchemy import update
 
 from app.domain.events import BlobRef, RewardAssigned, VersionSpan
-from app.export.exporter import Exporter, ExportQuery, Filters
+from app.export.exporter import Exporter
+from app.export.query import ExportQuery
 from app.store.log import Appended, StoredBlob
 from app.store.log_sessions import AssignReward, Create
 from app.store.log_turns import Commit
@@ -172,7 +173,7 @@ async def test_groups_stand_at_the_place_of_their_last_session(store: Store) -> 
     fresh = await rows_of(store, wish)
     assert [row["session_ids"] for row in fresh] == [["c"], ["a1", "a2", "late"], ["b1", "b2"]]
     assert fresh[-1]["scores"] == [9.0, 2.0]
-    chosen = await rows_of(store, ExportQuery(Filters(group_id="b"), shape="atropos"))
+    chosen = await rows_of(store, ExportQuery(group_id="b", shape="atropos"))
     assert [row["session_ids"] for row in chosen] == [["b1", "b2"]]
 
 

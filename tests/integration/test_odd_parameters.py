@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.api.sessions import MAX_INTEGER
+from app.domain.patterns import MAX_INTEGER
 from integration.stand import Stand, error_of, user
 
 HUGE = 10**22

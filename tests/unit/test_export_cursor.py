@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.errors import InvalidRequest
-from app.export.exporter import SLICE_BYTES, Cursor, _slice, decode_cursor
+from app.export.cursor import Cursor, decode_cursor
+from app.export.exporter import SLICE_BYTES, _slice
 from app.store.reads import Position
 
 PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))

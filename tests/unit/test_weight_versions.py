@@ -18,8 +18,8 @@ from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens, samples
 from app.errors import InvalidRequest
 from app.export import formats
-from app.export.exporter import NO_VERSION, Cursor, _as_of
-from app.export.query import ExportFilters, session_excluded
+from app.export.cursor import NO_VERSION, Cursor
+from app.export.query import ExportQuery, session_excluded
 from app.export.rows import Known
 from app.store.reads import Position
 
@@ -144,18 +144,18 @@ def test_a_session_is_judged_by_its_oldest_sampled_token(
     turns: Sequence[Spans], current: int | None, reason: str | None
 ) -> None:
     found = known(book_of(*turns))
-    assert session_excluded(found, ExportFilters(max_staleness=2, weight_version=current)) == reason
-    assert session_excluded(found, ExportFilters(weight_version=current)) is None
+    assert session_excluded(found, ExportQuery(max_staleness=2, weight_version=current)) == reason
+    assert session_excluded(found, ExportQuery(weight_version=current)) is None
 
 
 def test_what_is_current_is_the_cursors_unless_the_client_says() -> None:
     window = Cursor("e", Position(0, 0), Position(1, 1), newest=5)
-    assert _as_of(window, ExportFilters(max_staleness=1)).weight_version == 5
-    assert _as_of(window, ExportFilters(max_staleness=1, weight_version=9)).weight_version == 9
+    assert window.as_of(ExportQuery(max_staleness=1)).weight_version == 5
+    assert window.as_of(ExportQuery(max_staleness=1, weight_version=9)).weight_version == 9
     none = msgspec.structs.replace(window, newest=NO_VERSION)
-    assert _as_of(none, ExportFilters(max_staleness=1)).weight_version is None
+    assert none.as_of(ExportQuery(max_staleness=1)).weight_version is None
     old = msgspec.structs.replace(window, newest=None)
-    assert _as_of(old, ExportFilters()) == ExportFilters()
-    assert _as_of(old, ExportFilters(max_staleness=1, weight_version=0)).weight_version == 0
+    assert old.as_of(ExportQuery()) == ExportQuery()
+    assert old.as_of(ExportQuery(max_staleness=1, weight_version=0)).weight_version == 0
     with pytest.raises(InvalidRequest, match="weight_version"):
-        _as_of(old, ExportFilters(max_staleness=1))
+        old.as_of(ExportQuery(max_staleness=1))

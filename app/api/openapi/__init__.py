@@ -1,25 +1,22 @@
-"""The OpenAPI document: FastAPI's own, with what it cannot know of these routes.
-
-Bodies are read by hand, 422 is 400 here, replies are streams and structs, and the routes that generate are none of
-FastAPI's. What it knows, the parameters of every route, is taken from it.
-"""
+"""The OpenAPI document: what FastAPI knows of the routes, what `describe` says of them, and the turns' own routes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from app.api.auth import COOKIE
+from app.api.describe import JSON, Operation, Reply, Schema, Who, operation_of
 from app.api.openapi import turns
-from app.api.openapi.meanings import PARAMETERS, TAGS
-from app.api.openapi.operations import OPERATIONS, PAGES_OWN, Operation, Reply, Who
-from app.api.openapi.schemas import JSON, Schema, components, error_replies, header, of_model
-from app.api.sessions import SESSION_ID
+from app.api.openapi.schemas import components, error_replies, header, of_model
 from app.errors import AppError, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
 from app.export.formats import FORMATS, SHAPES
+from app.fleet.engines import PATHS
 
 ANYONE: tuple[type[AppError], ...] = (TargetTooLong, HeadersTooLarge, AppError)
 GUARDED: tuple[type[AppError], ...] = (Unauthorized, Forbidden, *ANYONE)
@@ -55,13 +52,15 @@ SCHEMES: Mapping[str, Schema] = {
 
 _CHOICES: Mapping[str, Iterable[str]] = {"format": FORMATS, "shape": SHAPES}
 
-_HIDDEN: Mapping[str, Schema] = {
-    "GET /ui": {},
-    "GET /ui/static/{name}": {
-        "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
-    },
+TAGS: Mapping[str, str] = {
+    "Sessions": "Create, read, reward, close.",
+    "Turns": f"The OpenAI API: {', '.join(f'`{path}`' for path in PATHS.values())}.",
+    "Export": "Training rows, and groups for trainers.",
+    "Fleet": "Engines, adapters, gates.",
+    "SkyRL": "SkyRL's own routes for the gates.",
+    "Service": "Is it alive, what does it do?",
+    "Page": "What the web page asks for.",
 }
-"""Routes that FastAPI is told not to speak of."""
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -69,10 +68,12 @@ def document(app: FastAPI) -> dict[str, Any]:
     schemas = {**components(), **turns.SCHEMAS}
     responses: dict[str, Schema] = {}
     paths = turns.paths(GUARDED, SECURITY["session"], responses)
-    for name, found in {**_HIDDEN, **_of_fastapi(app)}.items():
-        method, _, path = name.partition(" ")
-        operation = _operation(OPERATIONS.get(name, PAGES_OWN), found, schemas, responses)
-        paths.setdefault(path, {})[method.lower()] = operation
+    known = get_openapi(title=app.title, version=app.version, routes=app.routes)["paths"]
+    for route in _routes(app.routes):
+        for method, found in known.get(route.path_format, {}).items():
+            if route.include_in_schema and method.upper() in (route.methods or ()):
+                operation = _operation(operation_of(route.endpoint), found, schemas, responses)
+                paths.setdefault(route.path_format, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {
@@ -92,10 +93,13 @@ def document(app: FastAPI) -> dict[str, Any]:
     }
 
 
-def _of_fastapi(app: FastAPI) -> dict[str, Schema]:
-    """What it knows of each operation, by method and path."""
-    paths = get_openapi(title=app.title, version=app.version, routes=app.routes)["paths"]
-    return {f"{method.upper()} {path}": found for path, methods in paths.items() for method, found in methods.items()}
+def _routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
+    """Newer versions of FastAPI keep an included router as one route."""
+    for route in routes:
+        if isinstance(route, APIRoute):
+            yield route
+        elif (router := getattr(route, "original_router", None)) is not None:
+            yield from _routes(router.routes)
 
 
 def _operation(known: Operation, found: Schema, schemas: dict[str, Schema], responses: dict[str, Schema]) -> Schema:
@@ -105,7 +109,7 @@ def _operation(known: Operation, found: Schema, schemas: dict[str, Schema], resp
     made: Schema = {
         "summary": known.summary,
         "description": _paragraphs(found.get("description", "")),
-        "tags": [known.tag],
+        "tags": found["tags"],
         "parameters": parameters,
         "responses": {
             **{str(reply.status): _reply(reply) for reply in known.replies},
@@ -132,17 +136,15 @@ def _reply(reply: Reply) -> Schema:
 
 def _parameter(found: Schema) -> Schema:
     """A parameter that is left out is no null: a query cannot hold one."""
-    name = found["name"]
     schema = dict(found["schema"])
     one_of = [choice for choice in schema.pop("anyOf", ()) if choice != {"type": "null"}]
     if one_of:
         schema |= one_of[0]
-    schema.pop("title", None)
-    if found["in"] == "path" and name == "session_id":
-        schema["pattern"] = SESSION_ID
-    if name in _CHOICES:
-        schema["enum"] = list(_CHOICES[name])
-    return {**found, "description": PARAMETERS.get(name, ""), "schema": schema}
+    for name in ("title", "description"):
+        schema.pop(name, None)
+    if found["name"] in _CHOICES:
+        schema["enum"] = list(_CHOICES[found["name"]])
+    return {**found, "schema": schema}
 
 
 def _paragraphs(text: str) -> str:

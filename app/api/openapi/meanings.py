@@ -1,10 +1,8 @@
-"""What each error code and each parameter means, for people who read the document."""
+"""What each error code means, for people who read the document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from app.fleet.engines import PATHS
 
 ERRORS: Mapping[str, str] = {
     "internal_error": "a fault of Turnlog's; the server's log has it",
@@ -41,82 +39,4 @@ ERRORS: Mapping[str, str] = {
     "store_unavailable": "the database cannot answer or commit",
     "upstream_timeout": "the engine took too long",
     "store_full": "the disk or the database is full",
-}
-
-PARAMETERS: Mapping[str, str] = {
-    "session_id": "A session's id.",
-    "group_id": "A group's id.",
-    "name": "An adapter's name; slashes may stand in it as they are.",
-    "turn": "A turn's number, from 1.",
-    "kind": "Which replay payload.",
-    "fence": "Of the claim whose reply was refused, as the event `TurnRejected` names it.",
-    "after": "Only events behind this `seq`.",
-    "follow": "Stay open and send what comes.",
-    "erase": "Also delete the content for good.",
-    "limit": "At most so many.",
-    "cursor": "Where to go on, as an earlier reply said.",
-    "format": "What the rows are written into.",
-    "shape": "What a row holds: Turnlog's own, or a trainer's.",
-    "status": "Only such.",
-    "session_status": "Only rows of such sessions.",
-    "since": "Only sessions whose last live turn was committed then or later: seconds since the epoch, or ISO 8601.",
-    "until": "Only sessions whose last live turn was committed then or before.",
-    "min_reward": "Only sessions with at least this reward.",
-    "max_reward": "Only sessions with at most this reward.",
-    "max_staleness": "At most so many weight versions behind `weight_version`.",
-    "weight_version": "What is current; the newest in the store where it is left out.",
-    "explain": "Say also what was left out, and why.",
-    "replay": "Replay payloads too.",
-    "max_seq_len": "Cut rows to at most so many tokens.",
-    "truncate": "Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output.",
-    "advantage": "Compute an advantage for each row within its group.",
-    "consumer": "Who asks; what it has not acknowledged comes again to it alone.",
-    "size": "At most so many groups.",
-    "lease_s": "Seconds for which the groups are the consumer's.",
-    "attempts": "Only groups that have had so many sessions.",
-    "new_only": "Only groups that nobody holds.",
-    "url": "An engine's base URL; it may stand in the body instead.",
-    "state": "Only sessions in this state.",
-    "engine": "Only sessions that are bound to this engine.",
-    "unrewarded": "Only sessions without a reward.",
-    "min_staleness": "Only sessions whose oldest token is at least so many weight versions old.",
-    "stuck_s": "Only sessions with a turn in flight for longer than so many seconds.",
-    "q": "Only sessions whose id begins so.",
-    "sort": "By what the list is sorted.",
-    "order": "Up or down.",
-    "seq": "The state after this event; the last where it is left out.",
-    "segment": "Which segment.",
-    "start": "Where to begin.",
-}
-
-TURN_HEADERS: Mapping[str, str] = {
-    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
-    "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
-    "x-request-id": "The client's own name for the request; the reply repeats it.",
-}
-
-REPLY_HEADERS: Mapping[str, str] = {
-    "x-turnlog-turn": "The number of the turn that this reply is.",
-    "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
-    "x-turnlog-rolled-back": "How many turns this one superseded when it committed; absent where it is none.",
-    "x-turnlog-cursor": "Repeats this export.",
-    "x-turnlog-next-cursor": "Goes on behind the whole export.",
-    "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
-    "x-turnlog-shape": "A JSON list, rows first.",
-    "x-turnlog-row-start": "Which token the first row belongs to.",
-    "x-turnlog-reply-bytes": "The size of the whole reply.",
-    "content-disposition": "A file's name.",
-    "x-should-retry": "`false` where the same request can only fail again, `true` where it should be sent again.",
-    "retry-after": "Seconds after which to try again.",
-    "www-authenticate": "`Bearer`.",
-}
-
-TAGS: Mapping[str, str] = {
-    "Sessions": "Create, read, reward, close.",
-    "Turns": f"The OpenAI API: {', '.join(f'`{path}`' for path in PATHS.values())}.",
-    "Export": "Training rows, and groups for trainers.",
-    "Fleet": "Engines, adapters, gates.",
-    "SkyRL": "SkyRL's own routes for the gates.",
-    "Service": "Is it alive, what does it do?",
-    "Page": "What the web page asks for.",
 }

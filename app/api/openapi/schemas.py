@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 
-from app.api.openapi.meanings import ERRORS, REPLY_HEADERS
+from app.api.describe import (
+    ANYTHING,
+    BOOLEAN,
+    COMPONENTS,
+    COUNT,
+    NUMBER,
+    TEXT,
+    Schema,
+    listed,
+    nullable,
+    record,
+    ref,
+)
+from app.api.describe import JSON as JSON
+from app.api.openapi.meanings import ERRORS
 from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
@@ -16,44 +29,23 @@ from app.fleet.pauses import AdapterState, FleetGate, Told
 from app.store.groups import Acknowledged
 from app.store.reads import Head
 
-Schema = dict[str, Any]
-
-COMPONENTS = "#/components/schemas/"
 RESPONSES = "#/components/responses/"
 
-TEXT: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "number"}
-COUNT: Schema = {"type": "integer", "minimum": 0}
-BOOLEAN: Schema = {"type": "boolean"}
-ANYTHING: Schema = {"type": "object"}
-BINARY: Schema = {"type": "string", "format": "binary"}
-
-JSON, NDJSON, BYTES = "application/json", "application/x-ndjson", "application/octet-stream"
-EVENTS = "text/event-stream"
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": COMPONENTS + name}
-
-
-def nullable(schema: Schema) -> Schema:
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-def listed(schema: Schema) -> Schema:
-    return {"type": "array", "items": schema}
-
-
-def record(description: str, optional: Iterable[str] = (), **fields: Schema) -> Schema:
-    """An object; fields that are not optional are always there."""
-    needed = [name for name in fields if name not in set(optional)]
-    return {"type": "object", "description": description, "properties": fields, "required": needed}
-
-
-def lines(line: str) -> Schema:
-    """A JSON object a line."""
-    return {"type": "string", "description": f"One JSON object `{line}` a line.", "x-line": ref(line)}
-
+REPLY_HEADERS: Mapping[str, str] = {
+    "x-turnlog-turn": "The number of the turn that this reply is.",
+    "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
+    "x-turnlog-rolled-back": "How many turns this one superseded when it committed; absent where it is none.",
+    "x-turnlog-cursor": "Repeats this export.",
+    "x-turnlog-next-cursor": "Goes on behind the whole export.",
+    "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
+    "x-turnlog-shape": "A JSON list, rows first.",
+    "x-turnlog-row-start": "Which token the first row belongs to.",
+    "x-turnlog-reply-bytes": "The size of the whole reply.",
+    "content-disposition": "A file's name.",
+    "x-should-retry": "`false` where the same request can only fail again, `true` where it should be sent again.",
+    "retry-after": "Seconds after which to try again.",
+    "www-authenticate": "`Bearer`.",
+}
 
 _ERROR = record(
     "What the OpenAI SDKs read. `code` is stable; `message` holds ids, lengths and limits, never content.",

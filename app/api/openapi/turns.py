@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
-from app.api.openapi.meanings import TURN_HEADERS
-from app.api.openapi.operations import BODY, ENGINE, SESSION, WRITE, Errors
-from app.api.openapi.schemas import (
+from app.api.describe import (
     ANYTHING,
+    BODY,
     BOOLEAN,
+    ENGINE,
     EVENTS,
     JSON,
+    SESSION,
     TEXT,
+    WRITE,
+    Errors,
     Schema,
-    error_replies,
-    header,
     listed,
     nullable,
     record,
     ref,
 )
+from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
+from app.api.openapi.schemas import error_replies, header
 from app.api.replies import ROLLED_BACK
-from app.api.sessions import SESSION_ID
+from app.domain.patterns import ID
 from app.errors import (
     ClaimLost,
     GenerationAborted,
@@ -56,8 +58,8 @@ ERRORS: Errors = (
     TokenPrefixMismatch,
 )
 
-_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_IDS: Schema = {"type": "array", "items": _ID, "minItems": 1}
+_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_IDS: Schema = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
 _ONE: Schema = {"const": 1}
 _SINGLE: Schema = {"minItems": 1, "maxItems": 1}
 
@@ -114,7 +116,13 @@ _SESSION_ID: Schema = {
     "in": "path",
     "required": True,
     "description": "A session's id.",
-    "schema": {"type": "string", "pattern": SESSION_ID},
+    "schema": {"type": "string", "pattern": ID},
+}
+
+TURN_HEADERS: Mapping[str, str] = {
+    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
+    "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
+    "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
 
 _BODIES = {"chat": "ChatRequest", "completions": "CompletionRequest"}

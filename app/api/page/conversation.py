@@ -10,7 +10,7 @@ import msgspec
 from app.domain.session import Turn
 from app.errors import SessionUnreadable
 from app.export.rows import as_messages
-from app.sessions.past import SessionAt, past
+from app.sessions.session_at import SessionAt, session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
@@ -55,8 +55,8 @@ class Conversations:
         self._database = database
 
     async def at(self, session_id: str, seq: int | None, turn: int | None) -> Conversation:
-        """Up to `turn`, None: the last live one, as of event `seq`. Raises as `past`, NotFound for a turn."""
-        found = await past(self._database, session_id, seq)
+        """Up to `turn`, None: the last live one, as of event `seq`. Raises as `session_at`, NotFound for a turn."""
+        found = await session_at(self._database, session_id, seq)
         leaf = found.session.leaf
         number = turn if turn is not None else None if leaf is None else leaf.number
         if number is None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import pathlib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
-from app.errors import NotFound
+from app.api.describe import TEXT, Reply, describe
+from app.errors import Forbidden, NotFound
 
-FOLDER = Path(__file__).with_name("static")
+FOLDER = pathlib.Path(__file__).with_name("static")
 
 INDEX = "index.html"
 
@@ -47,12 +48,14 @@ class _File(NamedTuple):
     etag: str
 
 
-def page_routes(folder: Path = FOLDER) -> APIRouter:
+def page_routes(folder: pathlib.Path = FOLDER) -> APIRouter:
     """Routes for the files that are in `folder` now. A name is looked up, never joined to a path."""
-    router = APIRouter()
+    router = APIRouter(tags=["Page"])
     files = {path.name: _read(path) for path in folder.iterdir() if path.is_file() and path.suffix in MEDIA_TYPES}
 
-    @router.api_route("/ui", methods=["GET", "HEAD"], include_in_schema=False)
+    @router.head("/ui", include_in_schema=False)
+    @router.get("/ui")
+    @describe("The web page", "anyone", Reply("It.", {"text/html": TEXT}), errors=(Forbidden, NotFound))
     async def page(request: Request) -> Response:
         return _served(request, files.get(INDEX))
 
@@ -61,14 +64,21 @@ def page_routes(folder: Path = FOLDER) -> APIRouter:
         """The page's links are relative to `/ui`, so that it works below a proxy's path as well."""
         return Response(status_code=307, headers={"location": "../ui"})
 
-    @router.api_route("/ui/static/{name}", methods=["GET", "HEAD"], include_in_schema=False)
-    async def static(request: Request, name: str) -> Response:
+    @router.head("/ui/static/{name}", include_in_schema=False)
+    @router.get("/ui/static/{name}")
+    @describe(
+        "The web page's files",
+        "anyone",
+        Reply("A file.", dict.fromkeys(("text/html", "text/css", "text/javascript", "image/svg+xml"), TEXT)),
+        errors=(Forbidden, NotFound),
+    )
+    async def static(request: Request, name: Annotated[str, Path(description="A file's name.")]) -> Response:
         return _served(request, files.get(name))
 
     return router
 
 
-def _read(path: Path) -> _File:
+def _read(path: pathlib.Path) -> _File:
     content = path.read_bytes()
     return _File(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from app.domain.groups import statistics
-from app.errors import InvalidRequest
-from app.store import group_list, survey_lists
+from app.domain import cursors, groups
+from app.domain.groups import Attempt
+from app.store import group_reads, survey, survey_lists
 from app.store.engine import Database
-from app.store.group_list import Lease, Member
+from app.store.group_reads import Lease
 from app.store.reads import Connection
 
 MAX_MISSING = 20
@@ -55,44 +53,44 @@ class GroupList:
 
     async def page(self, cursor: str | None, limit: int) -> GroupPage:
         """In the order of their ids. Raises InvalidRequest for a cursor that is not one of these."""
-        after = None if cursor is None else _decoded(cursor)
+        after = None if cursor is None else cursors.decode_text(cursor, "this list")
 
         def read(connection: Connection) -> GroupPage:
-            found = group_list.ids(connection, after, limit + 1)
+            found = group_reads.ids(connection, after, limit + 1)
             shown = found[:limit]
-            return page(found, group_list.members(connection, shown), group_list.leases(connection, shown))
+            return page(found, group_reads.attempts(connection, shown), group_reads.leases(connection, shown))
+
+        def around_damage(connection: Connection) -> GroupPage:
+            found = survey_lists.group_ids(connection, after, limit + 1)
+            shown = found[:limit]
+            return page(found, survey.attempts(connection, shown), survey_lists.leases(connection, shown))
 
         def page(
-            found: Sequence[str], members: Mapping[str, Sequence[Member]], leases: Mapping[str, Lease]
+            found: Sequence[str], attempts: Mapping[str, Sequence[Attempt]], leases: Mapping[str, Lease]
         ) -> GroupPage:
             return GroupPage(
-                groups=[_row(one, members[one], leases.get(one)) for one in found[:limit]],
-                next_cursor=_encoded(found[limit - 1]) if len(found) > limit else None,
+                groups=[_row(one, attempts[one], leases.get(one)) for one in found[:limit]],
+                next_cursor=cursors.encode_text(found[limit - 1]) if len(found) > limit else None,
             )
 
-        return await self._database.read(
-            read, or_else=lambda connection: page(*survey_lists.groups_page(connection, after, limit + 1))
-        )
+        return await self._database.read(read, or_else=around_damage)
 
 
-def _row(group_id: str, members: Sequence[Member], lease: Lease | None) -> GroupRow:
-    there = [one for one in members if one.status != "erased"]
-    closed = [one for one in there if one.status == "closed"]
-    rewards = [one.reward for one in there if one.reward is not None]
-    found = statistics(rewards) if rewards else None
-    is_complete = bool(there) and all(one.finished for one in there)
+def _row(group_id: str, attempts: Sequence[Attempt], lease: Lease | None) -> GroupRow:
+    outcome = groups.outcome(attempts)
+    rewards = outcome.statistics
     return GroupRow(
         group_id=group_id,
-        sessions=len(there),
-        closed=len(closed),
-        rewarded=len(rewards),
-        mean=found.mean if found else None,
-        std=found.std if found else None,
-        min=found.min if found else None,
-        max=found.max if found else None,
-        zero_variance=found is not None and found.count > 1 and found.zero_variance,
-        missing_attempts=missing_attempts([one.attempt for one in members if one.attempt is not None]),
-        state=_state(is_complete, lease),
+        sessions=outcome.rollouts,
+        closed=outcome.closed,
+        rewarded=rewards.count if rewards else 0,
+        mean=rewards.mean if rewards else None,
+        std=rewards.std if rewards else None,
+        min=rewards.min if rewards else None,
+        max=rewards.max if rewards else None,
+        zero_variance=rewards is not None and rewards.count > 1 and rewards.zero_variance,
+        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None]),
+        state=_state(outcome.complete, lease),
     )
 
 
@@ -116,18 +114,3 @@ def _state(is_complete: bool, lease: Lease | None) -> GroupState:
     if not is_complete:
         return "open"
     return "leased" if lease is not None and lease.is_leased else "complete"
-
-
-def _encoded(group_id: str) -> str:
-    return base64.urlsafe_b64encode(group_id.encode()).decode().rstrip("=")
-
-
-def _decoded(cursor: str) -> str:
-    """Raises InvalidRequest."""
-    try:
-        found = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest("cursor is not one that this list gave") from error
-    if "\0" in found:
-        raise InvalidRequest("cursor is not one that this list gave")
-    return found

@@ -11,12 +11,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from app.api.describe import EVENTS, READ, Reply, describe
 from app.api.page.routes import HEADERS, overview_of
-from app.api.page.watch import POLL_S, Cursor, Listener
+from app.api.page.watch import POLL_S, Listener, LiveCursor
+from app.api.parameters import PageCursor
 from app.api.state import Services, services
 from app.errors import StoreUnavailable
 
-router = APIRouter(prefix="/ui/api")
+router = APIRouter(prefix="/ui/api", tags=["Page"])
 
 OVERVIEW_S = 1.0
 COMMENT_S = 15.0
@@ -30,7 +32,8 @@ ROWS = 1000
 
 
 @router.get("/live")
-async def live(request: Request, cursor: str | None = None) -> StreamingResponse:
+@describe("Changes as they come", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
+async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
     """`hello`, then `sessions` and `overview` as they come; a browser that comes again says what it saw last."""
     app = services(request)
     listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
@@ -122,11 +125,11 @@ async def _overview(app: Services) -> list[bytes]:
         return []
 
 
-def _hello(cursor: Cursor) -> bytes:
+def _hello(cursor: LiveCursor) -> bytes:
     return _event("hello", {"cursor": cursor.encode()}, cursor)
 
 
-def _event(name: str, data: object, cursor: Cursor | None = None) -> bytes:
+def _event(name: str, data: object, cursor: LiveCursor | None = None) -> bytes:
     """`cursor`: a browser that has this event has seen everything up to there."""
     place = b"" if cursor is None else b"id: %b\n" % cursor.encode().encode()
     return b"event: %b\n%bdata: %b\n\n" % (name.encode(), place, msgspec.json.encode(data))

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
 
+from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
 from app.api.engines import shown
-from app.api.service import ExportWish, require_known
-from app.api.sessions import MAX_INTEGER, NO_NUL, SessionId
+from app.api.exports import ExportParameters
+from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
-from app.sessions.session_list import Asked, Sort, State
+from app.domain.patterns import MAX_INTEGER
+from app.errors import InvalidRequest, NotFound
+from app.sessions.session_list import SessionQuery
 
-router = APIRouter(prefix="/ui/api")
+router = APIRouter(prefix="/ui/api", tags=["Page"])
 
 MAX_PAGE = 500
 MAX_TOKENS = 10_000
-MAX_SECONDS = 10 * 365 * 86_400
-
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
-Text = Annotated[str | None, Query(max_length=512, pattern=NO_NUL)]
-Number = Annotated[float | None, Query(allow_inf_nan=False)]
+for_the_page = describe(
+    "For the page",
+    "page",
+    Reply("What the page shows.", {JSON: ANYTHING}),
+    errors=(InvalidRequest, NotFound, *SESSION, *READ),
+)
+"""What lies under `/ui/api/`: it goes with the page's files and may change with them."""
+
+
+class SessionListParameters(SessionQuery):
+    """What the list holds, and which part of it."""
+
+    limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
+    cursor: PageCursor = None
 
 
 def reply(found: object) -> Response:
@@ -32,6 +46,7 @@ def reply(found: object) -> Response:
 
 
 @router.get("/me")
+@for_the_page
 async def me(request: Request) -> Response:
     """Must one sign in? Where one must and has not, this is answered 401 before it comes here."""
     auth = "token" if services(request).tokens.are_needed else "none"
@@ -39,6 +54,7 @@ async def me(request: Request) -> Response:
 
 
 @router.get("/overview")
+@for_the_page
 async def overview(request: Request) -> Response:
     return reply(await overview_of(services(request)))
 
@@ -50,82 +66,65 @@ async def overview_of(app: Services) -> dict[str, Any]:
 
 
 @router.get("/sessions")
-async def list_sessions(
-    request: Request,
-    state: State | None = None,
-    group_id: Text = None,
-    engine: Text = None,
-    min_reward: Number = None,
-    max_reward: Number = None,
-    unrewarded: bool = False,
-    min_staleness: Annotated[int | None, Query(ge=0, le=2**62)] = None,
-    stuck_s: Annotated[float | None, Query(ge=0, le=MAX_SECONDS, allow_inf_nan=False)] = None,
-    q: Annotated[str | None, Query(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] = None,
-    sort: Sort = "created_at",
-    order: Literal["desc", "asc"] = "desc",
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
-    cursor: str | None = None,
-) -> Response:
+@for_the_page
+async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
     """Sessions by any filter, in any order; `sort=claimed_since` lists those with a turn in flight alone."""
-    asked = Asked(
-        state=state,
-        group_id=group_id,
-        engine=engine,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        unrewarded=unrewarded,
-        min_staleness=min_staleness,
-        stuck_s=stuck_s,
-        q=q,
-        sort=sort,
-        newest_first=order == "desc",
-    )
-    return reply(await (await services(request).page()).sessions.page(asked, cursor, limit))
+    return reply(await (await services(request).page()).sessions.page(query, query.cursor, query.limit))
 
 
-Seq = Annotated[int | None, Query(ge=1, le=MAX_INTEGER)]
+Seq = Annotated[
+    int | None,
+    Query(ge=1, le=MAX_INTEGER, description="The state after this event; the last where it is left out."),
+]
 
 
 @router.get("/sessions/{session_id}")
+@for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
     """A session in whatever state, as of event `seq`."""
     return reply(await (await services(request).page()).views.at(session_id, seq))
 
 
 @router.get("/sessions/{session_id}/conversation")
+@for_the_page
 async def conversation(
     request: Request,
     session_id: SessionId,
     seq: Seq = None,
-    turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER)] = None,
+    turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")] = None,
 ) -> Response:
     """What was said up to a turn, a discarded one perhaps."""
     return reply(await (await services(request).page()).conversations.at(session_id, seq, turn))
 
 
 @router.get("/sessions/{session_id}/tokens")
+@for_the_page
 async def tokens(
     request: Request,
     session_id: SessionId,
     seq: Seq = None,
-    segment: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
-    start: Annotated[int, Query(ge=0, le=MAX_INTEGER)] = 0,
-    limit: Annotated[int, Query(ge=1, le=MAX_TOKENS)] = 2000,
+    segment: Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="Which segment.")] = None,
+    start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Where to begin.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
 ) -> Response:
     """A live segment's tokens, as an export gives them."""
     return reply(await (await services(request).page()).tokens.at(session_id, seq, segment, start, limit))
 
 
 @router.get("/groups")
+@for_the_page
 async def list_groups(
-    request: Request, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100, cursor: str | None = None
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
+    cursor: PageCursor = None,
 ) -> Response:
     """Groups in the order of their ids."""
     return reply(await (await services(request).page()).groups.page(cursor, limit))
 
 
 @router.get("/exports")
-async def preview_export(request: Request, wish: ExportWish, cursor: str | None = None) -> Response:
+@for_the_page
+async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> Response:
     """What `/export` with the same parameters would hold, and why not the rest; a part of it at a time."""
-    require_known(request)
-    return reply(await (await services(request).page()).previews.of(wish, cursor))
+    require_known(request, ExportParameters)
+    return reply(await (await services(request).page()).previews.of(query, query.cursor))

@@ -19,7 +19,7 @@ from app.domain.events import (
 )
 from app.domain.session import Reward, Session
 from app.errors import SessionUnreadable
-from app.sessions.past import INLINE, SessionAt, past
+from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import Held, State
 from app.store import reads
 from app.store.engine import Database
@@ -156,8 +156,8 @@ class SessionViews:
         self._held = held
 
     async def at(self, session_id: str, seq: int | None) -> SessionView:
-        """After event `seq`, None: the last. Raises as `past`."""
-        found = await past(self._database, session_id, seq)
+        """After event `seq`, None: the last. Raises as `session_at`."""
+        found = await session_at(self._database, session_id, seq)
         problems = [] if found.damage is None else [Problem("log", found.damage)]
         metadata = await self._metadata(found.session, problems)
         is_held = found.session.version == found.last_seq and session_id in self._held()

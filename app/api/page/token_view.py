@@ -12,7 +12,7 @@ import numpy as np
 from app.domain.events import TurnCommitted
 from app.domain.samples import Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.errors import NotFound
-from app.sessions.past import SessionAt, past
+from app.sessions.session_at import SessionAt, session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
@@ -94,8 +94,8 @@ class TokenViews:
         self._prompts = prompts
 
     async def at(self, session_id: str, seq: int | None, segment: int | None, start: int, limit: int) -> TokenView:
-        """Of a live segment, None: the last, as of event `seq`. Raises as `past`, NotFound for the segment."""
-        found = await past(self._database, session_id, seq)
+        """Of a live segment, None: the last, as of event `seq`. Raises as `session_at`, NotFound for the segment."""
+        found = await session_at(self._database, session_id, seq)
         live = _segments(found)
         segments = [_segment_view(number, turns) for number, turns in live.items()]
         if segment is None and live:

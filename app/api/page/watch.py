@@ -36,19 +36,19 @@ MAX_BEHIND = 10_000
 MAX_LISTENERS = 64
 
 
-class Cursor(msgspec.Struct, frozen=True, array_like=True):
+class LiveCursor(msgspec.Struct, frozen=True, array_like=True):
     """Everything up to `place` has been seen, in the store of this epoch."""
 
     epoch: str
     place: Position
 
     def encode(self) -> str:
-        return cursors.encoded(self)
+        return cursors.encode(self)
 
 
-def decode_cursor(text: str) -> Cursor:
+def decode_cursor(text: str) -> LiveCursor:
     """Raises InvalidRequest."""
-    found: Cursor = cursors.decoded(text, Cursor, "the live stream")
+    found: LiveCursor = cursors.decode(text, LiveCursor, "the live stream")
     return found
 
 
@@ -59,7 +59,7 @@ class Listener:
     """
 
     def __init__(self, on_close: Callable[[Listener], None]) -> None:
-        self.began = self.cursor = Cursor("", START)
+        self.began = self.cursor = LiveCursor("", START)
         self.is_over = False
         self._must_reset = False
         self._pending: dict[str, SessionRow] = {}
@@ -92,7 +92,7 @@ class Listener:
         except TimeoutError:
             return
 
-    def add(self, rows: Iterable[SessionRow], cursor: Cursor) -> None:
+    def add(self, rows: Iterable[SessionRow], cursor: LiveCursor) -> None:
         """Rows of one session may have been read in any order: the one with the later version counts."""
         for row in rows:
             known = self._pending.get(row.session_id)
@@ -103,7 +103,7 @@ class Listener:
         if self._pending:
             self._woken.set()
 
-    def reset(self, cursor: Cursor) -> None:
+    def reset(self, cursor: LiveCursor) -> None:
         self._must_reset = True
         self._pending = {}
         self.cursor = cursor
@@ -131,7 +131,7 @@ class Watch:
         self._listeners: set[Listener] = set()
         self._starting = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
-        self._seen = Cursor("", START)
+        self._seen = LiveCursor("", START)
         self._held: frozenset[str] = frozenset()
         self._stopping = False
 
@@ -175,10 +175,10 @@ class Watch:
         self._polling = asyncio.create_task(self._poll(), name="turnlog-watch")
         self._polling.add_done_callback(self._ended)
 
-    async def _present(self) -> Cursor:
-        return await self._database.read(lambda connection: Cursor(reads.epoch(connection), tail.end(connection)))
+    async def _present(self) -> LiveCursor:
+        return await self._database.read(lambda connection: LiveCursor(reads.epoch(connection), tail.end(connection)))
 
-    async def _catch_up(self, listener: Listener, resumed: Cursor) -> None:
+    async def _catch_up(self, listener: Listener, resumed: LiveCursor) -> None:
         """What came between the end of an earlier stream and this one's beginning. Raises StoreUnavailable."""
         rows: list[SessionRow] = []
         if resumed.epoch != self._seen.epoch:
@@ -193,7 +193,7 @@ class Watch:
         missed = await self._database.read(read)
         if not missed.holds or missed.events > MAX_BEHIND:
             return listener.reset(self._seen)
-        return listener.add(rows, Cursor(resumed.epoch, missed.last))
+        return listener.add(rows, LiveCursor(resumed.epoch, missed.last))
 
     async def _poll(self) -> None:
         failed = False
@@ -235,7 +235,7 @@ class Watch:
                 listener.reset(self._seen)
             return 0
         self._held = held
-        self._seen = Cursor(self._seen.epoch, new.last)
+        self._seen = LiveCursor(self._seen.epoch, new.last)
         for listener in self._listeners:
             listener.add(rows, self._seen)
         return new.events

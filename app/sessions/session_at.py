@@ -1,4 +1,4 @@
-"""A session as it was after one of its events, for people: as much of it as can be read."""
+"""A session as it was after one of its events, for people and for tools."""
 
 from __future__ import annotations
 
@@ -37,12 +37,15 @@ class SessionAt(NamedTuple):
         return recorded.at, recorded.event
 
 
-async def past(database: Database, session_id: str, seq: int | None) -> SessionAt:
-    """The state after event `seq`, None: the last, from the log alone.
+async def session_at(database: Database, session_id: str, seq: int | None = None, *, whole: bool = False) -> SessionAt:
+    """The state after event `seq`, None: the last, from the log alone: no snapshot is asked.
 
     Raises SessionNotFound; InvalidRequest for a `seq` that the log does not have; SessionUnreadable where not even
-    its first event can be read; StoreUnavailable.
+    its first event can be read; StoreUnavailable. `whole`: raises UnknownEvent where any event up to there is
+    missing or cannot be read.
     """
+    if seq is not None and seq < 1:
+        raise InvalidRequest(f"event {seq}: events are numbered from 1")
     rows, last = await database.read(
         lambda connection: (
             reads.event_rows(connection, session_id, limit=seq),
@@ -55,11 +58,11 @@ async def past(database: Database, session_id: str, seq: int | None) -> SessionA
     if seq is not None and seq > last:
         raise InvalidRequest(f"event {seq}: the log of session {session_id} ends with event {last}")
     if len(rows) <= INLINE:
-        return _folded(session_id, rows, last)
-    return await asyncio.to_thread(_folded, session_id, rows, last)
+        return _folded(session_id, rows, last, whole)
+    return await asyncio.to_thread(_folded, session_id, rows, last, whole)
 
 
-def _folded(session_id: str, rows: Sequence[EventRow], last: int) -> SessionAt:
+def _folded(session_id: str, rows: Sequence[EventRow], last: int, whole: bool) -> SessionAt:
     session: Session | None = None
     events: list[Recorded] = []
     damage = None
@@ -68,6 +71,8 @@ def _folded(session_id: str, rows: Sequence[EventRow], last: int) -> SessionAt:
             (recorded,) = reads.decode_events([row])
             session = apply(session, recorded, session_id)
         except UnknownEvent as error:
+            if whole:
+                raise
             damage = f"event {len(events) + 1}: {error}"
             break
         events.append(recorded)

@@ -1,0 +1,67 @@
+"""The route of exports."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from app.api.describe import BINARY, BYTES, NDJSON, READ, Reply, describe, lines
+from app.api.parameters import PageCursor, require_known
+from app.api.state import services
+from app.errors import InvalidRequest, Unsupported
+from app.export.query import ExportQuery
+
+router = APIRouter(tags=["Export"])
+
+ROWS = Reply(
+    "Rows, in the media type of the format.",
+    {
+        NDJSON: lines("Row"),
+        "application/vnd.apache.parquet": BINARY,
+        BYTES: BINARY,
+        "application/vnd.msgpack": BINARY,
+    },
+    ("x-turnlog-cursor", "x-turnlog-next-cursor", "content-disposition"),
+)
+
+
+class ExportParameters(ExportQuery):
+    """What an export is asked for, and where it goes on."""
+
+    cursor: PageCursor = None
+
+
+@router.get("/export")
+@describe("Training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ))
+async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
+    """Training rows in the order of commit, in any format and shape.
+
+    `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
+    `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
+    """
+    require_known(request, ExportParameters)
+    started = await services(request).exporter.start(query, query.cursor)
+    headers = {
+        "x-turnlog-cursor": started.cursor,
+        "content-disposition": f'attachment; filename="turnlog{started.suffix}"',
+    }
+    if query.limit is None or started.is_empty:
+        headers["x-turnlog-next-cursor"] = started.next_cursor
+    return _ClosedStream(started.pieces, started.media_type, headers)
+
+
+class _ClosedStream(StreamingResponse):
+    """Ends its pieces with the response, also where the client has gone: they may hold temporary files."""
+
+    def __init__(self, pieces: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(pieces, media_type=media_type, headers=headers)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._pieces):
+            await super().__call__(scope, receive, send)

@@ -1,0 +1,46 @@
+"""What engines serve, as OpenAI clients ask for it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from app.api.describe import ANYTHING, ENGINE, JSON, READ, SESSION, Reply, describe
+from app.api.parameters import SessionId
+from app.api.state import Services, services
+from app.upstream import headers as http_headers
+
+router = APIRouter(tags=["Turns"])
+
+
+@router.get("/sessions/{session_id}/v1/models")
+@describe(
+    "What the session's engine serves",
+    "session",
+    Reply("The engine's reply.", {JSON: ANYTHING}),
+    errors=(*SESSION, *READ, *ENGINE),
+    passes_engines_errors=True,
+)
+async def session_models(request: Request, session_id: SessionId) -> Response:
+    """What the session's engine serves."""
+    app = services(request)
+    await app.sessions.require(session_id)
+    return await models_reply(app, session_id)
+
+
+@router.get("/v1/models")
+@describe(
+    "What an engine serves",
+    "session",
+    Reply("The engine's reply.", {JSON: ANYTHING}),
+    errors=ENGINE,
+    passes_engines_errors=True,
+)
+async def models(request: Request) -> Response:
+    """What an engine serves."""
+    return await models_reply(services(request), "")
+
+
+async def models_reply(app: Services, session_id: str) -> Response:
+    headers = http_headers.to_engine((), session_id, app.settings.upstream_api_key)
+    reply = await app.engines.models(session_id, headers)
+    return Response(reply.body.joined(), reply.status, dict(http_headers.to_client(reply.headers)))

@@ -1,0 +1,36 @@
+"""Parameters that several routes have."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+from pydantic import BaseModel
+
+from app.domain.patterns import ID
+from app.errors import InvalidRequest, SessionNotFound
+
+
+async def _well_formed(
+    session_id: Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})],
+) -> str:
+    """An id that no session can have is not looked for. Raises SessionNotFound."""
+    if not re.fullmatch(ID, session_id):
+        raise SessionNotFound("no session has an id of this form")
+    return session_id
+
+
+SessionId = Annotated[str, Depends(_well_formed)]
+
+PageCursor = Annotated[str | None, Query(description="Where to go on, as an earlier reply said.")]
+
+LIMIT = "At most so many."
+
+
+def require_known(request: Request, model: type[BaseModel]) -> None:
+    """Raises InvalidRequest for a parameter that the route does not have: a filter with a slip lets everything pass."""
+    for name in request.query_params:
+        if name not in model.model_fields:
+            accepted = ", ".join(sorted(model.model_fields))
+            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; there are {accepted}")

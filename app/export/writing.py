@@ -1,0 +1,69 @@
+"""Pages of rows written as the pieces of one file, on threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from app.export.containers.writer import Writer
+from app.export.row import Fields
+
+T = TypeVar("T")
+
+
+class _Worker:
+    """Does a writer's work on threads. A cancellation does not stop a thread: closing leaves the end to it then."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._work: asyncio.Task[Any] | None = None
+
+    async def do(self, call: Callable[..., T], *arguments: Any) -> T:
+        work = asyncio.create_task(asyncio.to_thread(call, *arguments))
+        self._work = work
+        return await asyncio.shield(work)
+
+    def close(self) -> None:
+        if self._work is None or self._work.done():
+            self._writer.close()
+        else:
+            self._work.add_done_callback(lambda _: self._writer.close())
+
+
+async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[Sequence[Fields]]:
+    """The same pages, of which the next is read and shaped while one is written."""
+
+    async def following() -> Sequence[Fields] | None:
+        return await anext(pages, None)
+
+    task = asyncio.create_task(following())
+    try:
+        while (rows := await task) is not None:
+            task = asyncio.create_task(following())
+            yield rows
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def written(
+    writer: Writer, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
+) -> AsyncGenerator[bytes]:
+    """The pages as pieces of one file."""
+    with contextlib.closing(_Worker(writer)) as worker:
+        if first is not None:
+            for piece in await worker.do(_all, writer.write, first):
+                yield piece
+        async with contextlib.aclosing(rest):
+            async for rows in rest:
+                for piece in await worker.do(_all, writer.write, rows):
+                    yield piece
+        last = writer.finish()
+        while piece := await worker.do(next, last, b""):
+            yield piece
+
+
+def _all(write: Callable[[Sequence[Fields]], Iterable[bytes]], rows: Sequence[Fields]) -> list[bytes]:
+    return list(write(rows))
