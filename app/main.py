@@ -184,8 +184,8 @@ def _page(database: Database, registration: Registration, made: Assembly, metric
         engines=made.engines,
         pauses=made.pauses,
         token_in=made.token_in,
-        recent=metrics.recent.summary,
-        read_only=lambda: registration.read_only,
+        recent=metrics.recent,
+        registration=registration,
         release=release,
     )
 

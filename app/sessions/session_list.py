@@ -12,6 +12,7 @@ from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
+from app.fleet.engines import Engines
 from app.store import group_reads, heads_view, survey, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import COUNTED, Order, Place, Row, Wanted
@@ -113,18 +114,18 @@ async def newest_sessions(
 
 
 class SessionList:
-    """`held` are the turns at gates, `engine_versions` the weight versions that engines are known to have."""
+    """`held` are the turns at gates, `engines` know their weight versions."""
 
     def __init__(
         self,
         database: Database,
         held: Held,
-        engine_versions: Callable[[], Sequence[str | None]],
+        engines: Engines,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self.held = held
-        self._engine_versions = engine_versions
+        self._engines = engines
         self._clock = clock
 
     async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> Page:
@@ -187,7 +188,8 @@ class SessionList:
         return self._newest(survey.newest_version(connection))
 
     def _newest(self, sampled: int | None) -> int | None:
-        known = [int(one) for one in self._engine_versions() if one is not None and is_number(one)]
+        versions = [member.weight_version for member in self._engines.members.values()]
+        known = [int(one) for one in versions if one is not None and is_number(one)]
         return max(known if sampled is None else [*known, sampled], default=None)
 
     def _in_flight(

@@ -84,25 +84,6 @@ def touch(connection: Connection, session_id: str) -> None:
         connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
 
 
-def list_heads(
-    connection: Connection,
-    *,
-    status: str | None,
-    group_id: str | None,
-    before: tuple[float, str] | None,
-    limit: int,
-) -> list[Head]:
-    """Newest first, those created before `before` (created_at, session_id)."""
-    query = select(*_HEAD).order_by(sessions.c.created_at.desc(), sessions.c.session_id.desc()).limit(limit)
-    if status is not None:
-        query = query.where(sessions.c.status == status)
-    if group_id is not None:
-        query = query.where(sessions.c.group_id == group_id)
-    if before is not None:
-        query = query.where(tuple_(sessions.c.created_at, sessions.c.session_id) < before)
-    return [Head(*row) for row in connection.execute(query)]
-
-
 class EventRow(NamedTuple):
     """A stored event, not yet decoded."""
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from helpers.log import BODY, created
-from helpers.store import Store, reward
+from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
 from app.domain.events import VersionSpan
@@ -34,7 +34,7 @@ class Filled:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.held: dict[str, bool] = {}
-        self.list = SessionList(store.database, lambda: self.held, lambda: [str(NEWEST), "name", None], lambda: NOW)
+        self.list = SessionList(store.database, lambda: self.held, engines_at(str(NEWEST), "name", None), lambda: NOW)
         self._dice = random.Random(7)
 
     async def fill(self, count: int = 24) -> None:

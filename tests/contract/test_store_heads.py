@@ -10,7 +10,8 @@ from helpers.log import rolled_back
 from helpers.store import Store, add_incarnation, commit, end_incarnation, release, reward
 
 from app.domain.session import Session
-from app.store import reads
+from app.store import heads_view, reads
+from app.store.heads_view import Wanted
 from app.store.log import Appended
 
 pytestmark = pytest.mark.anyio
@@ -85,14 +86,17 @@ async def test_heads_are_listed_newest_first_and_paged(store: Store) -> None:
         await store.create(f"s{number}", at=float(number // 2))
     await store.close("s1")
 
-    async def page(**kw: Any) -> list[str]:
-        given = {"status": None, "group_id": None, "before": None, "limit": 10, **kw}
-        heads = await store.database.read(lambda c: reads.list_heads(c, **given))
-        return [head.session_id for head in heads]
+    async def page(after: tuple[float, str] | None = None, limit: int = 10, **wanted: Any) -> list[str]:
+        rows = await store.database.read(
+            lambda c: heads_view.page(
+                c, Wanted(**wanted), order="created_at", newest_first=True, after=after, limit=limit
+            )
+        )
+        return [row.session_id for row in rows]
 
     assert await page() == ["s4", "s3", "s2", "s1", "s0"]
     assert await page(limit=2) == ["s4", "s3"]
-    assert await page(before=(1.0, "s3")) == ["s2", "s1", "s0"]
+    assert await page(after=(1.0, "s3")) == ["s2", "s1", "s0"]
     assert await page(status="closed") == ["s1"]
     assert await page(group_id="g") == []
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 from helpers.log import BODY
-from helpers.store import Store, reward
+from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert, update
 
 from app.api.page import live as ui_live
@@ -33,7 +33,7 @@ class Watched:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.held: dict[str, bool] = {}
-        listed = SessionList(store.database, lambda: self.held, list, lambda: 0.0)
+        listed = SessionList(store.database, lambda: self.held, engines_at(), lambda: 0.0)
         self.watch = Watch(store.database, listed, poll_s=0.01)
 
     async def heads(self) -> dict[str, int]:

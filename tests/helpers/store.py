@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
+from app.domain.fleet import EngineListed
 from app.domain.session import Session, fold
+from app.fleet.engines import Engines
 from app.store import incarnations, reads
 from app.store.dialect import Tx, now
 from app.store.engine import Database
@@ -20,6 +22,7 @@ from app.store.schema import chunks as chunks_table
 from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
 from app.store.writer import Writer
+from app.upstream.client import EngineClient
 from helpers.log import BODY, committed, created, float64, int32, opened
 from workers import codec
 from workers.codec import Facts, Wire
@@ -224,3 +227,12 @@ async def silence_incarnation(database: Database, number: int, seconds: float) -
     """As if its last heartbeat were so long ago."""
     late = update(incarnations_table).where(incarnations_table.c.id == number).values(heartbeat_at=now() - seconds)
     await database.write(lambda tx: tx.run(late, {}), durable=False)
+
+
+def engines_at(*versions: str | None) -> Engines:
+    """Engines that are known to have these weight versions."""
+    engines = Engines(cast(EngineClient, None))
+    engines.serve([EngineListed(f"http://engine-{number}") for number in range(len(versions))])
+    for member, version in zip(engines.members.values(), versions, strict=True):
+        member.weight_version = version
+    return engines

@@ -11,11 +11,12 @@ from typing import Literal
 import msgspec
 
 from app.fleet.pauses import AdapterState, FleetGate, Pauses
+from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
 from app.store import heads_view, reads, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import Counts
-from app.turn.stages import RecentTurns
+from app.turn.stages import Recent
 
 GOOD_FOR_S = 0.9
 """How long an overview is given again: everybody who looks shares one a second."""
@@ -85,25 +86,22 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 class Overviews:
-    """`recent` says what the last minute of turns was like, `read_only` why no turn is taken.
-
-    `clock` gives seconds since the epoch.
-    """
+    """`clock` gives seconds since the epoch."""
 
     def __init__(
         self,
         database: Database,
         sessions: SessionList,
         pauses: Pauses,
-        recent: Callable[[], RecentTurns],
-        read_only: Callable[[], str | None],
+        recent: Recent,
+        registration: Registration,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._sessions = sessions
         self._pauses = pauses
         self._recent = recent
-        self._read_only = read_only
+        self._registration = registration
         self._clock = clock
         self._looking = asyncio.Lock()
         self._made: tuple[float, Overview] | None = None
@@ -132,7 +130,7 @@ class Overviews:
         )
         held = self._sessions.held()
         unclaimed = sum(not has_claim for has_claim in held.values())
-        recent = self._recent()
+        recent = self._recent.summary()
         return Overview(
             at=at,
             sessions=SessionCounts(
@@ -156,7 +154,7 @@ class Overviews:
             database=DatabaseSize(
                 counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
-            read_only=self._read_only(),
+            read_only=self._registration.read_only,
             scope="this process",
         )
 

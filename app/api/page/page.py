@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from app.api.page.conversation import Conversations
@@ -15,9 +14,10 @@ from app.api.page.watch import Watch
 from app.export.preview import Previews
 from app.fleet.engines import Engines
 from app.fleet.pauses import Pauses
+from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
 from app.store.engine import Database
-from app.turn.stages import RecentTurns
+from app.turn.stages import Recent
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 
@@ -40,19 +40,15 @@ def page_of(
     engines: Engines,
     pauses: Pauses,
     token_in: TokenIn,
-    recent: Callable[[], RecentTurns],
-    read_only: Callable[[], str | None],
+    recent: Recent,
+    registration: Registration,
     release: str,
 ) -> Page:
-    """`recent` says what the last minute of turns was like, `read_only` why none is taken; `release` is this one."""
-
-    def engine_versions() -> list[str | None]:
-        return [member.weight_version for member in engines.members.values()]
-
-    sessions = SessionList(database, turns.held, engine_versions, time.time)
+    """`release` is this version's name."""
+    sessions = SessionList(database, turns.held, engines, time.time)
     return Page(
         sessions=sessions,
-        overviews=Overviews(database, sessions, pauses, recent, read_only, time.time),
+        overviews=Overviews(database, sessions, pauses, recent, registration, time.time),
         watch=Watch(database, sessions),
         views=SessionViews(database, turns.held),
         conversations=Conversations(database),
