@@ -11,10 +11,10 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -69,6 +69,9 @@ class OwnProcess:
     With `group` it leads a process group, and what it has started ends with it where it has to be killed.
     """
 
+    spawn: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
+    """How the process is made; tests fork it from one that has loaded the code already."""
+
     def __init__(
         self,
         command: Sequence[str],
@@ -112,7 +115,7 @@ class OwnProcess:
     def launch(self) -> None:
         """Start without waiting."""
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._process = self.spawn(
                 self._command,
                 cwd=self._root,
                 env=self.environment,

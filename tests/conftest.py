@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import warm
 from helpers.databases import Postgres, SqliteTemplate
 from helpers.store import Store
 from hypothesis import settings
 
 from app.store.engine import Database
+from ops.server import OwnProcess
 
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
@@ -22,13 +24,18 @@ pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept", "real_engine
 
 BOTH = ("sqlite", "postgresql")
 
-OPTIONAL = {"long": "takes minutes", "real_engine": "starts a real engine"}
-"""Markers whose tests run only with an option of that name."""
+LANES = {
+    "real_engine": "the tests before a real engine, vLLM on the CPU",
+    "untimed": "the tests that take longer than anybody waits for, or load packages from the network",
+    "long": "the tests that take longer than a quick run may",
+}
+"""Markers whose tests run with the option of that name, alone; one that has several is of the first. Without an option
+the tests that have none of them run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="also run tests that take minutes")
-    parser.addoption("--real-engine", action="store_true", help="also run tests before a real engine, vLLM on the CPU")
+    for marker, what in LANES.items():
+        parser.addoption(f"--{marker.replace('_', '-')}", action="store_true", help=f"run {what}, and no others")
     parser.addoption(
         "--store",
         choices=(*BOTH, "both"),
@@ -44,18 +51,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for marker, why in OPTIONAL.items():
-        option = f"--{marker.replace('_', '-')}"
-        if not config.getoption(option):
-            skipped = pytest.mark.skip(reason=f"{why}: run with {option}")
-            for item in items:
-                if item.get_closest_marker(marker):
-                    item.add_marker(skipped)
+    asked = {marker for marker in LANES if config.getoption(f"--{marker.replace('_', '-')}")} or {None}
+    others = [item for item in items if lane_of(item) not in asked]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if lane_of(item) in asked]
+
+
+def lane_of(item: pytest.Item) -> str | None:
+    return next((marker for marker in LANES if item.get_closest_marker(marker)), None)
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_starts() -> None:
+    """Servers and engines are forked, which spares each the second that its imports take."""
+    OwnProcess.spawn = staticmethod(warm.popen)
 
 
 @pytest.fixture(scope="session")

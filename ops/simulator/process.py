@@ -32,7 +32,7 @@ class SimulatorProcess(OwnProcess):
 
     def start(self) -> Self:
         """Start and wait until it says that it listens: `/health` may be told to fail. Raises ServerDidNotStart."""
-        process = subprocess.Popen(self._command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE)
+        process = self.spawn(self._command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE)
         self._process = process
         assert process.stdout is not None
         with process.stdout:

@@ -85,7 +85,8 @@ def endings(stand: Stand) -> None:
 
 
 def completions(stand: Stand) -> None:
-    for name, prompts in {"text": ["Once upon", " a time"], "ids": [[5, 6, 7], [8, 9]]}.items():
+    both: dict[str, list[Any]] = {"text": ["Once upon", " a time"], "ids": [[5, 6, 7], [8, 9]]}
+    for name, prompts in both.items():
         stand.talk(session_id=f"completions-{name}")
         whole: Any = prompts[0]
         for more in (*prompts[1:], None):

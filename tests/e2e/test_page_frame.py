@@ -135,6 +135,7 @@ def test_a_lost_connection_is_said_and_made_good(watched: Watched, guarded: Stan
     expect(page.locator("#connection")).to_have_text("live")
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:
     """Somebody else holds the file's lock while it starts; a full disk does the same to it."""
     watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")

@@ -30,12 +30,6 @@ def whole(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def damage_seeds(request: pytest.FixtureRequest) -> range:
-    """So many times is the same kind of damage done to other bytes."""
-    return range(3 if request.config.getoption("--long") else 1)
-
-
-@pytest.fixture
 def stand(shared: Stand) -> Stand:
     """The shared stand, alive again if another test left its server dead."""
     if not shared.server.answers():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.pages import NEEDED, How, Kept, Page, kept, lost, overwrite, pages, primary_key
 from integration.reading import read
 from integration.routing import BOTH
@@ -140,7 +141,8 @@ def listing(path: Path) -> dict[str, list[Page]]:
     }
 
 
-WHERE = ("order", "order's end", "heads", "times", "key", "inner", "all")
+RARE = tuple(pytest.param(where, marks=pytest.mark.long) for where in ("order's end", "times", "inner"))
+WHERE = ("order", "heads", "key", "all", *RARE)
 
 
 def damaged_list(whole: Whole, folder: Path, where: str, how: How, seed: int) -> Damaged:

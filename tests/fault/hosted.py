@@ -33,7 +33,12 @@ class Hosted:
         """SQLite keeps the limit with the connection, so it is the server's own that must be told."""
         writer = self._app.state.services.database._sqlite
         done = threading.Event()
-        writer._jobs.put((lambda: (function(writer.connection), done.set()), _Nobody()))
+
+        def asked() -> None:
+            function(writer.connection)
+            done.set()
+
+        writer._jobs.put((asked, _Nobody()))
         assert done.wait(30)
 
 

@@ -85,6 +85,7 @@ class Mortal:
         self._database = database
         self.is_sqlite = database.is_sqlite
         self.lanes = database.lanes
+        self.unreadable = database.unreadable
         self.dead = False
 
     async def read(self, function: Callable[..., Any], **options: Any) -> Any:

@@ -89,7 +89,7 @@ class FaultTable:
         row.add(Tally(**counts))
 
     def lines(self) -> list[str]:
-        cells = [HEADINGS]
+        cells: list[tuple[str, ...]] = [HEADINGS]
         for (number, title), row in sorted(self.rows.items()):
             slowest = f"{max(row.recoveries):.2f} s" if row.recoveries else "-"
             counts = (row.tried, row.acknowledged, row.lost, row.doubled)

@@ -51,7 +51,14 @@ def damage(cluster: Cluster, relation: str, page: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("relation", "page"), [("events", 2), ("turns", 1), ("sessions", 1), ("ix_events_tx_position", 1), ("pk_events", 1)]
+    ("relation", "page"),
+    [
+        ("events", 2),
+        ("sessions", 1),
+        ("ix_events_tx_position", 1),
+        pytest.param("turns", 1, marks=pytest.mark.long),
+        pytest.param("pk_events", 1, marks=pytest.mark.long),
+    ],
 )
 def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str, page: int) -> None:
     damage(cluster, relation, page)

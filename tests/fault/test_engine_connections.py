@@ -92,7 +92,7 @@ def every_way(stand: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
     failed = [line for line in failed if not line.endswith(": None")]
     assert not failed, "\n".join(failed)
     for client in clients:
-        tally.doubled += raw.generated[client.talk.id] - client.asked
+        tally.doubled += max(raw.generated[client.talk.id] - client.asked, 0)  # a 502 may come before it was read
     tally.tried += len(clients)
     verified(stand, [one for client in clients for one in client.acknowledged], tally)
 
@@ -111,6 +111,6 @@ def test_what_an_engines_connection_does_costs_its_own_turn_alone(behind: Stand,
 
 @pytest.mark.long
 @pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_it_does_so_in_any_order(behind: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:
     every_way(behind, raw, tally, seed)

@@ -173,6 +173,7 @@ LARGE_REWARD = {f"{CANARY}-{number:07}": number / 7 for number in range(1_200_00
 """Some 46 MiB as JSON: before there was a limit that became an event."""
 
 
+@pytest.mark.long
 @pytest.mark.threat("what was erased can still be read")
 def test_a_reward_from_before_there_was_a_limit_is_read_exported_and_erased(alone: Stand) -> None:
     talk = alone.talk()

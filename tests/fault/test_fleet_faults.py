@@ -119,7 +119,7 @@ def test_a_pause_whose_process_dies_holds_and_its_order_can_be_given_again(site:
 
 
 @pytest.mark.fault(9, CRASHES)
-@pytest.mark.parametrize("point", ["after_gate_shut", "before_gate_opened"])
+@pytest.mark.parametrize("point", ["before_gate_opened", pytest.param("after_gate_shut", marks=pytest.mark.long)])
 def test_a_pause_of_all_ends_with_its_lease_whoever_dies(site: Site, tally: Tally, point: CrashPoint) -> None:
     site.again(**{VARIABLE: point})
     if point == "after_gate_shut":

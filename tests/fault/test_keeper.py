@@ -129,7 +129,15 @@ def test_the_successor_says_whom_it_succeeds(server: KeptServer) -> None:
     assert json.loads(line)["event"] == f"server process {first} was killed by SIGKILL; process {second} takes over"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_nobody_outlives_the_keeper(server: KeptServer, number: signal.Signals) -> None:
     both = {server.started[-1], spare(server)}
     os.kill(server.pid, number)
@@ -142,6 +150,18 @@ def test_nobody_outlives_the_keeper(server: KeptServer, number: signal.Signals) 
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", server.port))
     assert len(server.started) == 1, "nobody took over"
+
+
+def test_a_spare_ends_with_a_keeper_that_has_not_heard_from_it(server: KeptServer) -> None:
+    """What nobody has read makes the end of a connection a reset."""
+    serving, first = server.started[-1], spare(server)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: processes(server) - {serving, first}, PATIENCE_S)
+    os.kill(server.pid, signal.SIGSTOP)
+    [second] = processes(server) - {serving, first}
+    until(lambda: server.spare == second, PATIENCE_S)
+    os.kill(server.pid, signal.SIGKILL)
+    assert [pid for pid in (serving, second) if not gone(pid, 10)] == []
 
 
 def test_a_stop_waits_for_the_turn_in_flight(server: KeptServer) -> None:

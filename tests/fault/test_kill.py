@@ -106,7 +106,9 @@ def test_no_acknowledged_turn_is_lost_and_none_is_taken_twice(stand: Stand, tall
 
 
 @pytest.mark.fault(1, TITLE)
-@pytest.mark.parametrize(("mark", "kills"), [("idempotency-key", 1), ("x-stainless-retry-count", 2)])
+@pytest.mark.parametrize(
+    ("mark", "kills"), [("idempotency-key", 1), pytest.param("x-stainless-retry-count", 2, marks=pytest.mark.long)]
+)
 def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(
     stand: Stand, tally: Tally, mark: str, kills: int
 ) -> None:
@@ -115,7 +117,7 @@ def test_the_first_retry_of_a_turn_that_was_in_flight_is_served(
         talk.say("Hello")
     first = {"idempotency-key": "k"} if mark == "idempotency-key" else {"x-stainless-retry-count": "0"}
     again = {"idempotency-key": "k"} if mark == "idempotency-key" else {"x-stainless-retry-count": "1"}
-    wish = {"latency_s": 1.5}
+    wish = {"latency_s": 1.0}
     calls = [stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], headers=first, sim=wish) for talk in talks]
     for talk in talks:
         stand.until_generating(talk, 2)

@@ -37,9 +37,8 @@ async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Pa
 @pytest.mark.anyio
 @pytest.mark.long
 @pytest.mark.fault(6, "an engine's replies are mutated")
-@pytest.mark.parametrize("seed", range(10))
-async def test_many_mutated_replies(tmp_path: Path, tally: Tally, seed: int) -> None:
-    await mutated(Plan(5000, seed=seed, folder=tmp_path), tally)
+async def test_many_mutated_replies(tmp_path: Path, tally: Tally) -> None:
+    await mutated(Plan(2000, seed=1, folder=tmp_path), tally)
 
 
 async def mutated(plan: Plan, tally: Tally) -> None:

@@ -214,7 +214,7 @@ STRANDED_S = 180.0
 """In which connections that never speak again must have been found out: only timeouts tell, each in its turn."""
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(14, "the network to PostgreSQL forgets its connections")
 def test_connections_that_never_speak_again(
     cluster: Cluster, address: Forwarder, processes: Processes, tally: Tally

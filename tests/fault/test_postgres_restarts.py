@@ -80,10 +80,10 @@ def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
 @pytest.mark.long
 @pytest.mark.fault(14, TITLE)
 def test_what_was_acknowledged_is_there_after_many(cluster: Cluster, processes: Processes, tally: Tally) -> None:
-    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"] * 20)
+    restarted(cluster, processes, tally, ["immediate", "fast", "immediate"] * 4)
 
 
-LOST_CLAIMS = 20
+LOST_CLAIMS = 12
 
 
 def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorProcess, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorPro
         cluster.stop_log_writer()
         slow = []
         for name in names[1:]:  # one after the other, so that each claim is a transaction of its own
-            slow.append(threads.submit(turn, name, 8.0))
+            slow.append(threads.submit(turn, name, 12.0))
             until(lambda name=name: opened(name), 180)  # type: ignore[misc]
         cursor = http.get("/export").headers["x-turnlog-next-cursor"]
         cluster.restart("immediate")

@@ -31,24 +31,22 @@ def count(rounds: list[Round], tally: Tally) -> None:
 
 @pytest.mark.fault(1, TITLE)
 def test_the_only_process(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=2, clients=16, seed=1, folder=tmp_path)), tally)
+    count(asyncio.run(run(rounds=2, clients=8, seed=1, folder=tmp_path)), tally)
 
 
 @pytest.mark.fault(1, TITLE)
 def test_one_of_several_processes(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    count(
-        asyncio.run(run(rounds=1, clients=16, seed=2, folder=tmp_path, database_url=postgres_url, processes=2)), tally
-    )
+    count(asyncio.run(run(rounds=1, clients=8, seed=2, folder=tmp_path, database_url=postgres_url, processes=2)), tally)
 
 
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
-def test_the_only_process_two_hundred_times(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=200, clients=64, seed=3, folder=tmp_path)), tally)
+def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:
+    count(asyncio.run(run(rounds=8, clients=32, seed=3, folder=tmp_path)), tally)
 
 
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
-def test_one_of_several_processes_two_hundred_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    rounds = run(rounds=200, clients=64, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
+def test_one_of_several_processes_many_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
+    rounds = run(rounds=6, clients=32, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
     count(asyncio.run(rounds), tally)

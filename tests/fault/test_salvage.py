@@ -83,7 +83,7 @@ def salvaged_is_true(whole: Whole, damaged: Damaged, path: Path) -> None:
     assert {one.session_id for one in report.problems} == damaged.lost_with_replay
 
 
-@pytest.mark.parametrize("how", ["zeros", "random"])
+@pytest.mark.parametrize("how", ["zeros", pytest.param("random", marks=pytest.mark.long)])
 def test_a_salvaged_copy_has_the_others_and_says_what_is_missing(
     whole: Whole, tmp_path: Path, engine: SimulatorProcess, how: How
 ) -> None:

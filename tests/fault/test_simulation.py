@@ -11,8 +11,8 @@ from tests.tools.simulation.__main__ import run
 
 TITLE = "simulated schedules of crashes, freezes, lost answers and clocks that jump"
 
-SCHEDULES = 100
-LONG = 20_000
+SCHEDULES = 50
+LONG = 500
 
 
 def simulate(first: int, count: int, tally: Tally) -> None:

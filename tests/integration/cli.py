@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from helpers.warm import popen
 from typer.testing import CliRunner, Result
 
 from turnlog.cli.commands import app
@@ -40,7 +41,7 @@ def started(
 ) -> subprocess.Popen[str]:
     """A command as a process of its own, in a folder that is not the checkout."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
-    return subprocess.Popen(
+    return popen(
         [sys.executable, "-m", "turnlog.cli", *(str(argument) for argument in arguments)],
         cwd=folder,
         env={**inherited, "NO_COLOR": "1", **(environment or {})},

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from integration.filled import fill, opened
 from integration.places import DATABASES, Places
 from integration.stand import Stand, serving, standing
 from integration.tito import checked, tokenizer_folder
@@ -112,6 +114,20 @@ def tight(places: Places) -> Iterator[Stand]:
     }
     with standing(places.new("tight"), environment=environment) as made:
         yield made
+
+
+@pytest.fixture
+def filled(database_url: str, clean_environment: Callable[..., None]) -> str:
+    """A store with a session of each kind, which the command finds in the environment."""
+    asyncio.run(opened(database_url, fill))
+    clean_environment(DATABASE_URL=database_url)
+    return database_url
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Callable[[], list[str]]:
+    """What was printed since the last call."""
+    return lambda: capsys.readouterr().out.splitlines()
 
 
 @pytest.fixture(params=["sglang", "vllm", "tito"])

@@ -47,7 +47,8 @@ class Corpus:
         ]
         tools.add(*results, tools=[WEATHER], sim=NESTED)
         split = self._talk("split", 0.25, group_id="7")
-        for text, more in (("1", {}), ("2", {}), ("3", {"tools": [WEATHER]}), ("4", {"tools": [WEATHER]})):
+        tooled: dict[str, Any] = {"tools": [WEATHER]}
+        for text, more in (("1", {}), ("2", {}), ("3", tooled), ("4", tooled)):
             split.say(text, sim={"tool_calls": False, "weight_version": "3", **NESTED}, **more)
         cut = self._talk("cut", 0.0, group_id="7")
         cut.say("Long", sim={"finish_reason": "length", **NESTED})

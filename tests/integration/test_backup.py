@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.databases import ROOT, Postgres, run_module
+from helpers.databases import Postgres, run_module
+from helpers.warm import popen
 from sqlalchemy import text
 
 from app.store.engine import Database, create_engine
@@ -213,9 +214,7 @@ def test_a_copy_that_is_cut_short_is_not_there_and_the_next_run_makes_it(own: St
     with closing(sqlite3.connect(own.server.database_path)) as connection, connection:
         connection.execute("CREATE TABLE ballast AS SELECT randomblob(100000000) AS data")
     copy, partial = tmp_path / "copy.db", tmp_path / "copy.db.partial"
-    run = subprocess.Popen(
-        [sys.executable, "-m", "ops.backup", str(copy)], cwd=ROOT, env=own.server.environment, stderr=subprocess.PIPE
-    )
+    run = popen([sys.executable, "-m", "ops.backup", str(copy)], env=own.server.environment, stderr=subprocess.PIPE)
     until(lambda: partial.exists() and partial.stat().st_size > 0)
     run.send_signal(signal.SIGSTOP)
     assert "another run is writing" in failure(own, "ops.backup", str(copy))

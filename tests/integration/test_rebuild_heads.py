@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.databases import ROOT
 from helpers.store import Store, create, end_incarnation
+from helpers.warm import popen
 from sqlalchemy import select
 
 from app.replay import main
@@ -79,20 +79,6 @@ def heads(url: str) -> dict[str, list[tuple[Any, ...]]]:
     return asyncio.run(opened(url, run))  # type: ignore[no-any-return]
 
 
-@pytest.fixture
-def filled(database_url: str, clean_environment: Environment) -> str:
-    """A store with a session of each kind, which the command finds in the environment."""
-    asyncio.run(opened(database_url, fill))
-    clean_environment(DATABASE_URL=database_url)
-    return database_url
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Lines:
-    """What was printed since the last call."""
-    return lambda: capsys.readouterr().out.splitlines()
-
-
 def places(said: Lines) -> set[str]:
     return {json.loads(line)["place"] for line in said()}
 
@@ -102,19 +88,16 @@ def test_derived_rows_are_those_that_the_operations_wrote(filled: str, said: Lin
     assert said() == []
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_found_and_mended(filled: str, said: Lines, damage: str) -> None:
-    statement, expected = DAMAGE[damage]
+def test_damage_is_found_and_mended(filled: str, said: Lines) -> None:
     before = heads(filled)
-    execute(filled, statement)
-    damaged = heads(filled)
-    assert damaged != before
-    assert main(["--heads", "--json"]) == 1
-    assert places(said) == expected
-    assert heads(filled) == damaged
-    assert main(["--heads", "--fix", "--json"]) == 0
-    assert places(said) == expected
-    assert heads(filled) == before
+    for damage, (statement, expected) in DAMAGE.items():
+        execute(filled, statement)
+        damaged = heads(filled)
+        assert damaged != before, damage
+        assert (main(["--heads", "--json"]), places(said)) == (1, expected), damage
+        assert heads(filled) == damaged, damage
+        assert (main(["--heads", "--fix", "--json"]), places(said)) == (0, expected), damage
+        assert heads(filled) == before, damage
     assert main(["--heads"]) == 0
 
 
@@ -207,7 +190,7 @@ def test_an_interrupted_fix_is_taken_up(
     before = heads(database_url)
     execute(database_url, "UPDATE sessions SET version = 9")
     command = [sys.executable, "-m", "app.replay", "--heads", "--fix"]
-    with subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with popen(command, env=os.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline().endswith(b": fixed\n")
         process.send_signal(sign)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,25 +10,11 @@ from typing import Any
 import pytest
 
 from app.replay import main
-from integration.filled import execute, fill, opened
+from integration.filled import execute
 from integration.stand import Stand, Talk, standing, user
 
 Environment = Callable[..., None]
 Lines = Callable[[], list[str]]
-
-
-@pytest.fixture
-def filled(database_url: str, clean_environment: Environment) -> str:
-    """A store with a session of each kind, which the command finds in the environment."""
-    asyncio.run(opened(database_url, fill))
-    clean_environment(DATABASE_URL=database_url)
-    return database_url
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Lines:
-    """What was printed since the last call."""
-    return lambda: capsys.readouterr().out.splitlines()
 
 
 class Diary:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from helpers.databases import Postgres
+from helpers.databases import Postgres, run_module
+from helpers.warm import popen
 from sqlalchemy.engine import make_url
 
 from app.store.engine import sqlite_lock
 from app.store.revision import revision_head
 from integration.cli import started
-from ops.server import ROOT, free_port
+from ops.server import free_port
 
 PATIENCE_S = 120
 
@@ -68,9 +69,7 @@ def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Pop
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
     for code, *command in (3, "uvicorn", "app.main:app", "--port", "0"), (1, "alembic", "upgrade", "head"):
         arguments = [sys.executable, "-m", *map(str, command)]
-        made = subprocess.Popen(
-            arguments, cwd=ROOT, env=kept | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        made = popen(arguments, env=kept | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         yield str(command[0]), int(code), made
 
 
@@ -157,13 +156,5 @@ def test_all_wrong_settings_are_told_at_once() -> None:
         ["uvicorn", "app.main:app", "--port", "0"],
         ["alembic", "upgrade", "head"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            cwd=ROOT,
-            env=kept | wrong,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = run_module(*arguments, environment=kept | wrong)
         assert (done.returncode, done.stderr.splitlines()) == (1, expected)

@@ -245,7 +245,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert scored.returncode == 0, scored.stdout[-300:]
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 def test_the_lock_can_be_installed(tmp_path: Path) -> None:
     """The index has each pinned file, with its hash."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--dry-run"]

@@ -5,6 +5,7 @@ Until then it opens no database and accepts no connection. It ends when its keep
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -33,7 +34,8 @@ class ControlSocket:
         threading.Thread(target=self._listen, name="turnlog-keeper", daemon=True).start()
 
     def _listen(self) -> None:
-        with self._control.makefile("r", encoding="utf-8") as lines:
+        # A keeper that dies before it has read what was sent to it resets the connection.
+        with contextlib.suppress(ConnectionError), self._control.makefile("r", encoding="utf-8") as lines:
             for line in lines:
                 self._reason = line.strip()
                 self._promoted.set()
