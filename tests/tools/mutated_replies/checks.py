@@ -153,7 +153,10 @@ def _turn(one: Taken, row: Mapping[str, Any], span: Mapping[str, Any]) -> Iterat
     names = row["weight_version_names"]
     numbers = row["weight_versions"][begin:end]
     said = [names[number] if names else str(number) for number in numbers]
-    wanted = reading.versions if names else [_number(version) for version in reading.versions]
+    # An engine that does not say its version has the one that it was known to have when it was asked.
+    known = span.get("dispatched") or "unknown"
+    versions = [known if version == "unknown" else version for version in reading.versions]
+    wanted = versions if names else [_number(version) for version in versions]
     if said != wanted or set(row["weight_versions"][start:begin]) - {-1}:
         yield f"{where}: other weight versions"
     if span["finish_reason"] != reading.finish_reason:
