@@ -28,8 +28,10 @@ REFUSED = ("rows have 1 dimensions, layers and k are needed", "rollout_routed_ex
 ANSWERS_WITH_ROWS = r"(GET /export|POST /sessions/(flat|shaped)-).*"
 REPLAYED = r"rollout_(routed_experts|indexer_topk)"
 
-ALLOWED = (
-    Allowed("a lease begins when the group is asked for", r"GET /export/groups\?.*", r".*/lease_until"),
+LEASE = Allowed("a lease begins when the group is asked for", r"GET /export/groups\?.*", r".*/lease_until")
+
+SINCE_D7078C7 = (
+    LEASE,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
         r"GET /sessions/[^/?]+",
@@ -66,3 +68,6 @@ ALLOWED = (
     ),
     Allowed("so a sample has tensors more", r"POST /sessions/(flat|shaped)-.*", r"\(order\)"),
 )
+
+ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE,)}
+"""By the release that wrote the store."""
