@@ -28,6 +28,7 @@ class Broken:
 
     durable: ClassVar[bool] = True
     runs_inline: ClassVar[bool] = False
+    is_alone = False
     session_id = ""
     size = 100
 
@@ -44,6 +45,7 @@ class Holding:
 
     durable: ClassVar[bool] = True
     runs_inline: ClassVar[bool] = False
+    is_alone = False
     session_id = ""
     size = 0
 
