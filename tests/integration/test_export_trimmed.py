@@ -161,7 +161,7 @@ async def test_groups_stand_at_the_place_of_their_last_session(store: Store) -> 
     assert [row["session_ids"] for row in rows] == [["c"], ["b1", "b2"], ["a1", "a2", "late"]]
     for place, row in enumerate(rows):
         assert await rows_of(store, wish, row["cursor"]) == rows[place + 1 :]
-    first = await Exporter(store.database, "test").start(msgspec.structs.replace(wish, limit=1), None)
+    first = await Exporter(store.database, "test").start(wish.model_copy(update={"limit": 1}), None)
     before = b"".join([piece async for piece in first.pieces])
     assert read("ndjson", before)[0]["session_ids"] == ["c"]
     await reward(store, "b1", 9.0)

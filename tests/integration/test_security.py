@@ -54,7 +54,7 @@ def test_every_route_is_known() -> None:
     assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
 
 
-@pytest.mark.threat("who has no token uses a server that has one")
+@pytest.mark.threat("a request without a token, to a server that requires one")
 def test_without_a_token_nothing_but_health_and_the_pages_files_is_served(guarded: Guarded) -> None:
     for method, path in ROUTES:
         for headers in ({}, bearer("unknown"), bearer(f"tls.a.{'A' * 43}")):

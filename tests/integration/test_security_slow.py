@@ -344,7 +344,7 @@ async def test_a_body_of_many_small_chunks_is_taken(monkeypatch: pytest.MonkeyPa
         assert (await reader.readuntil(b"x" * 20)).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.threat("who has no token uses a server that has one")
+@pytest.mark.threat("a request without a token, to a server that requires one")
 async def test_a_trailer_is_no_header(application: Application, port: int) -> None:
     """A proxy that looks at headers, and takes some away, may pass trailers on as they are."""
     application.guard = Guard(Tokens(["a-token"]))

@@ -212,7 +212,7 @@ def test_an_admin_token_is_enough_from_anywhere(headers: Pairs) -> None:
             assert TOKEN_SESSION not in scope
 
 
-@pytest.mark.threat("who has no token uses a server that has one")
+@pytest.mark.threat("a request without a token, to a server that requires one")
 @pytest.mark.parametrize(
     "headers",
     [

@@ -100,3 +100,15 @@ def test_every_page_is_in_the_index() -> None:
 
 def _first(row: str) -> list[str]:
     return _VARIABLE.findall(row.split("|")[1])
+
+
+_RULE = re.compile(r"^\| .+ \| \[`[^`]+`\]\(\.\./([^)]+)\) \| `([^`]+)` \|$", re.MULTILINE)
+
+
+def test_a_rule_of_the_contract_is_found_where_the_design_says() -> None:
+    rules = _RULE.findall((ROOT / "docs" / "design.md").read_text())
+    assert len(rules) == 10
+    files = [file for room in ("app", "workers") for file in (ROOT / room).rglob("*.py")]
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    for file, search in rules:
+        assert [name for name, text in texts.items() if search in text] == [file], search
