@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from app.api.sessions import read_model
 from app.api.state import Services, services, whole_body
 from app.errors import InvalidRequest
-from app.fleet.engine_pool import Listed
+from app.fleet.engine_pool import ListedEngine
 
 router = APIRouter()
 
@@ -64,7 +64,7 @@ async def delete_engine(request: Request, url: Annotated[str | None, Query()] = 
     return Response(status_code=204)
 
 
-def shown(app: Services, listed: Listed) -> dict[str, Any]:
+def shown(app: Services, listed: ListedEngine) -> dict[str, Any]:
     """An engine as an operator reads of it."""
     member = listed.member
     configured = app.settings.upstream_dialect

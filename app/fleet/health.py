@@ -91,7 +91,7 @@ class HealthWatch:
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
-            self._engines.news.clear()
+            self._engines.changed.clear()
             self._spread(now)
             self._hasten()
             for url, due in self._due.items():
@@ -100,7 +100,7 @@ class HealthWatch:
             waits = [due - now for url, due in self._due.items() if url not in self._looking]
             try:
                 async with asyncio.timeout(min(waits, default=EVERY_S)):
-                    await self._engines.news.wait()
+                    await self._engines.changed.wait()
             except TimeoutError:
                 continue
 
@@ -115,8 +115,8 @@ class HealthWatch:
     def _hasten(self) -> None:
         """Engines that turns have met in trouble are due at once."""
         for url, member in self._engines.members.items():
-            if member.needs_look:
-                member.needs_look = False
+            if member.needs_check:
+                member.needs_check = False
                 self._due[url] = 0.0
 
     def look_at(self, url: str) -> asyncio.Task[None]:
@@ -129,7 +129,7 @@ class HealthWatch:
 
     def _looked(self, url: str) -> None:
         self._looking.pop(url, None)
-        self._engines.news.set()
+        self._engines.changed.set()
 
     async def _look(self, url: str) -> None:
         member = self._engines.members.get(url)

@@ -39,7 +39,7 @@ class Member(msgspec.Struct):
     nothing that was learned of it holds. Such is `sessions`, whether it has the session routes, and `dialect`.
 
     `has_aborted`: it ended a generation that could not be continued, of which the log was told.
-    `needs_look`: a turn has met it in trouble, and nobody has looked after it since.
+    `needs_check`: a turn has met it in trouble, and nobody has looked after it since.
 
     `weight_version` is the newest that is known. While it is lower than one before, that is `fell_from`.
     """
@@ -59,7 +59,7 @@ class Member(msgspec.Struct):
     signs: int = 0
     failed_at: float = 0.0
     is_refusing: bool = False
-    needs_look: bool = False
+    needs_check: bool = False
     has_aborted: bool = False
 
     def lives(self, alive: Alive, now: float) -> None:

@@ -229,8 +229,8 @@ class Pauses:
         rids = [rid_of(session_id, fence) for session_id, fence in found]
         orders: dict[str, list[str]] = {}
         for rid in rids:
-            running_at = self._engines.running_at(rid)
-            for url in self._engines.members if running_at is None else (running_at,):
+            engine_of = self._engines.engine_of(rid)
+            for url in self._engines.members if engine_of is None else (engine_of,):
                 orders.setdefault(url, []).append(rid)
         answers = await asyncio.gather(*(self._control.abort(url, some) for url, some in orders.items()))
         for url, answer in zip(orders, answers, strict=True):

@@ -15,7 +15,7 @@ from app.sessions.session_list import SessionList
 from app.store import heads_view, reads, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import Counts
-from app.turn.stages import RecentTurns
+from app.turn.stages import RecentTurnsSummary
 
 GOOD_FOR_S = 0.9
 """How long an overview is given again: everybody who looks shares one a second."""
@@ -95,7 +95,7 @@ class Overviews:
         database: Database,
         sessions: SessionList,
         pauses: Pauses,
-        recent: Callable[[], RecentTurns],
+        recent: Callable[[], RecentTurnsSummary],
         read_only: Callable[[], str | None],
         clock: Callable[[], float],
     ) -> None:

@@ -17,7 +17,7 @@ from app.fleet.engines import Engines
 from app.fleet.pauses import Pauses
 from app.sessions.session_list import SessionList
 from app.store.engine import Database
-from app.turn.stages import RecentTurns
+from app.turn.stages import RecentTurnsSummary
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 
@@ -40,7 +40,7 @@ def page_of(
     engines: Engines,
     pauses: Pauses,
     token_in: TokenIn,
-    recent: Callable[[], RecentTurns],
+    recent: Callable[[], RecentTurnsSummary],
     read_only: Callable[[], str | None],
     release: str,
 ) -> Page:
