@@ -130,7 +130,7 @@ class Engines:
         if dialect is not None:
             member.dialect = dialect
         if version is not None and version != member.weight_version:
-            member.has_version(version, known)
+            member.report_version(version, known)
         if member.fell_from is not None:
             self.regression.set()
 
@@ -241,7 +241,7 @@ class Engines:
             try:
                 reply = await ask(base_url)
                 if member.is_refusing:
-                    member.answers()
+                    member.answered()
                 return Answer(base_url, reply, known, known)
             except NotSent as error:
                 member.refused(str(error), time.time())

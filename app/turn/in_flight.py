@@ -98,8 +98,7 @@ class InFlightTurn:
 
     @contextlib.contextmanager
     def waiting_at_gate(self) -> Iterator[None]:
-        """While the turn waits at a gate, clients that disconnect leave at once; after the last one the turn is
-        cancelled."""
+        """While the turn waits at a gate, clients that disconnect leave at once; the last one cancels the turn."""
         self.is_held = True
         for waiter in tuple(self._waiters):
             waiter.turn_held()

@@ -253,5 +253,5 @@ async def test_the_engines_dialect_is_known_once_all_speak_the_same(client: Engi
         engines.seen(url, None, None, dialect)  # type: ignore[arg-type]
         found.append(engines.dialect)
     engines.members[A].is_refusing = True
-    engines.members[A].answers()
+    engines.members[A].answered()
     assert [*found, engines.dialect] == ["auto", "auto", "auto", "sglang", "auto"]

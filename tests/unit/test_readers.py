@@ -54,9 +54,9 @@ async def test_a_held_flight_ends_with_its_last_reader() -> None:
     task = asyncio.create_task(work())
     await waiting.wait()
     readers[0].client_disconnected()
-    assert held.cut is None
+    assert held.cancel_reason is None
     readers[1].client_disconnected()
-    assert held.cut == "disconnect"
+    assert held.cancel_reason == "disconnect"
     with pytest.raises(TurnCancelled):
         await task
 
@@ -65,9 +65,9 @@ async def test_a_flight_that_is_not_held_outlives_a_client_that_hangs_up() -> No
     reader, going = Watched().reader(), flight()
     reader.wait_for(going)
     reader.client_disconnected()
-    assert going.cut is None
+    assert going.cancel_reason is None
     reader.leave()
-    assert going.cut == "disconnect"
+    assert going.cancel_reason == "disconnect"
 
 
 async def test_who_hung_up_before_is_let_go_when_the_flight_is_held() -> None:
@@ -76,7 +76,7 @@ async def test_who_hung_up_before_is_let_go_when_the_flight_is_held() -> None:
     reader.wait_for(held)
     reader.client_disconnected()
     with held.waiting_at_gate():
-        assert held.cut == "disconnect"
+        assert held.cancel_reason == "disconnect"
     assert watch.watched == []
 
 
@@ -89,7 +89,7 @@ async def test_a_reader_that_leaves_what_it_joined_does_not_wait_and_does_not_tr
     reader.leave()
     with pytest.raises(ClientGone):
         await joining
-    assert going.cut is None
+    assert going.cancel_reason is None
 
 
 async def test_who_stays_gets_what_the_flight_brought() -> None:
