@@ -63,11 +63,7 @@ _ERROR = record(
     param={"type": "null"},
 )
 
-_TOLD = {
-    "type": "object",
-    "additionalProperties": ref("Told"),
-    "description": "How each engine took the order.",
-}
+_TOLD = {"type": "object", "additionalProperties": ref("Told"), "description": "How each engine took the order."}
 
 _BY_HAND: Mapping[str, Schema] = {
     "Error": record("An error.", error=_ERROR),
