@@ -13,7 +13,7 @@ from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.store import group_reads, heads_view, survey, survey_lists
 from app.store.engine import Database
-from app.store.heads_view import COUNTED, Order, Place, Row, Wanted
+from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
@@ -109,7 +109,7 @@ class SessionList:
                 wanted = _wanted(asked, newest, held)
                 total = heads_view.count(connection, wanted)
                 is_exact = total <= COUNTED
-                found = _page(connection, wanted, asked, after, limit + 1, many=not is_exact or wanted == Wanted())
+                found = _page(connection, wanted, asked, after, limit + 1, many=not is_exact or wanted == HeadFilter())
             shown = found[:limit]
             return Page(
                 sessions=[shaped(row, newest, held) for row in shown],
@@ -132,7 +132,7 @@ class SessionList:
 
         return await self._database.read(read, or_else=around_damage)
 
-    def _is_claimed_as_asked(self, row: Row, asked: Asked, held: Mapping[str, bool]) -> bool:
+    def _is_claimed_as_asked(self, row: HeadRow, asked: Asked, held: Mapping[str, bool]) -> bool:
         """What of a question is about turns in flight."""
         if asked.state == "gated" and row.session_id not in held:
             return False
@@ -144,7 +144,7 @@ class SessionList:
     def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """As `rows`, around damaged pages."""
         newest, held = self.newest_version_of_each(connection), self.held()
-        return [shaped(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
+        return [shaped(row, newest, held) for row in survey_lists.rows(connection, HeadFilter(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """Some sessions as they are now, in no order; for `Database.read`."""
@@ -165,7 +165,7 @@ class SessionList:
 
     def _few(
         self, connection: Connection, asked: Asked, newest: int | None, held: Mapping[str, bool]
-    ) -> tuple[list[Row], bool]:
+    ) -> tuple[list[HeadRow], bool]:
         """All that match where only sessions with a turn in flight can, whose ids are known before their heads.
 
         False where there are too many open turns to look at all of them.
@@ -179,7 +179,7 @@ class SessionList:
         return heads_view.of(connection, list(held), _wanted(asked, newest, held)), True
 
 
-def shaped(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
+def shaped(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
     return SessionRow(
         session_id=row.session_id,
         version=row.version,
@@ -198,7 +198,7 @@ def shaped(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow
     )
 
 
-def _state(row: Row, held: Mapping[str, bool]) -> State:
+def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
     match row.status:
         case "closed":
             return "closed"
@@ -214,12 +214,12 @@ def _needs_claim(asked: Asked) -> bool:
     return asked.state == "claimed" or asked.stuck_s is not None or asked.sort == "claimed_since"
 
 
-def _wanted(asked: Asked, newest: int | None, held: Mapping[str, bool]) -> Wanted:
+def _wanted(asked: Asked, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
     most = None
     if asked.min_staleness is not None:
         most = NEVER if newest is None else newest - asked.min_staleness
     is_open = asked.state not in (None, "closed", "erased")
-    return Wanted(
+    return HeadFilter(
         status="open" if is_open else asked.state,  # type: ignore[arg-type]
         idle=asked.state == "idle",
         but=held.keys() if asked.state == "idle" else (),
@@ -237,7 +237,7 @@ NEVER = -1
 """No weight version is so low."""
 
 
-def _by(asked: Asked) -> tuple[Literal["claimed_since"] | Order, bool]:
+def _by(asked: Asked) -> tuple[Literal["claimed_since"] | SortOrder, bool]:
     """The column that is sorted by, and whether from the largest value down: the stalest have the lowest version."""
     if asked.sort == "staleness":
         return "weight_version", not asked.newest_first
@@ -245,8 +245,8 @@ def _by(asked: Asked) -> tuple[Literal["claimed_since"] | Order, bool]:
 
 
 def _page(
-    connection: Connection, wanted: Wanted, asked: Asked, after: Place | None, limit: int, *, many: bool
-) -> list[Row]:
+    connection: Connection, wanted: HeadFilter, asked: Asked, after: Place | None, limit: int, *, many: bool
+) -> list[HeadRow]:
     column, descending = _by(asked)
     assert column != "claimed_since"
     return heads_view.page(
@@ -254,7 +254,7 @@ def _page(
     )
 
 
-def _sorted(rows: Sequence[Row], asked: Asked, after: Place | None) -> list[Row]:
+def _sorted(rows: Sequence[HeadRow], asked: Asked, after: Place | None) -> list[HeadRow]:
     """Those behind `after`, in the order in which the store would give them."""
     column, descending = _by(asked)
     places = {(getattr(row, column), row.session_id): row for row in rows}
@@ -268,7 +268,7 @@ def _sorted(rows: Sequence[Row], asked: Asked, after: Place | None) -> list[Row]
     return [places[place] for place in (*valued, *others)]
 
 
-def _encoded(row: Row, asked: Asked) -> str:
+def _encoded(row: HeadRow, asked: Asked) -> str:
     """The place behind a row, and the order in which it is one."""
     column, descending = _by(asked)
     place = (column, descending, getattr(row, column), row.session_id)

@@ -1,4 +1,4 @@
-"""All groups of sessions a page at a time, by their ids: what an index gives without a look at every session."""
+"""Lists all groups of sessions by id, a page at a time, from an index."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from app.store.rollouts import is_finished, is_root
 from app.store.schema import groups, sessions
 
 
-class Member(msgspec.Struct, frozen=True):
-    """A rollout of a group: its root, and whether it is `finished` with all of its sessions."""
+class RolloutSummary(msgspec.Struct, frozen=True):
+    """A rollout of a group: its root; `finished` covers all of its sessions."""
 
     attempt: int | None
     reward: float | None
@@ -22,15 +22,15 @@ class Member(msgspec.Struct, frozen=True):
     finished: bool
 
 
-class Lease(msgspec.Struct, frozen=True):
-    """What the training feed knows of a group; `is_leased` as of now."""
+class FeedLease(msgspec.Struct, frozen=True):
+    """The training feed's state of a group; `is_leased` as of now."""
 
     is_leased: bool
     is_acknowledged: bool
 
 
 def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
-    """Groups behind `after`, None: from the first, in the database's own order."""
+    """Group ids after `after` (None: from the first), in the database's own order."""
     query = (
         select(sessions.c.group_id)
         .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
@@ -41,9 +41,9 @@ def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
     return [found for found in connection.execute(query).scalars() if found is not None]
 
 
-def members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Member]]:
+def members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[RolloutSummary]]:
     """The rollouts of each group."""
-    found: dict[str, list[Member]] = {group_id: [] for group_id in group_ids}
+    found: dict[str, list[RolloutSummary]] = {group_id: [] for group_id in group_ids}
     for at in range(0, len(group_ids), SPAN):
         query = select(
             sessions.c.group_id,
@@ -53,15 +53,15 @@ def members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[
             case((is_finished, True), else_=False),
         ).where(is_root())
         for row in connection.execute(query.where(sessions.c.group_id.in_(group_ids[at : at + SPAN]))):
-            found[row[0]].append(Member(*row[1:]))
+            found[row[0]].append(RolloutSummary(*row[1:]))
     return found
 
 
-def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
-    """Of the groups that the feed has handed out."""
-    found: dict[str, Lease] = {}
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
+    """The feed's state of the groups that it has handed out."""
+    found: dict[str, FeedLease] = {}
     for at in range(0, len(group_ids), SPAN):
         query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
         for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + SPAN]))):
-            found[row[0]] = Lease(bool(row[1]), bool(row[2]))
+            found[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
     return found

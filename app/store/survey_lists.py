@@ -12,8 +12,8 @@ from sqlalchemy import Connection, select, union
 from app.store import group_list, reads
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.figures import Figures
-from app.store.group_list import Lease, Member
-from app.store.heads_view import Claims, Counts, Row, Wanted
+from app.store.group_list import FeedLease, RolloutSummary
+from app.store.heads_view import ClaimCounts, Counts, HeadFilter, HeadRow
 from app.store.reads import Head
 from app.store.schema import chunks, groups, refused_replies
 from app.store.survey import all_heads
@@ -44,12 +44,12 @@ def list_heads(
     ]
 
 
-def rows(connection: Connection, wanted: Wanted, ids: Sequence[str] | None = None) -> list[Row]:
+def rows(connection: Connection, wanted: HeadFilter, ids: Sequence[str] | None = None) -> list[HeadRow]:
     """Those of some sessions, or of all, that are wanted; in no order."""
     return [row for row in all_heads(connection, ids).rows.values() if _is_wanted(row, wanted)]
 
 
-def _is_wanted(row: Row, wanted: Wanted) -> bool:
+def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
     return (
         wanted.status in (None, row.status)
         and not (wanted.idle and row.claimed_since is not None)
@@ -73,11 +73,11 @@ def counts(connection: Connection, since: float) -> Counts:
     return Counts(len(opened), closed, erased, changed)
 
 
-def claims(connection: Connection, since: float) -> Claims:
+def claims(connection: Connection, since: float) -> ClaimCounts:
     """As `heads_view.claims`."""
     held = [row for row in all_heads(connection).rows.values() if row.claimed_since is not None]
     new = [row for row in held if (row.claimed_since or 0.0) >= since and (row.updated_at < since or not row.turns)]
-    return Claims(len(held), len(new))
+    return ClaimCounts(len(held), len(new))
 
 
 def figures(connection: Connection) -> Figures:
@@ -89,15 +89,15 @@ def figures(connection: Connection) -> Figures:
 
 def groups_page(
     connection: Connection, after: str | None, limit: int
-) -> tuple[list[str], dict[str, list[Member]], dict[str, Lease]]:
+) -> tuple[list[str], dict[str, list[RolloutSummary]], dict[str, FeedLease]]:
     """The next groups, their sessions and, as far as it can be read, what the feed knows of them."""
     every = all_heads(connection)
     found = [row for row in every.rows.values() if row.group_id is not None and every.root_of(row) is None]
     ids = sorted({row.group_id or "" for row in found if after is None or (row.group_id or "") > after})[:limit]
-    members: dict[str, list[Member]] = {group_id: [] for group_id in ids}
+    members: dict[str, list[RolloutSummary]] = {group_id: [] for group_id in ids}
     for row in found:
         if row.group_id in members:
-            members[row.group_id].append(Member(row.attempt, row.reward, row.status, every.is_finished(row)))
+            members[row.group_id].append(RolloutSummary(row.attempt, row.reward, row.status, every.is_finished(row)))
     return ids, members, split(connection, ids, group_list.leases)[0]
 
 
@@ -127,7 +127,7 @@ def closed_sessions(
 
 def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
     """As `group_reads.holding_sessions`."""
-    found = rows(connection, Wanted(status="closed", group_id=group_id))
+    found = rows(connection, HeadFilter(status="closed", group_id=group_id))
     return list(_holding(connection, [row.session_id for row in found if (row.closed_at or 0.0) <= cutoff]))
 
 

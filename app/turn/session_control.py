@@ -161,7 +161,7 @@ class SessionControls:
     async def close_at_engine(self, ending: Ending) -> None:
         """Tell the engine to close the session, and write that it was told."""
         await self.calls.close(ending.engine, ending.control_id)
-        await self.write_with_retry(store.Ended(ending.control_id, self.incarnation))
+        await self.write_with_retry(store.EngineTold(ending.control_id, self.incarnation))
 
     async def write_with_retry(self, operation: Operation[T]) -> T:
         """Write an operation, with retries until the store accepts it. Nobody waits for it."""

@@ -13,7 +13,7 @@ from app.domain.groups import statistics
 from app.errors import InvalidRequest
 from app.store import group_list, survey_lists
 from app.store.engine import Database
-from app.store.group_list import Lease, Member
+from app.store.group_list import FeedLease, RolloutSummary
 from app.store.reads import Connection
 
 MAX_MISSING = 20
@@ -63,7 +63,7 @@ class GroupList:
             return page(found, group_list.members(connection, shown), group_list.leases(connection, shown))
 
         def page(
-            found: Sequence[str], members: Mapping[str, Sequence[Member]], leases: Mapping[str, Lease]
+            found: Sequence[str], members: Mapping[str, Sequence[RolloutSummary]], leases: Mapping[str, FeedLease]
         ) -> GroupPage:
             return GroupPage(
                 groups=[_row(one, members[one], leases.get(one)) for one in found[:limit]],
@@ -75,7 +75,7 @@ class GroupList:
         )
 
 
-def _row(group_id: str, members: Sequence[Member], lease: Lease | None) -> GroupRow:
+def _row(group_id: str, members: Sequence[RolloutSummary], lease: FeedLease | None) -> GroupRow:
     there = [one for one in members if one.status != "erased"]
     closed = [one for one in there if one.status == "closed"]
     rewards = [one.reward for one in there if one.reward is not None]
@@ -110,7 +110,7 @@ def missing_attempts(attempts: Sequence[int]) -> list[int]:
     return missing
 
 
-def _state(is_complete: bool, lease: Lease | None) -> GroupState:
+def _state(is_complete: bool, lease: FeedLease | None) -> GroupState:
     if lease is not None and lease.is_acknowledged:
         return "acknowledged"
     if not is_complete:
