@@ -16,7 +16,7 @@ from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.settings import Settings
 from app.turn.context import Request
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
@@ -138,9 +138,9 @@ class Continuation:
         output = codec.unpack(result.facts, Facts).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptIds:
         """The prompt and all tokens so far."""
-        return Prompt(self._ids, None)
+        return PromptIds(self._ids, None)
 
     def options(self) -> EngineRequestOptions:
         """The first options, asking only for the rows of `routed_experts` that are still missing."""

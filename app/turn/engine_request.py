@@ -28,10 +28,10 @@ from app.upstream.dialects import (
     takes_rid,
 )
 from workers import codec
-from workers.parse import REPLAY, Known
+from workers.parse import REPLAY, KnownTokens
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptIds(msgspec.Struct, frozen=True):
     """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the parent's tokens.
 
     `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on the stored tokens
@@ -39,7 +39,7 @@ class Prompt(msgspec.Struct, frozen=True):
     """
 
     text: bytes
-    known: Known | None
+    known: KnownTokens | None
     trimmed: int = 0
     extends: bool = False
 
@@ -70,7 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     new_blobs: tuple[StoredBlob, ...]
 
     def body(
-        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: Prompt | None
+        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: PromptIds | None
     ) -> bytes:
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
@@ -114,7 +114,7 @@ def engine_request(
 
 
 def options_for(
-    claimed: ClaimedTurn, request: Request, prompt: Prompt | None, settings: Settings
+    claimed: ClaimedTurn, request: Request, prompt: PromptIds | None, settings: Settings
 ) -> EngineRequestOptions:
     """The request's options. Rows that the parent has are not asked for again, if the operator says that engines keep
     them."""

@@ -25,7 +25,7 @@ from app.fleet.engines import Answer, EngineChoice
 from app.sessions.cache import id_text
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt, engine_request, options_for
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
@@ -54,7 +54,7 @@ class GeneratedTurn(msgspec.Struct, frozen=True):
     headers: Headers
     request: EngineRequest
     new: Sequence[bytes]
-    prompt: Prompt | None
+    prompt: PromptIds | None
     options: EngineRequestOptions
     choice: EngineChoice
 
@@ -122,7 +122,7 @@ class Generation:
             return []
         return [await self._services.cache.messages(claimed.entry, claimed.plan.parent)]
 
-    async def _prompt(self, request: EngineRequest) -> Prompt | None:
+    async def _prompt(self, request: EngineRequest) -> PromptIds | None:
         """The token ids to send, if any: the client's own, or those of a chat if there is a tokenizer."""
         context, token_in = self._context, self._services.token_in
         if context.request.ids is not None:
@@ -134,7 +134,7 @@ class Generation:
     # engine
 
     async def _ask_engine(
-        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: Prompt | None
+        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: PromptIds | None
     ) -> tuple[EngineRequestOptions, Answer]:
         """Send the request; returns the final options and the engine's answer. Raises as `Engines.generate`."""
         options = options_for(self._claimed, self._context.request, prompt, self._services.settings)
@@ -151,7 +151,7 @@ class Generation:
         request: EngineRequest,
         options: EngineRequestOptions,
         messages: Sequence[bytes],
-        prompt: Prompt | None,
+        prompt: PromptIds | None,
     ) -> Answer:
         """Send one request while the gates are open; returns the engine's answer."""
         context, claimed, services = self._context, self._claimed, self._services
@@ -209,7 +209,7 @@ class Generation:
     # validation
 
     async def _validate(
-        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> GeneratedPart | EngineRefusal:
         """Validate one generation. Raises as `ReplyValidator.validate`."""
         reply = msgspec.structs.replace(answer.reply, headers=http_headers.to_client(answer.reply.headers))
@@ -224,7 +224,7 @@ class Generation:
         return GeneratedPart(answer, validated)
 
     async def _validate_body(
-        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> ValidatedReply:
         self.received = answer.reply.body
         return await self._services.validator.validate(

@@ -29,9 +29,9 @@ from app.store import reads
 from app.tito import normalise
 from app.tito.extension import NotAnExtension
 from app.turn.context import ClaimedTurn, Request, TemplateInputs
-from app.turn.engine_request import EngineRequest, Prompt, template_arguments
+from app.turn.engine_request import EngineRequest, PromptIds, template_arguments
 from workers.codec import CorruptContent
-from workers.parse import Known
+from workers.parse import KnownTokens
 
 if TYPE_CHECKING:
     from app.tito.prompts import Prompts
@@ -76,23 +76,23 @@ class TokenIn:
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
         return template
 
-    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> Prompt:
+    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> PromptIds:
         """The client's own ids. Raises TokenPrefixMismatch if the session rejects drift, and SessionUnreadable."""
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or not parent.token_count:
-            return Prompt(ids.text, None)
+            return PromptIds(ids.text, None)
         if _begins_with(ids.text, parent):
-            return Prompt(ids.text, _known(parent))
+            return PromptIds(ids.text, _known(parent))
         if claimed.session.config.on_drift == "reject":
             at = await self.first_difference(claimed, parent, lambda: map(int, ids.text.split(b",")))
             raise TokenPrefixMismatch(
                 f"input_ids do not continue the {parent.token_count} stored tokens: they differ at position {at}"
             )
-        return Prompt(ids.text, None)
+        return PromptIds(ids.text, None)
 
     async def built(
         self, claimed: ClaimedTurn, template: TemplateInputs, incoming: Incoming, engine_request: EngineRequest
-    ) -> Prompt:
+    ) -> PromptIds:
         """The ids of a chat's prompt.
 
         Raises InvalidRequest (refused by the template), TokenPrefixMismatch (the session rejects drift, or the stored
@@ -111,7 +111,7 @@ class TokenIn:
         messages = await self._all_messages(claimed, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
         text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
-        return Prompt(text, None)
+        return PromptIds(text, None)
 
     async def mismatch(
         self, session: Session, leaf: Turn, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]
@@ -162,7 +162,7 @@ class TokenIn:
         incoming: Incoming,
         engine_request: EngineRequest,
         template: TemplateInputs,
-    ) -> Prompt:
+    ) -> PromptIds:
         """The stored tokens and the new messages' tokens. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
         await self._require_same_template(claimed.session, parent, engine_request, template)
@@ -180,9 +180,9 @@ class TokenIn:
                 raise TokenPrefixMismatch(f"the {parent.token_count} stored tokens are not those of the log")
             stored = stored.rsplit(b",", extension.trim)[0]
             text = stored + b","
-            known = Known(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
+            known = KnownTokens(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
         added = id_text(extension.ids.tobytes())
-        return Prompt(stored + b"," + added if added else stored, known, extension.trim, extends=True)
+        return PromptIds(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
     async def _require_same_template(
         self, session: Session, parent: Turn, engine_request: EngineRequest, template: TemplateInputs
@@ -233,7 +233,7 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def added_text(prompt: Prompt, base: int, output_ids: bytes) -> bytes:
+def added_text(prompt: PromptIds, base: int, output_ids: bytes) -> bytes:
     """The text of a turn's own tokens: what its prompt adds to the `base` known ones, and its output."""
     start = prompt.known.text_bytes if base and prompt.known is not None else 0
     return b",".join(part for part in (prompt.text[start:], id_text(output_ids)) if part)
@@ -250,8 +250,8 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
     return hasher.hexdigest() == parent.tokens_hash
 
 
-def _known(parent: Turn) -> Known:
-    return Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+def _known(parent: Turn) -> KnownTokens:
+    return KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
 def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> TemplateInputs:

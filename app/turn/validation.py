@@ -21,12 +21,12 @@ from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.turn.context import ClaimedTurn, RequestHistory
-from app.turn.engine_request import EngineRequestOptions, Prompt
+from app.turn.engine_request import EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import returns
 from workers import job
 from workers.job import Job, WorkerResult
-from workers.parse import REPLAY, Known, PromptDiffers, Rejected
+from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, PoolError
@@ -56,7 +56,7 @@ class ReplyValidator:
         answer: Answer,
         requested_at: float,
         options: EngineRequestOptions,
-        prompt: Prompt | None,
+        prompt: PromptIds | None,
     ) -> ValidatedReply:
         """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
         reply = answer.reply
@@ -135,9 +135,9 @@ def _has_images(history: RequestHistory) -> bool:
     return isinstance(history, Incoming) and has_more_than_text(history.raws)
 
 
-def _known(claimed: ClaimedTurn) -> Known | None:
+def _known(claimed: ClaimedTurn) -> KnownTokens | None:
     parent = decide.token_parent(claimed.session, claimed.plan)
-    return None if parent is None else Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+    return None if parent is None else KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
 def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
