@@ -20,7 +20,7 @@ from app.errors import InvalidRequest
 from app.export import formats
 from app.export.exporter import NO_VERSION, Cursor, _as_of
 from app.export.query import ExportFilters, session_excluded
-from app.export.rows import KnownTokens
+from app.export.rows import Known
 from app.store.reads import Position
 
 Spans = Sequence[tuple[str, int, int]]
@@ -120,10 +120,10 @@ def test_staleness_is_how_far_the_oldest_token_is_behind() -> None:
     assert too_stale(3, 2) == "stale: 3 weight versions behind, max_staleness is 2"
 
 
-def known(book: Book) -> KnownTokens:
+def known(book: Book) -> Known:
     events = {turn.event.turn: turn.event for turn in book.content.values()}
     assert all(isinstance(event, TurnCommitted) for event in events.values())
-    return KnownTokens(book.session, events, dict.fromkeys(events, 0.0))
+    return Known(book.session, events, dict.fromkeys(events, 0.0))
 
 
 @pytest.mark.parametrize(
