@@ -1,4 +1,4 @@
-"""Cursors as clients see them: opaque text that a URL may hold."""
+"""Cursors as clients see them: opaque, URL-safe text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def encoded(place: object) -> str:
 
 
 def decoded(text: str, kind: Any, giver: str) -> Any:
-    """What `encoded` was given, as this type. Raises InvalidRequest, which names the `giver` whose cursor it is not."""
+    """Decode a cursor made by `encoded`. Raises InvalidRequest, which names the `giver` that should have issued it."""
     try:
         raw = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
         return msgspec.json.decode(raw, type=kind)
