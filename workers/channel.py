@@ -3,7 +3,8 @@
     WorkerProcess ─▶ its segment (content), its socket (headers) ─▶ workers.child, a process
 
 Workers are started with `subprocess` and their own environment: `multiprocessing` would pass on the parent's whole
-environment, keys included, and import its main module again."""
+environment, keys included, and import its main module again.
+"""
 
 from __future__ import annotations
 

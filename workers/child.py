@@ -11,7 +11,8 @@ that was dead before.
 
 It never outlives its parent for long. Idle, it reads the end of the socket. During a job, even in C code that holds
 the GIL, a signal ends it: standard input is a pipe that only the parent holds, and the kernel signals its end. If
-that fails, an alarm goes off after the deadline."""
+that fails, an alarm goes off after the deadline.
+"""
 
 from __future__ import annotations
 

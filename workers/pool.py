@@ -8,7 +8,8 @@ Each worker has one channel. A worker that dies affects only its own job, which 
     ├── NoWorker    none has been ready for a while
     └── Stopped     the pool is stopping
     Rejected        (workers.parse) the job's own answer
-    └── PromptDiffers"""
+    └── PromptDiffers
+"""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 Each process checks for itself, every few seconds. What an engine is asked:
 
-    SGLang   /model_info, which is info_reply, and /health, which generates a token
-    vLLM     /is_paused, which only its dev mode has, and /health, which is info_reply
+    SGLang   /model_info, which is cheap, and /health, which generates a token
+    vLLM     /is_paused, which only its dev mode has, and /health, which is cheap
 
 An engine that answers anything is alive. If /health times out, the engine is `busy`, or `paused` if Turnlog's gate is
 shut or the engine says so: its cache still holds the sessions' prefixes. A 5xx from /health means that the engine
-behind the server is gone or not ready."""
+behind the server is gone or not ready.
+"""
 
 from __future__ import annotations
 

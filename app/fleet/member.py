@@ -3,7 +3,8 @@
 One failure proves nothing, since a busy or paused engine answers slowly. An engine is dead after several failures
 in a row, and back after several successful checks.
 
-    any ──── 3 failures in a row ────▶ dead ──── 2 signs of life in a row ────▶ healthy, busy or paused"""
+    any ──── 3 failures in a row ────▶ dead ──── 2 signs of life in a row ────▶ healthy, busy or paused
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@
 
 If a process dies between two steps, the gate on disk still says what is wanted: repeating the request does the rest,
 and the lease ends a forgotten pause. Engines are told until the gate has not changed meanwhile, so that of two
-concurrent requests the one written last prevails at the engines too."""
+concurrent requests the one written last prevails at the engines too.
+"""
 
 from __future__ import annotations
 

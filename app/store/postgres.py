@@ -5,7 +5,8 @@
     no connection           retried for PATIENCE_S from the first failure; then StoreUnavailable
 
 Nothing relies on server session state beyond a transaction, so a pooler may give each transaction another server
-session."""
+session.
+"""
 
 from __future__ import annotations
 

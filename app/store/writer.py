@@ -7,7 +7,8 @@
 
 An outcome is returned only after the transaction has ended. If one operation fails a batch, the batch is repeated one
 by one, so that the others succeed. PostgreSQL takes several batches at a time (lanes): while one waits for the disk or
-a standby, the next is filled."""
+a standby, the next is filled.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation ─▶ (the engine ended it early: gate, engine, …)
             ▲                     │
-            └── shut meanwhile ───┘"""
+            └── shut meanwhile ───┘
+"""
 
 from __future__ import annotations
 

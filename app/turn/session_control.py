@@ -4,7 +4,7 @@
     open     choose an engine, have it open its session, bind      -
     bind     choose an engine, bind                                -
     absent   go to the bound engine                                -
-    close    unbind; go to the engine once more                    close_at_engine the engine, once
+    close    unbind; go to the engine once more                    tell the engine, once
 
 The state between these steps is in the store (`store.affinities`): another process can finish what a dead one began.
 """
@@ -169,7 +169,7 @@ class SessionControls:
             try:
                 return await self._writer.submit(operation)
             except AppError as error:
-                log.warning("an affinity could not be write_with_retry yet: %s", error)
+                log.warning("an affinity could not be written yet: %s", error)
             await asyncio.sleep(WRITE_RETRY_S)
 
     def _create_task(self, work: Awaitable[None]) -> asyncio.Task[None]:

@@ -5,7 +5,8 @@ the last byte of the reply:
 
     claim ─▶ (gate ─▶) prepare ─▶ (gate ─▶) engine ─▶ validate ─▶ commit ─▶ reply
                           ▲                             │
-                          └──── cut off by a pause ─────┘"""
+                          └──── cut off by a pause ─────┘
+"""
 
 from __future__ import annotations
 

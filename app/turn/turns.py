@@ -10,7 +10,8 @@
     refusal     TurnRejected, no open_turns row          the retry generates again
 
 No transaction is open and no lock is held while an engine works. The claim prevents two turns of a session at the
-same time; its fence rejects a commit that comes too late."""
+same time; its fence rejects a commit that comes too late.
+"""
 
 from __future__ import annotations
 
