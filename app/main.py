@@ -51,7 +51,7 @@ from app.stopping import end_without_store, on_stop_signal
 from app.store.cached_figures import CachedFigures
 from app.store.engine import Database, load_driver
 from app.tito.families import family
-from app.turn.stages import Recent
+from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 from workers.pool import Pool
 
@@ -78,7 +78,7 @@ async def run_services(
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
-        metrics = Metrics(Recent(time.monotonic))
+        metrics = Metrics(RecentTurnStats(time.monotonic))
         stack.callback(metrics.close)
         database = Database(settings.database_url, metrics.committed, end_without_store)
         stack.push_async_callback(database.close)

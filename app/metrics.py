@@ -16,7 +16,7 @@ from typing import get_args, get_type_hints
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import AppError, EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized
-from app.turn.stages import NEW_TURNS, OUTCOMES, Recent, Stages, TurnStage
+from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
 """Before the next import: prometheus_client looks for the variable once."""
@@ -53,7 +53,7 @@ NOT_FOUND, METHOD_NOT_ALLOWED = "not_found", "method_not_allowed"
 class Metrics:
     """The process's instruments, in a registry of their own. `recent` is told of each turn as well."""
 
-    def __init__(self, recent: Recent) -> None:
+    def __init__(self, recent: RecentTurnStats) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.recent = recent

@@ -1,1 +1,1 @@
-"""What runs without the application: reading and judging what engines return. Imports nothing of `app`."""
+"""Code that runs without the application: parses and validates engines' replies. Imports nothing of `app`."""

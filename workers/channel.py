@@ -1,9 +1,9 @@
-"""The parent's side of one worker process: start it, give it one job at a time, know when and why it ended.
+"""The parent's side of one worker process: starts it, gives it one job at a time, knows when and why it ended.
 
-    Child ─▶ its segment (content), its socket (headers) ─▶ workers.child, a process
+    WorkerProcess ─▶ its segment (content), its socket (headers) ─▶ workers.child, a process
 
-Children are started with `subprocess` and an environment of their own, because `multiprocessing` hands down all of the
-parent's, keys included, and imports its main module again.
+Workers are started with `subprocess` and their own environment: `multiprocessing` would pass on the parent's whole
+environment, keys included, and import its main module again.
 """
 
 from __future__ import annotations
@@ -25,55 +25,55 @@ from workers.child import ANSWER, BEGUN, CONTENT, JOB, WAITS, Outcome
 from workers.segment import Segment
 
 PIECE_BYTES = 2 << 20
-"""What is copied before the event loop gets its turn: a third of a millisecond, and no turn for most replies."""
+"""Bytes copied before the event loop runs other tasks: a third of a millisecond. Most replies are smaller."""
 
 KEEP_BYTES = 8 << 20
-"""What a segment keeps between jobs. Most replies fit, and their pages are there already."""
+"""Bytes that a segment keeps between jobs. Most replies fit, in pages that are already mapped."""
 
 START_S = 30.0
-"""A child that is not ready by then never will be."""
+"""A worker that is not ready by then is killed."""
 
 EXIT_S = 1.0
-"""How long an idle child may take to end once its socket is closed."""
+"""How long an idle worker may take to exit after its socket is closed."""
 
 INHERITED = ("PATH", "LANG", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR")
-"""What a child needs of the parent's environment, beside LC_*."""
+"""Environment variables passed on from the parent, besides LC_*."""
 
 
 class Reason(enum.Enum):
-    """Why a worker ended over a job."""
+    """Why a worker ended during a job."""
 
     DIED = "died"
     DEADLINE = "took longer than {deadline_s:g} s"
     MEMORY = "ran out of memory"
     FAULT = "failed"
-    """The function raised what it should not have; the worker's log line has type and place."""
+    """The function raised an unexpected error; the worker's log line has its type and place."""
 
-    def told(self, deadline_s: float) -> str:
-        """In words that follow "a worker"."""
+    def describe(self, deadline_s: float) -> str:
+        """As text that follows "a worker"."""
         return self.value.format(deadline_s=deadline_s)
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """What every child is started with: the function's `package.module:name`, its limits in seconds and bytes."""
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """How workers are started: the function's `package.module:name`, limits in seconds and bytes."""
 
     function: str
     deadline_s: float
     memory_bytes: int
 
 
-class Ended(Exception):
-    """The child ended. `reason` is None where it had not begun with the job."""
+class WorkerEnded(Exception):
+    """The worker ended. `reason` is None if it had not begun the job."""
 
     def __init__(self, reason: Reason | None) -> None:
         self.reason = reason
 
 
-class Child:
-    """A worker process and its channel. `on_idle` is called when it is ready and each time a job is over."""
+class WorkerProcess:
+    """A worker process and its channel. `on_idle` is called when it is ready and after each job."""
 
-    def __init__(self, settings: Settings, on_idle: Callable[[Child], None]) -> None:
-        """Start it; it is not ready yet. OSError: no process, memory or descriptor left."""
+    def __init__(self, settings: WorkerSettings, on_idle: Callable[[WorkerProcess], None]) -> None:
+        """Start the process; it is not ready yet. OSError: no process, memory or descriptor left."""
         self._settings = settings
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
@@ -81,7 +81,7 @@ class Child:
         self.is_ready = False
         self.had_job = False
         self._in_use = asyncio.Lock()
-        self._condemned: Reason | None = None
+        self._kill_reason: Reason | None = None
         self._answer: asyncio.Future[tuple[Outcome, int, int]] | None = None
         self._partial = b""
         with contextlib.ExitStack() as undo:
@@ -94,7 +94,7 @@ class Child:
             undo.pop_all()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._readable)
-        self._timer = self._loop.call_later(START_S, self.condemn, Reason.DEADLINE)
+        self._timer = self._loop.call_later(START_S, self.kill, Reason.DEADLINE)
 
     @property
     def pid(self) -> int:
@@ -103,13 +103,13 @@ class Child:
 
     @property
     def usable(self) -> bool:
-        """Can it still be given a job?"""
-        return self._condemned is None and not self.ended.is_set()
+        """Can it still take a job?"""
+        return self._kill_reason is None and not self.ended.is_set()
 
     async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> tuple[Outcome, bytes]:
-        """Have one job done on a body of these pieces: RESULT, or a refusal with its message. Raises Ended.
+        """Run one job on a body of these pieces: RESULT, or a rejection with its message. Raises WorkerEnded.
 
-        Cancelled, it leaves the child at work; the answer is taken all the same and frees it.
+        If cancelled, the worker goes on; its answer is received and frees it.
         """
         answer: asyncio.Future[tuple[Outcome, int, int]] | None = None
         async with self._in_use:
@@ -124,29 +124,29 @@ class Child:
 
     async def _load(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> None:
         if not self.usable:
-            raise Ended(None)
+            raise WorkerEnded(None)
         self._segment.grow(CONTENT + len(job) + sum(map(len, pieces)))
-        at = since = 0
+        at = since_yield = 0
         for piece in (WAITS + job, *pieces) if len(job) <= PIECE_BYTES else (WAITS, job, *pieces):
             with memoryview(piece) as content:
                 for start in range(0, len(piece), PIECE_BYTES):
                     part = content[start : start + PIECE_BYTES]
-                    if since + len(part) > PIECE_BYTES:
-                        since = 0
+                    if since_yield + len(part) > PIECE_BYTES:
+                        since_yield = 0
                         await asyncio.sleep(0)
                     self._segment.write(at, part)
-                    at, since = at + len(part), since + len(part)
+                    at, since_yield = at + len(part), since_yield + len(part)
 
     def _send(self, job_length: int, body_length: int) -> asyncio.Future[tuple[Outcome, int, int]]:
         if not self.usable:
-            raise Ended(None)
+            raise WorkerEnded(None)
         try:
             self._socket.send(JOB.pack(job_length, body_length))  # one header at a time always fits
         except OSError as error:
-            self._lost()
-            raise Ended(None) from error
+            self._ended()
+            raise WorkerEnded(None) from error
         self._answer = self._loop.create_future()
-        self._timer = self._loop.call_later(self._settings.deadline_s, self.condemn, Reason.DEADLINE)
+        self._timer = self._loop.call_later(self._settings.deadline_s, self.kill, Reason.DEADLINE)
         return self._answer
 
     async def _fetch(self, offset: int, length: int) -> bytes:
@@ -166,7 +166,7 @@ class Child:
         except OSError:
             received = b""
         if not received:
-            self._lost()
+            self._ended()
             return
         self._partial += received
         if len(self._partial) == ANSWER.size:
@@ -181,74 +181,74 @@ class Child:
             self.is_ready = True
             self._free()
         elif outcome == Outcome.OUT_OF_MEMORY:
-            self.condemn(Reason.MEMORY)
+            self.kill(Reason.MEMORY)
         elif outcome == Outcome.FAULT:
-            self.condemn(Reason.FAULT)
-        elif self._answer is None or offset + length > self._now_mapped():
-            self.condemn(Reason.DIED)  # no answer that a sound child gives
+            self.kill(Reason.FAULT)
+        elif self._answer is None or offset + length > self._mapped_size():
+            self.kill(Reason.DIED)  # An answer that no sound worker gives.
         elif self._answer.cancelled():
             self._free()
         else:
             self._answer.set_result((Outcome(outcome), offset, length))
 
-    def _now_mapped(self) -> int:
+    def _mapped_size(self) -> int:
         self._segment.fit()
         return self._segment.size
 
     def _free(self) -> None:
-        """Its job is over."""
+        """The job is over."""
         self._answer = None
         if self.usable:
             self._segment.shrink(KEEP_BYTES)
             self._on_idle(self)
 
-    def condemn(self, reason: Reason) -> None:
-        """Kill it; whoever waits for its answer hears the reason as soon as it is gone."""
-        if self._condemned is None:
-            self._condemned = reason
+    def kill(self, reason: Reason) -> None:
+        """Kill the process; the waiting job gets the reason as soon as it has ended."""
+        if self._kill_reason is None:
+            self._kill_reason = reason
             self._process.kill()
 
-    def _lost(self) -> None:
-        """The other end is closed: the process is ending, or has ended."""
+    def _ended(self) -> None:
+        """The other end is closed: the process is ending or has ended."""
         if self.ended.is_set():
             return
-        self.hang_up()
+        self.close_socket()
         self._process.kill()
         if self._answer is not None:
             begun = self._segment.read(0, CONTENT) == BEGUN
             self.had_job |= begun
             if not self._answer.done():
-                self._answer.set_exception(Ended(self._condemned or Reason.DIED if begun else None))
+                self._answer.set_exception(WorkerEnded(self._kill_reason or Reason.DIED if begun else None))
         self.ended.set()
 
-    def hang_up(self) -> None:
-        """Close the socket, which an idle child takes for the end."""
+    def close_socket(self) -> None:
+        """Close the socket, upon which an idle worker exits."""
         self._timer.cancel()
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             self._socket.close()
 
     async def reap(self) -> str:
-        """Wait until the process is gone, free what it had, tell how it ended. May be called again.
+        """Wait until the process has ended, free its resources, and describe how it ended. May be called again.
 
-        By asking: what every platform and event loop can do. Once the socket is closed it is a matter of milliseconds.
+        By polling, which works on every platform and event loop; after the socket is closed it takes milliseconds.
         """
         wait_s = 0.001
         while (status := self._process.poll()) is None:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, 0.05)
-        self._lost()
+        self._ended()
         async with self._in_use:
             self._segment.close()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self._condemned is not None:
-            return self._condemned.told(self._settings.deadline_s)
+        if self._kill_reason is not None:
+            return self._kill_reason.describe(self._settings.deadline_s)
         return f"died of signal {-status}" if status < 0 else f"ended with status {status}"
 
-    async def leave(self) -> None:
-        """Let it end, which an idle child does at once; kill it where it does not."""
-        self.hang_up()
+    async def shut_down(self) -> None:
+        """Let the process exit, which an idle one does at once; kill it if it does not."""
+        self.close_socket()
         try:
             async with asyncio.timeout(EXIT_S):
                 await self.reap()
@@ -257,8 +257,9 @@ class Child:
             await self.reap()
 
 
-def _spawn(settings: Settings, channel_fd: int, segment_fd: int) -> subprocess.Popen[bytes]:
-    """The process. Its standard input is a pipe that only we hold: that it ends tells the child that we are gone."""
+def _spawn(settings: WorkerSettings, channel_fd: int, segment_fd: int) -> subprocess.Popen[bytes]:
+    """Start the process. Its standard input is a pipe that only the parent holds: its end tells the worker that the
+    parent is gone."""
     limits = (str(settings.deadline_s), str(settings.memory_bytes))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "workers.child", str(channel_fd), str(segment_fd), settings.function, *limits],
@@ -271,11 +272,11 @@ def _spawn(settings: Settings, channel_fd: int, segment_fd: int) -> subprocess.P
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """No setting and no key of ours; our modules before others of their names, and numpy starts no threads."""
-    taken = {name: value for name, value in ours.items() if name in INHERITED or name.startswith("LC_")}
+    """The worker's environment: none of our settings and keys; our modules come first; numpy starts no threads."""
+    inherited = {name: value for name, value in ours.items() if name in INHERITED or name.startswith("LC_")}
     here = str(Path(__file__).resolve().parent.parent)
     return {
-        **taken,
+        **inherited,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([here, *map(os.path.abspath, sys.path)])),
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

@@ -1,17 +1,17 @@
-"""A worker process: takes a job from shared memory, runs the one function it was started for, puts the result behind.
+"""A worker process: takes a job from shared memory, runs its one function, and writes the result after the job.
 
     python -m workers.child <socket fd> <segment fd> <package.module:function> <deadline, s> <memory, bytes>
 
-The socket carries fixed headers, the segment all content: at CONTENT the job, behind it the body, behind that the
-result. At 0 is a mark that the job has begun, so that the parent can tell a job that killed its child from a child
-that was dead already.
+The socket carries fixed-size headers, the segment all content: at CONTENT the job, then the body, then the result.
+At 0 is a mark that the job has begun, so that the parent can distinguish a job that killed its worker from a worker
+that was dead before.
 
     parent: JOB (job length, body length)       ─▶
                                                 ◀─ child: ANSWER (outcome, offset, length); the first one is READY
 
-It never outlives its parent for long. Idle, it reads the end of the socket. At work, even in C code that keeps the
-GIL, a signal ends it: standard input is a pipe that only the parent holds, and the kernel reports its end; and
-where that should fail, an alarm goes off behind the deadline.
+It never outlives its parent for long. Idle, it reads the end of the socket. During a job, even in C code that holds
+the GIL, a signal ends it: standard input is a pipe that only the parent holds, and the kernel signals its end. If
+that fails, an alarm goes off after the deadline.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ JOB = struct.Struct("<QQ")
 """Lengths in bytes of job and body."""
 
 CONTENT = 8
-"""Where the job lies in the segment."""
+"""Offset of the job in the segment."""
 
 WAITS, BEGUN = bytes(CONTENT), b"\1" + bytes(CONTENT - 1)
-"""What lies before it."""
+"""The mark before it: the job waits, or has begun."""
 
 ANSWER = struct.Struct("<QQQ")
-"""An Outcome, then offset and length in bytes of what goes with it."""
+"""An Outcome, then offset and length in bytes of the content that belongs to it."""
 
 ALARM_MARGIN_S = 1.0
-"""How much later than the parent a child ends itself, so that it is the parent who knows why."""
+"""How much later than the parent's deadline the worker ends itself, so that the parent knows the reason."""
 
 STDIN = 0
 
@@ -54,11 +54,11 @@ Function = Callable[[memoryview, memoryview], bytes]
 
 
 NICE = 5
-"""Below the event loop that serves everybody, where the two share a processor."""
+"""A lower priority than the event loop's, where the two share a processor."""
 
 
 class Outcome(enum.IntEnum):
-    """What became of a job."""
+    """The outcome of a job."""
 
     READY = 0
     RESULT = 1
@@ -66,19 +66,19 @@ class Outcome(enum.IntEnum):
     """With the message, in UTF-8."""
 
     PROMPT_DIFFERS = 3
-    """The same for a `PromptDiffers`, which is another error to the caller."""
+    """The same for `PromptDiffers`, a different error to the caller."""
 
     OUT_OF_MEMORY = 4
-    """The process ends: what a failed allocation left behind is not worth finding out."""
+    """The process exits: its state after a failed allocation is unknown."""
 
     FAULT = 5
-    """The function raised what it should not have; the process ends."""
+    """The function raised an unexpected error; the process exits."""
 
 
 def main(arguments: list[str]) -> int:
-    """Serve jobs until the parent closes its end. Returns the exit status: 0, or 1 after a job that failed."""
+    """Run jobs until the parent closes its end. Returns the exit status: 0, or 1 after a job that failed."""
     channel_fd, segment_fd, name, deadline_s, memory_bytes = arguments
-    _heed_signals()
+    _set_up_signals()
     os.nice(NICE)
     module, _, attribute = name.partition(":")
     function: Function = getattr(importlib.import_module(module), attribute)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         try:
             return worker.serve(function)
         except ConnectionError:
-            return 0  # the parent went without having read the last answer
+            return 0  # The parent has ended without reading the last answer.
 
 
 class _Worker:
@@ -96,7 +96,7 @@ class _Worker:
         self._segment = segment
         self._memory = memory
         self._alarm_s = deadline_s + ALARM_MARGIN_S
-        memory.allow_beside(segment.size)
+        memory.set_limit(segment.size)
 
     def serve(self, function: Function) -> int:
         self._answer(Outcome.READY)
@@ -111,11 +111,11 @@ class _Worker:
         return 0
 
     def _attempt(self, function: Function, job_length: int, body_length: int) -> tuple[Outcome, int]:
-        """Run one job and put what it gave behind the body; how it went, and that many bytes."""
+        """Run one job and write its result after the body; returns the outcome and the result's length."""
         job_end = CONTENT + job_length
         end = job_end + body_length
         try:
-            self._memory.allow_beside(self._segment.length())
+            self._memory.set_limit(self._segment.length())
             self._segment.fit()
             self._segment.write(0, BEGUN)
             try:
@@ -123,7 +123,7 @@ class _Worker:
             except Rejected as refusal:
                 outcome = Outcome.PROMPT_DIFFERS if isinstance(refusal, PromptDiffers) else Outcome.REJECTED
                 result = str(refusal).encode(errors="backslashreplace")
-            self._memory.allow_beside(max(self._segment.size, room_for(end + len(result))))
+            self._memory.set_limit(max(self._segment.size, room_for(end + len(result))))
             self._segment.grow(end + len(result))
             self._segment.write(end, result)
         except Exception as error:  # noqa: BLE001 - the process's outermost edge
@@ -141,14 +141,14 @@ class _Worker:
 
 
 class _Memory:
-    """Limits the address space to what the loaded program has, the segment, and `allowance` bytes for the job.
+    """Limits the address space to the loaded program, the segment, and `allowance` bytes for the job.
 
-    Counted from what is loaded, because libraries reserve far more than they use, and differently on each machine.
-    Without /proc (macOS, whose kernel does not enforce the limit either) there is none.
+    It counts from what is loaded, because libraries reserve far more than they use, differently on each machine.
+    Without /proc (macOS, whose kernel does not enforce the limit anyway) there is no limit.
     """
 
     def __init__(self, allowance: int) -> None:
-        self._beside = -1
+        self._segment_bytes = -1
         try:
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[0])
@@ -157,20 +157,20 @@ class _Memory:
         else:
             self._limit = pages * resource.getpagesize() + allowance
 
-    def allow_beside(self, segment_bytes: int) -> None:
+    def set_limit(self, segment_bytes: int) -> None:
         """Set the limit for a segment of this size, mapped or about to be."""
-        if self._limit is None or segment_bytes == self._beside:
+        if self._limit is None or segment_bytes == self._segment_bytes:
             return
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         wanted = self._limit + segment_bytes
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-        self._beside = segment_bytes
+        self._segment_bytes = segment_bytes
 
 
-def _heed_signals() -> None:
-    """End with the parent and at the alarm, whatever was inherited; and not before the parent says so.
+def _set_up_signals() -> None:
+    """Exit with the parent and at the alarm, and ignore other signals to end.
 
-    A terminal or service manager signals the whole group while the parent still drains its work.
+    A terminal or service manager signals the whole group while the parent still finishes its work.
     """
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -182,7 +182,7 @@ def _heed_signals() -> None:
 
 
 def _place(error: Exception) -> str:
-    """Type and place of an error, for the log. Its message may hold content."""
+    """Type and place of an error, for the log. Its message is left out: it may hold content."""
     at: TracebackType | None = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

@@ -1,7 +1,7 @@
-"""Content as stored bytes: a typed msgpack map in one zstd frame that carries its size and checksum.
+"""Encodes content for the store: a typed msgpack map in one zstd frame with its size and checksum.
 
-`Facts` is what a trainer reads, `Wire` what went over the wire and is given again to a retry. They are
-kept apart so that an export of tokens does not read conversations.
+`Facts` is what a trainer reads, `Wire` what went over the wire and is replayed to a retry. They are separate so that an
+export of tokens does not read conversations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_RAW = 1 << 30
 
 
 class CorruptContent(Exception):
-    """Stored bytes that do not decode to what the log says was stored."""
+    """Stored bytes that do not decode to what the log says."""
 
 
 class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -39,11 +39,11 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Cut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A replay payload's value, taken out of the stored reply at `at`, and how it was spelled.
+    """A replay payload's value, removed from the stored reply at `at`, and how it was written.
 
-    `base64`: of the rows as little-endian int32. `npy`: base64 of `head`, a .npy file's, and the rows as
-    `dtype` (numpy's notation). `lists`: nested lists of inner shape `dims`, `separator` between items. `text`:
-    in a way that the rows do not tell, so its `length` bytes are left where they were.
+    `base64`: of the rows as little-endian int32. `npy`: base64 of a .npy file with header `head` and the rows as
+    `dtype` (numpy's notation). `lists`: nested lists of inner shape `dims`, `separator` between items. `text`: written
+    in a way that the rows do not determine, so its `length` bytes stay in place.
     """
 
     kind: str
@@ -59,10 +59,10 @@ class Cut(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn's messages and its reply.
 
-    `messages` are the request's new messages, `message` the reply's, each raw JSON. `reply` is the engine's
-    body less what is stored elsewhere and written again to the byte: where `prompt_ids_at` is set, the text
-    of the prompt's ids, with `separator` between them; and the values in `cuts`. All places count in what is
-    left. `rid` and `own` (raw JSON) are what Turnlog added to this one request.
+    `messages` are the request's new messages, `message` the reply's, each raw JSON. `reply` is the engine's body
+    without what is stored elsewhere and restored byte for byte: at `prompt_ids_at`, if set, the text of the prompt's
+    ids with `separator` between them; and the values in `cuts`. All positions count in the remaining text. `rid` and
+    `own` (raw JSON) are what Turnlog added to this request only.
     """
 
     messages: list[bytes]
@@ -85,17 +85,17 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 APART_BYTES = 8 << 10
-"""A reply of so many bytes is packed behind what was said: an export that shows conversations leaves it packed."""
+"""A reply of at least this size is packed after the messages: an export of conversations need not unpack it."""
 
 APART = b"\x02"
-"""How such a packed Wire begins; a zstd frame begins otherwise."""
+"""First byte of a Wire packed so; a zstd frame begins differently."""
 
 _UNCHECKED = b"\x01"
-"""The same of earlier versions, without the CRC-32."""
+"""First byte in earlier versions, without the CRC-32."""
 
 _UNCHECKED_HEAD = struct.Struct("<cII")
 _APART_HEAD = struct.Struct("<cIII")
-"""APART, of what was said the size, packed and unpacked, and the CRC-32: the frame's own checksum is of all of it."""
+"""APART, then the messages' packed size, unpacked size and CRC-32: the frame's own checksum covers all of it."""
 
 Content = TypeVar("Content", Facts, Wire)
 
@@ -112,7 +112,7 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """Kept: a new one takes ten microseconds, as long as unpacking a turn's facts."""
+    """Cached per thread: creating one takes ten microseconds, as long as unpacking a turn's facts."""
     decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
     if decompressor is None:
         decompressor = _local.decompressor = zstandard.ZstdDecompressor()
@@ -126,7 +126,7 @@ def compress(raw: bytes) -> bytes:
 def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
     """Raises CorruptContent for a damaged or missing frame, or one that unpacks to more than `most` bytes.
 
-    The declared size is what is checked: the library's own bound is ignored where a frame declares one.
+    Checks the declared size: the library ignores its own limit where a frame declares one.
     """
     if frame is None:
         raise CorruptContent("the content is not there")
@@ -140,7 +140,7 @@ def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
 
 
 def pack(content: Any) -> bytes:
-    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply, what was said comes first."""
+    """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
     if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:
         return _pack_apart(content)
     return compress(msgspec.msgpack.encode(content))
@@ -158,7 +158,7 @@ def unpack(frame: bytes | None, kind: type[Content]) -> Content:
 
 
 def unpack_messages(frame: bytes | None) -> Messages:
-    """What was said in a turn, from its packed Wire; a large reply is not unpacked for it. Raises CorruptContent."""
+    """A turn's messages, from its packed Wire, without unpacking a large reply. Raises CorruptContent."""
     if frame is None or frame[:1] not in (APART, _UNCHECKED):
         wire = unpack(frame, Wire)
         return Messages(wire.messages, wire.message)
@@ -175,26 +175,26 @@ def unpack_messages(frame: bytes | None) -> Messages:
 
 
 def _pack_apart(wire: Wire) -> bytes:
-    """One zstd frame in which what was said ends with a block, so that it can be unpacked without the rest."""
-    said = msgspec.msgpack.encode(Messages(wire.messages, wire.message))
+    """One zstd frame in which the messages end with a block, so that they can be unpacked alone."""
+    packed_messages = msgspec.msgpack.encode(Messages(wire.messages, wire.message))
     rest = msgspec.msgpack.encode(msgspec.structs.replace(wire, messages=[], message=b""))
-    compressing = _compressor().compressobj(size=len(said) + len(rest))
-    first = compressing.compress(said) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    head = _APART_HEAD.pack(APART, len(first), len(said), zlib.crc32(said))
+    compressing = _compressor().compressobj(size=len(packed_messages) + len(rest))
+    first = compressing.compress(packed_messages) + compressing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    head = _APART_HEAD.pack(APART, len(first), len(packed_messages), zlib.crc32(packed_messages))
     return head + first + compressing.compress(rest) + compressing.flush()
 
 
 def _unpack_apart(frame: bytes) -> Any:
-    """The Wire; typed so, because `unpack` returns what it is asked for."""
+    """The Wire; typed as Any, because `unpack` returns the requested type."""
     _, size, _, body = _apart(frame)
     raw = memoryview(decompress(body))
-    said = msgspec.msgpack.decode(raw[:size], type=Messages)
+    turn_messages = msgspec.msgpack.decode(raw[:size], type=Messages)
     rest = msgspec.msgpack.decode(raw[size:], type=Wire)
-    return msgspec.structs.replace(rest, messages=said.messages, message=said.message)
+    return msgspec.structs.replace(rest, messages=turn_messages.messages, message=turn_messages.message)
 
 
 def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
-    """Of what was said: how long it is packed and unpacked, its CRC-32; then the zstd frame. Raises CorruptContent."""
+    """The messages' packed and unpacked size and CRC-32, and the zstd frame. Raises CorruptContent."""
     head = _UNCHECKED_HEAD if frame[:1] == _UNCHECKED else _APART_HEAD
     if len(frame) < head.size:
         raise CorruptContent(f"a frame of {len(frame)} bytes is none")
@@ -203,7 +203,7 @@ def _apart(frame: bytes) -> tuple[int, int, int | None, bytes]:
 
 
 def content_hash(facts: bytes, wire: bytes) -> str:
-    """What the log keeps of a turn's stored frames, so that a flipped bit is found: 128 bits as hex."""
+    """The hash of a turn's stored frames that the log keeps, to detect flipped bits: 128 bits as hex."""
     hasher = hashlib.sha256(facts)
     hasher.update(wire)
     return hasher.hexdigest()[:32]
@@ -216,10 +216,9 @@ def render_ids(ids: memoryview, separator: str) -> bytes:
 
 
 def prompt_ids_separator(text: bytes, count: int) -> str | None:
-    """What separates the ids in the text of a prompt's `count` ids.
+    """The separator in the text of a prompt's `count` ids.
 
-    None where they could not be written again to the byte: a list of plain integers has one spelling for
-    each separator.
+    None if the text cannot be restored byte for byte.
     """
     rest = text.translate(None, b"0123456789,[]")
     if count > 1 and rest == b"":
@@ -230,9 +229,9 @@ def prompt_ids_separator(text: bytes, count: int) -> str | None:
 
 
 def paste(wire: Wire, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
-    """The reply to the byte; `ids` is the turn's whole prompt as an int32 view, `payloads` the values by kind.
+    """The reply, byte for byte; `ids` is the turn's whole prompt as an int32 view, `payloads` the values by kind.
 
-    A payload that is not among them is written as null; of one that was left in its place only the kind counts.
+    A missing payload is written as null; of one left in place only the kind is used.
     """
     values = [(cut.at, cut.length, _value(wire, cut, payloads)) for cut in wire.cuts]
     if wire.prompt_ids_at is not None:

@@ -1,4 +1,4 @@
-"""How deep JSON nests, from its text alone: no recursion, and nothing that a decoder drops is missed."""
+"""Measures how deep JSON nests, from its text alone: without recursion, and including duplicate keys."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from workers import scan
 
 MAX_DEPTH = 100
-"""Templates, schemas and replies stay far below; past it a body is refused."""
+"""Templates, schemas and replies stay far below; a deeper body is rejected."""
 
 LONG = 64 << 10
-"""A regular expression holds the interpreter for as long as it takes: on a longer text that may be seconds."""
+"""A regular expression holds the GIL while it runs: seconds on a longer text."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _AS_ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -18,7 +18,7 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def too_deep(text: bytes, limit: int = MAX_DEPTH) -> bool:
-    """Does this JSON nest deeper than `limit`? What is not JSON may be said to."""
+    """Does this JSON nest deeper than `limit`? For invalid JSON the answer may be wrong."""
     if text.count(b"[") + text.count(b"{") <= limit:
         return False
     if len(text) > LONG:

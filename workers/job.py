@@ -1,8 +1,8 @@
-"""One engine's reply: judged, taken apart and compressed; plain work on bytes, in the API process or in a child.
+"""Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A payload is most of a large reply, and its text need not be looked at as JSON. So it is cut out of the bytes
-first, where its key seems to stand, and a mark put in its place; if the mark does not turn up where the value
-belongs, the whole reply is decoded instead.
+A payload is most of a large reply and need not be parsed as JSON. So it is first cut out of the bytes, where its key
+seems to be, and replaced by a mark. If the mark is not found where the value belongs, the whole reply is parsed
+replacement.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 
 from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
-from workers.parse import REPLAY, Known, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
+from workers.parse import REPLAY, KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
 
 WINDOW = 64 << 10
-"""Bytes searched at a time: shared memory has no fast search, a copy in the processor's cache does."""
+"""Bytes searched at a time: shared memory has no fast search; a copy that fits the processor's cache has."""
 
 COPIES = 2
-"""How often a payload may stand in a reply: SGLang builds have sent it in `meta_info` and in `sglext`."""
+"""How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """What is known of a reply beforehand, and what is stored with it: see `parse_reply`, `Want` and `Wire`.
+    """The input of validation, and what is stored with the reply: see `parse_reply`, `Want` and `Wire`.
 
-    `sent` is empty where the prompt was not sent as ids.
+    `sent` is empty if the prompt was not sent as ids.
     """
 
     dialect: Literal["auto", "sglang", "vllm"]
-    known: Known | None
+    known: KnownTokens | None
     wants: list[payloads.Want]
     messages: list[bytes]
     headers: list[tuple[str, str]]
@@ -43,7 +43,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Where the value of a payload stands in the engine's body: [start, end)."""
+    """Position of a payload's value in the engine's body: [start, end)."""
 
     kind: str
     start: int
@@ -51,10 +51,10 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
-    """A sound reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
+    """A valid reply, ready to be committed. `facts` and `wire` are compressed frames; the rest is as in `Parsed`.
 
-    `output_ids` are there where the prompt was sent as ids: so will the next one be. A reply that is `miscounted` is
-    sound only where its request carries images.
+    `output_ids` are set if the prompt was sent as ids, since the next one will be too. A `miscounted` reply is valid
+    only if its request carries images.
     """
 
     dialect: Literal["sglang", "vllm"]
@@ -62,12 +62,12 @@ class WorkerResult(msgspec.Struct, frozen=True, array_like=True):
     base: int
     suffix_tokens: int
     output_tokens: int
-    sequence: Known
+    sequence: KnownTokens
     finish_reason: str | None
     weight_versions: list[Span]
     facts: bytes
     wire: bytes
-    payloads: list[payloads.Stored]
+    payloads: list[payloads.StoredPayload]
     places: list[PayloadRange]
     cached_tokens: int | None = None
     output_ids: bytes = b""
@@ -79,7 +79,7 @@ _DONE = msgspec.msgpack.Decoder(WorkerResult)
 
 
 def run(job: bytes | memoryview, body: memoryview) -> bytes:
-    """`work` as a child does it: from bytes to bytes. Raises Rejected."""
+    """`work` as a worker runs it, from bytes to bytes. Raises Rejected."""
     return msgspec.msgpack.encode(work(_JOB.decode(job), body))
 
 
@@ -95,7 +95,7 @@ def work(job: Job, body: memoryview) -> WorkerResult:
     """Raises Rejected, naming the first rule that the reply breaks."""
     found = _parsed(job, body)
     parsed = found.parsed
-    stored: list[payloads.Stored] = []
+    stored: list[payloads.StoredPayload] = []
     edits: list[_Edit] = []
     for want in job.wants:
         values = [value for value in found.values if value.place.kind == want.kind]
@@ -104,7 +104,7 @@ def work(job: Job, body: memoryview) -> WorkerResult:
                 raise Rejected(f"{want.kind} was asked for and is not there")
             continue
         if want.start and not parsed.base:
-            # The prompt drifted: the rows known from before are of other tokens.
+            # The prompt drifted: the known rows belong to other tokens.
             want = msgspec.structs.replace(want, parent=None)
         text = body[values[0].place.start : values[0].place.end]
         if any(body[value.place.start : value.place.end] != text for value in values[1:]):
@@ -114,8 +114,8 @@ def work(job: Job, body: memoryview) -> WorkerResult:
         if plain is not text:
             cut = Cut(want.kind, 0, "text", len(text))
         stored.append(payload)
-        instead = bytes(text) if cut.form == "text" else b""
-        edits += [_Edit(value.start, value.end, cut, instead) for value in values]
+        replacement = bytes(text) if cut.form == "text" else b""
+        edits += [_Edit(value.start, value.end, cut, replacement) for value in values]
     suffix_tokens = len(parsed.suffix_ids) // TOKEN_BYTES
     return WorkerResult(
         dialect=parsed.dialect,
@@ -137,20 +137,20 @@ def work(job: Job, body: memoryview) -> WorkerResult:
 
 
 def _unescaped(text: memoryview) -> memoryview:
-    """A JSON string without escapes: base64 may be spelled with them."""
+    """The JSON string without escapes, which base64 may contain."""
     if bytes(text[:1]) != b'"' or b"\\" not in bytes(text):
         return text
     return memoryview(b'"' + msgspec.json.decode(text, type=str).encode() + b'"')
 
 
 def base64_bytes(body: memoryview) -> int:
-    """How much of the body seems to be base64 payloads."""
+    """How many bytes of the body seem to be base64 payloads."""
     places = (place for kind in REPLAY for place in _seek_all(body, kind))
     return sum(place.end - place.start for place in places if body[place.start] == ord('"'))
 
 
 class _Value(NamedTuple):
-    """A payload's value: its place in the body, and [start, end) of what stands for it in the parsed text."""
+    """A payload's value: its place in the body, and [start, end) of its mark or text in the parsed text."""
 
     place: PayloadRange
     start: int
@@ -158,7 +158,7 @@ class _Value(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A parsed reply: `text` is what was parsed, in which marks stand for the payloads if `marked`."""
+    """A parsed reply: `text` is the parsed text, in which marks replace the payloads if `marked`."""
 
     parsed: Parsed
     text: bytes
@@ -172,22 +172,22 @@ def _parsed(job: Job, body: memoryview) -> _Found:
     if places:
         text = _marked(body, places)
         try:
-            parsed = _judged(job, text)
+            parsed = _parse_text(job, text)
             values = _values(parsed, text, places, body)
             if values is not None:
                 return _Found(parsed, text, values, marked=True)
         except PromptDiffers:
             raise
         except Rejected:
-            # The cut may have done it: the whole reply decides.
+            # The cut may be the cause: parse the whole reply to decide.
             pass
     text = bytes(body)
-    parsed = _judged(job, text)
+    parsed = _parse_text(job, text)
     whole = [_place(text, kind, raw) for kind, raw in parsed.payloads]
     return _Found(parsed, text, [_Value(place, place.start, place.end) for place in whole], marked=False)
 
 
-def _judged(job: Job, text: bytes) -> Parsed:
+def _parse_text(job: Job, text: bytes) -> Parsed:
     return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None)
 
 
@@ -196,7 +196,7 @@ def _mark(number: int) -> bytes:
 
 
 def _seek_all(body: memoryview, kind: str) -> Iterator[PayloadRange]:
-    """The values behind what looks like the payload's key."""
+    """The values after what looks like the payload's key."""
     at = 0
     for _ in range(COPIES):
         place = _seek(body, kind, at)
@@ -207,17 +207,17 @@ def _seek_all(body: memoryview, kind: str) -> Iterator[PayloadRange]:
 
 
 def _seek(body: memoryview, kind: str, start: int) -> PayloadRange | None:
-    """The value behind the first thing from `start` on that looks like the payload's key."""
+    """The value after the first occurrence, from `start` on, of what looks like the payload's key."""
     key = _find(body, f'"{kind}"'.encode(), start)
     if key < 0:
         return None
-    behind = key + len(kind) + 2
-    near = bytes(body[behind : behind + 16])
-    value = near.lstrip(b" \t\r\n")
+    key_end = key + len(kind) + 2
+    following = bytes(body[key_end : key_end + 16])
+    value = following.lstrip(b" \t\r\n")
     if not value.startswith(b":"):
         return None
     value = value[1:].lstrip(b" \t\r\n")
-    start = behind + len(near) - len(value)
+    start = key_end + len(following) - len(value)
     if value.startswith(b'"'):
         end = _find(body, b'"', start + 1) + 1
     elif value.startswith(b"["):
@@ -229,7 +229,7 @@ def _seek(body: memoryview, kind: str, start: int) -> PayloadRange | None:
 
 
 def _find(body: memoryview, needle: bytes, start: int) -> int:
-    """Where `needle` stands in the body from `start` on, or -1."""
+    """Position of `needle` in the body from `start` on, or -1."""
     for at in range(start, len(body), WINDOW):
         found = bytes(body[at : at + WINDOW + len(needle) - 1]).find(needle)
         if found >= 0:
@@ -238,7 +238,7 @@ def _find(body: memoryview, needle: bytes, start: int) -> int:
 
 
 def _marked(body: memoryview, places: list[PayloadRange]) -> bytes:
-    """The body with a mark in each of these places, which are in order."""
+    """The body with each of these places, in order, replaced by a mark."""
     parts: list[bytes | memoryview] = []
     done = 0
     for number, place in enumerate(places):
@@ -250,7 +250,7 @@ def _marked(body: memoryview, places: list[PayloadRange]) -> bytes:
 
 
 def _values(parsed: Parsed, text: bytes, places: list[PayloadRange], body: memoryview) -> list[_Value] | None:
-    """The payloads in the parser's order, if the marks are just those. A backslash: a string was cut short."""
+    """The payloads in the parser's order, if they are just the marks. A backslash means that a string was cut short."""
     marks = {_mark(number): place for number, place in enumerate(places)}
     values: list[_Value] = []
     for kind, raw in parsed.payloads:
@@ -266,7 +266,7 @@ def _values(parsed: Parsed, text: bytes, places: list[PayloadRange], body: memor
 
 
 def _place(text: bytes, kind: str, raw: msgspec.Raw) -> PayloadRange:
-    """A raw value is a view into the text it was decoded from."""
+    """The position of a raw value, which is a view into the text."""
     start = _address(raw) - _address(text)
     return PayloadRange(kind, start, start + len(memoryview(raw)))
 
@@ -277,16 +277,16 @@ def _address(buffer: msgspec.Raw | bytes) -> int:
 
 
 class _Edit(NamedTuple):
-    """[start, end) of the parsed text is taken out and `instead` put there; no `cut`: it was the prompt's ids."""
+    """[start, end) of the parsed text is replaced by `replacement`; no `cut`: it was the prompt's ids."""
 
     start: int
     end: int
     cut: Cut | None
-    instead: bytes = b""
+    replacement: bytes = b""
 
 
 def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
-    """The first place with the prompt's text that no other edit touches: whichever it is, it is written again."""
+    """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
     at = text.find(prompt)
     while at >= 0:
         end = at + len(prompt)
@@ -297,7 +297,7 @@ def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
 
 
 def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wire:
-    """What is stored of the reply, without what is stored elsewhere."""
+    """The stored form of the reply, without what is stored elsewhere."""
     text, prompt = found.text, found.parsed.prompt_text
     separator = codec.prompt_ids_separator(prompt, prompt_tokens) if prompt else None
     if separator is not None:
@@ -312,8 +312,8 @@ def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wi
             ids_at = length
         else:
             cuts.append(msgspec.structs.replace(edit.cut, at=length))
-        length += len(edit.instead)
-        parts += [text[done : edit.start], edit.instead]
+        length += len(edit.replacement)
+        parts += [text[done : edit.start], edit.replacement]
         done = edit.end
     return Wire(
         messages=job.messages,

@@ -54,14 +54,14 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, MAX_TOKEN_ID, Known, Prompt, PromptDiffers, TokenId, token_text
+from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens, Prompt, PromptDiffers, TokenId, token_text
 
 __all__ = [
     "MAX_TOKEN_ID",
     "MISSING_LOGPROB",
     "REPLAY",
     "Dialect",
-    "Known",
+    "KnownTokens",
     "Parsed",
     "PromptDiffers",
     "Protocol",
@@ -100,7 +100,7 @@ _CONTENT = msgspec.json.Decoder(list[_ContentLogprob])
 def parse_reply(
     body: bytes,
     dialect: DialectChoice,
-    known: Known | None = None,
+    known: KnownTokens | None = None,
     protocol: Protocol = "chat",
     sent: bytes | None = None,
 ) -> Parsed:
@@ -122,7 +122,9 @@ def parse_reply(
     return parsed
 
 
-def _chat(body: bytes, dialect: DialectChoice, known: Known | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
+def _chat(
+    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None
+) -> tuple[Parsed, list[bytes]]:
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     if dialect == "auto":
@@ -137,7 +139,7 @@ def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
     return "meta_info" not in choice and ("token_ids" in choice or not is_null(root.prompt_token_ids))
 
 
-def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
+def _sglang(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
     if meta_raw is None:
@@ -185,7 +187,7 @@ def _sglang(root: _Root, choice: Fields, known: Known | None, sent: bytes | None
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 
 
-def _vllm(root: _Root, choice: Fields, known: Known | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
+def _vllm(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
     logprobs = object_at(logprobs_raw, "choices[0].logprobs")

@@ -28,7 +28,7 @@ from workers.parse_parts import (
     usage_of,
     weight_versions,
 )
-from workers.parse_prompt import IDS, Known, Prompt
+from workers.parse_prompt import IDS, KnownTokens, Prompt
 
 
 class _Root(Top, kw_only=True):
@@ -43,7 +43,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 
 def completion(
-    body: bytes, dialect: DialectChoice, known: Known | None, sent: bytes | None
+    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None
 ) -> tuple[Parsed, list[bytes]]:
     """A sound completion, and its long flat lists. Raises Rejected."""
     root: _Root = typed(_ROOT, body, "the body")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
-from workers.parse_prompt import IDS, MAX_TOKEN_ID, Known
+from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
 Dialect = Literal["sglang", "vllm"]
 DialectChoice = Literal["auto", "sglang", "vllm"]
@@ -62,7 +62,7 @@ class Parsed(msgspec.Struct, frozen=True):
     suffix_ids: bytes
     output_ids: bytes
     logprobs: bytes
-    sequence: Known
+    sequence: KnownTokens
     finish_reason: str | None
     weight_versions: list[Span]
     payloads: list[tuple[str, msgspec.Raw]] = []

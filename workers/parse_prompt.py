@@ -26,7 +26,7 @@ class PromptDiffers(Rejected):
     """The engine reports another prompt than was sent. The message has positions and lengths, never ids."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownTokens(msgspec.Struct, frozen=True):
     """Tokens that a prompt may begin with: how many, and length and hash of their text (see `token_text`)."""
 
     tokens: int
@@ -58,7 +58,7 @@ class Prompt:
         self,
         raw: msgspec.Raw | None,
         where: str,
-        known: Known | None,
+        known: KnownTokens | None,
         sent: bytes | None = None,
         count: msgspec.Raw | None = None,
     ) -> None:
@@ -114,11 +114,11 @@ class Prompt:
             raise Rejected(f"{where} is another prompt than {self._where}")
         return [text]
 
-    def followed_by(self, output_ids: list[int]) -> Known:
+    def followed_by(self, output_ids: list[int]) -> KnownTokens:
         """Prompt and output together, as the next turn's prompt may begin."""
         output = token_text(output_ids)
         self._hasher.update(output)
-        return Known(self.tokens + len(output_ids), len(self._inner) + len(output), self._hasher.hexdigest())
+        return KnownTokens(self.tokens + len(output_ids), len(self._inner) + len(output), self._hasher.hexdigest())
 
 
 def _compact(text: bytes) -> bytes:

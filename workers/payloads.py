@@ -87,7 +87,7 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
     parent: Parent | None = None
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True):
+class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
     """A payload as it will be kept: rows [start, stop), of which the engine sent those from `sent` on.
 
     Its chunks are the first `shared` ones of its parent, then `new`.
@@ -102,7 +102,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     new: list[NewChunk]
 
 
-def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Stored, Cut]:
+def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
     """Judge a payload's JSON value, which came with `tokens` tokens in all; and tell how it is spelled.
 
     A string is base64, of a .npy file where the engine's dialect says so, else of int32. Raises Rejected.
@@ -276,7 +276,7 @@ def _joined(parts: Sequence[Ids]) -> Ids:
     return np.concatenate(parts) if parts else np.zeros(0, "|u1")
 
 
-def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> Stored:
+def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
     """What of `rows`, the first of which is row `want.start`, is the parent's, and the rest as new chunks."""
     start, parent = want.start, want.parent
     stop = start + len(rows)
@@ -289,7 +289,7 @@ def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> Stored:
     own = known[-1].start + known[-1].rows if known else start
     own = _merged(known, own, want.start, (stop - own) * rows.itemsize * rows.shape[1])
     new = [] if own == stop else _chunks(rows[own - want.start :], own)
-    return Stored(want.kind, start, stop, want.start, shape, len(known), new)
+    return StoredPayload(want.kind, start, stop, want.start, shape, len(known), new)
 
 
 def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:

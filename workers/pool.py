@@ -1,10 +1,10 @@
-"""Worker processes that judge large replies, so that the event loop need not.
+"""Worker processes that validate large replies, off the event loop.
 
-One channel a child: a child that dies harms only its own job, which is tried once more on another. Errors:
+Each worker has one channel. A worker that dies affects only its own job, which is retried once on another. Errors:
 
     PoolError
-    ├── Crashed     two workers ended over the job
-    ├── QueueFull   too many jobs wait already
+    ├── Crashed     two workers ended during the job
+    ├── QueueFull   too many jobs are waiting
     ├── NoWorker    none has been ready for a while
     └── Stopped     the pool is stopping
     Rejected        (workers.parse) the job's own answer
@@ -21,7 +21,7 @@ from collections import deque
 
 import msgspec
 
-from workers.channel import START_S, Child, Ended, Reason, Settings
+from workers.channel import START_S, Reason, WorkerEnded, WorkerProcess, WorkerSettings
 from workers.child import Outcome
 from workers.parse import PromptDiffers, Rejected
 
@@ -31,7 +31,7 @@ ATTEMPTS = 2
 MAX_WAITING = 1000
 
 BACKOFF_S = 0.05, 5.0
-"""First and longest wait before a place is filled again whose child ended without having had a job."""
+"""First and longest pause before a worker is replaced that ended without a job."""
 
 
 class PoolError(Exception):
@@ -39,28 +39,28 @@ class PoolError(Exception):
 
 
 class Crashed(PoolError):
-    """Two different workers ended over one job; `reasons` has one each, in order."""
+    """Two different workers ended during one job; `reasons` has one each, in order."""
 
     def __init__(self, reasons: list[Reason], deadline_s: float) -> None:
         self.reasons = reasons
-        super().__init__("; then ".join(f"a worker {reason.told(deadline_s)}" for reason in reasons))
+        super().__init__("; then ".join(f"a worker {reason.describe(deadline_s)}" for reason in reasons))
 
 
 class QueueFull(PoolError):
-    """More jobs wait than the pool was told to keep waiting."""
+    """More jobs are waiting than the pool allows."""
 
 
 class NoWorker(PoolError):
-    """No child could be started for so long that none is expected."""
+    """No worker was ready for so long that none is expected."""
 
 
 class Stopped(PoolError):
     """The pool is stopping, or stopped before the job was done."""
 
 
-class Counters(msgspec.Struct, frozen=True):
-    """The pool for `/health`: places, children that are ready, those at work; jobs that wait; since the start, jobs
-    that were answered and children that ended over one or by themselves."""
+class PoolCounters(msgspec.Struct, frozen=True):
+    """The pool's state for `/health`: workers wanted, ready and busy; waiting jobs; since the start, answered jobs and
+    workers that ended unexpectedly."""
 
     size: int
     alive: int
@@ -73,7 +73,7 @@ class Counters(msgspec.Struct, frozen=True):
 class Pool:
     """`size` worker processes for CPU-bound jobs, on asyncio's or uvloop's loop.
 
-    A job goes to the child that was idle last, whose caches are warm; jobs that find none idle wait in order.
+    A job goes to the most recently idle worker, whose caches are warm; without an idle one, jobs wait in order.
     """
 
     def __init__(
@@ -85,17 +85,17 @@ class Pool:
         max_waiting: int = MAX_WAITING,
         function: str = "workers.job:run",
     ) -> None:
-        """A job may take `deadline_s` seconds and, beside program and content, `memory_bytes` of address space.
+        """A job may take `deadline_s` seconds and, besides program and content, `memory_bytes` of address space.
 
-        `function` is the `package.module:name` of what children run: (job, body) memoryviews in, bytes or Rejected out.
+        `function` is the `package.module:name` that workers run: (job, body) memoryviews in, bytes or Rejected out.
         """
         self._size = size
-        self._settings = Settings(function, deadline_s, memory_bytes)
+        self._settings = WorkerSettings(function, deadline_s, memory_bytes)
         self._max_waiting = max_waiting
-        self._places: list[asyncio.Task[None]] = []
-        self._children: set[Child] = set()
-        self._idle: list[Child] = []
-        self._waiting: deque[asyncio.Future[Child]] = deque()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._children: set[WorkerProcess] = set()
+        self._idle: list[WorkerProcess] = []
+        self._waiting: deque[asyncio.Future[WorkerProcess]] = deque()
         self._unfinished = 0
         self._stopping = False
         self._stopped = False
@@ -105,13 +105,13 @@ class Pool:
         self._crashes = 0
 
     def start(self) -> None:
-        """Start the children, in the background: jobs wait until the first is ready."""
-        self._places = [asyncio.create_task(self._keep_place()) for _ in range(self._size)]
+        """Start the workers in the background; jobs wait until the first is ready."""
+        self._keepers = [asyncio.create_task(self._keep_worker()) for _ in range(self._size)]
 
     async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
         """The function's result for one job. Raises Rejected, Crashed, QueueFull, Stopped; OSError: no shared memory.
 
-        `pieces` make up the body, and must not change meanwhile. The time that a job waits for a child is not limited.
+        `pieces` make up the body and must not change meanwhile. Waiting for a worker has no time limit.
         """
         if self._stopping:
             raise Stopped("the worker pool is stopping")
@@ -127,40 +127,40 @@ class Pool:
                 self._drained.set()
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new job, let those that run or wait end for at most `grace_s` seconds, then end every child."""
+        """Take no new jobs, wait at most `grace_s` seconds for the others, then end all workers."""
         self._stopping = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._drained.wait()
         self._stopped = True
-        for place in self._places:
-            place.cancel()
-        await asyncio.gather(*self._places, return_exceptions=True)
-        self._places = []
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers = []
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(Stopped("the worker pool stopped"))
         for child in self._children.difference(self._idle):
-            child.condemn(Reason.DIED)
+            child.kill(Reason.DIED)
         self._idle.clear()
-        await asyncio.gather(*(child.leave() for child in self._children))
+        await asyncio.gather(*(child.shut_down() for child in self._children))
         self._children.clear()
 
-    def counters(self) -> Counters:
-        """The state of this moment."""
+    def counters(self) -> PoolCounters:
+        """The current state."""
         alive = sum(child.is_ready and child.usable for child in self._children)
         idle = sum(child.usable for child in self._idle)
-        return Counters(self._size, alive, alive - idle, len(self._waiting), self._jobs, self._crashes)
+        return PoolCounters(self._size, alive, alive - idle, len(self._waiting), self._jobs, self._crashes)
 
     async def _attempt(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes:
         reasons: list[Reason] = []
-        again = False
+        is_retry = False
         while len(reasons) < ATTEMPTS:
-            child = self._idle.pop() if self._idle else await self._next_idle(again)
-            again = True
+            child = self._idle.pop() if self._idle else await self._next_idle(is_retry)
+            is_retry = True
             try:
                 outcome, content = await child.run(job, *pieces)
-            except Ended as end:
+            except WorkerEnded as end:
                 if self._stopped:
                     raise Stopped("the worker pool stopped") from end
                 if end.reason is not None:
@@ -174,12 +174,12 @@ class Pool:
             return content
         raise Crashed(reasons, self._settings.deadline_s)
 
-    async def _next_idle(self, again: bool) -> Child:
-        """Wait in line; a job that is tried again has waited already and is the next."""
+    async def _next_idle(self, is_retry: bool) -> WorkerProcess:
+        """Wait in order; a retried job has waited already and is next."""
         if self._stopped:
             raise Stopped("the worker pool stopped")
-        waiter: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if again else self._waiting.append)(waiter)
+        waiter: asyncio.Future[WorkerProcess] = asyncio.get_running_loop().create_future()
+        (self._waiting.appendleft if is_retry else self._waiting.append)(waiter)
         try:
             while not (await asyncio.wait({waiter}, timeout=START_S))[0]:
                 if not any(child.is_ready and child.usable for child in self._children):
@@ -190,10 +190,10 @@ class Pool:
             if not waiter.done():
                 self._waiting.remove(waiter)
             elif waiter.exception() is None:
-                self._now_idle(waiter.result())
+                self._on_idle(waiter.result())
             raise
 
-    def _now_idle(self, child: Child) -> None:
+    def _on_idle(self, child: WorkerProcess) -> None:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -201,14 +201,14 @@ class Pool:
                 return
         self._idle.append(child)
 
-    async def _keep_place(self) -> None:
-        """Always a child in this place of the pool."""
+    async def _keep_worker(self) -> None:
+        """Keep one worker running: replace it whenever it ends."""
         wait_s = 0.0
         while True:
             await asyncio.sleep(wait_s)
             wait_s = min(max(2 * wait_s, BACKOFF_S[0]), BACKOFF_S[1])
             try:
-                child = Child(self._settings, self._now_idle)
+                child = WorkerProcess(self._settings, self._on_idle)
             except OSError as error:
                 log.error("no worker could be started (%s); next try in %.2f s", error.strerror, wait_s)
                 continue

@@ -1,7 +1,7 @@
-"""How much there is in a JSON text, from its text alone and before anything is made of it.
+"""Measures a JSON text before it is decoded.
 
-To decode a text of a million small values holds the interpreter for as long as that takes, on whatever thread. This
-looks at the text in slices, in numpy, which lets others run meanwhile; it makes no objects and no recursion.
+Decoding a million small values holds the GIL all the time, on any thread. This scans the text in slices with numpy,
+which releases it; it creates no objects and does not recurse.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy.typing as npt
 SLICE = 256 << 10
 
 HEAVY = 10
-"""To make an object, a list or a member of an object costs about as much as so many numbers."""
+"""Creating an object, a list or a member of an object costs about as much as this many numbers."""
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = 0x22, 0x5C, 0x2C, 0x3A
 _OPENS, _CLOSES = b"[{", b"]}"
 
 
 def _table(values: dict[bytes, int]) -> npt.NDArray[np.int8]:
-    made = np.zeros(256, np.int8)
+    table = np.zeros(256, np.int8)
     for characters, value in values.items():
-        made[list(characters)] = value
-    return made
+        table[list(characters)] = value
+    return table
 
 
 _WEIGHT = _table({b",": 1, b":" + _OPENS: HEAVY})
@@ -40,9 +40,8 @@ Characters = npt.NDArray[np.uint8]
 
 
 class Extent(NamedTuple):
-    """`members` of the outermost object or list, and the `weight` of it all: its values, where each object, list and
-    member of an object counts as HEAVY. `largest` is the weight of its heaviest member, `depth` how deep it nests.
-    """
+    """`members` of the outermost object or list, and the total `weight`: number of values, where each object, list and
+    member of an object counts as HEAVY. `largest` is the weight of the heaviest member, `depth` the nesting depth."""
 
     members: int
     weight: int
@@ -51,7 +50,7 @@ class Extent(NamedTuple):
 
 
 def may_exceed(text: bytes, most: int) -> bool:
-    """May a text hold more values than that? Quickly said: the characters of its strings count as well."""
+    """May a text hold more values than `most`? Fast, but counts characters in strings as well."""
     found = 0
     for start in range(0, len(text) if len(text) > most else 0, SLICE):
         part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
@@ -62,7 +61,7 @@ def may_exceed(text: bytes, most: int) -> bool:
 
 
 def extent(text: bytes, most: int) -> Extent:
-    """Of a JSON text; of what is not JSON, some. Stops soon after there are more than `most` members."""
+    """The extent of a JSON text; meaningless for invalid JSON. Stops soon after `most` members."""
     members = weight = largest = depth = deepest = begun = 0
     for kinds in _structure(text):
         if not len(kinds):
@@ -82,10 +81,10 @@ def extent(text: bytes, most: int) -> Extent:
 
 
 def members(text: bytes, at_least: int = 0) -> Iterator[bytes]:
-    """What stands between the outermost object's or list's brackets, cut at its own commas.
+    """The content between the outermost brackets, split at its own commas.
 
-    With `at_least`, pieces of several members that have at least so many bytes. Of what is not JSON, pieces of which
-    one is not either.
+    With `at_least`, pieces of several members of at least that many bytes. For invalid JSON, at least one piece is
+    invalid.
     """
     begin = depth = 0
     for start, kinds, places in _placed(text):
@@ -104,7 +103,7 @@ def _structure(text: bytes) -> Iterator[Characters]:
 
 
 def _placed(text: bytes) -> Iterator[tuple[int, Characters, Places]]:
-    """A slice at a time where it begins, its commas, colons and brackets outside of strings, and their places in it."""
+    """For each slice: its start, its commas, colons and brackets outside of strings, and their positions."""
     in_string, is_escaped = False, False
     for start in range(0, len(text), SLICE):
         part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
@@ -121,9 +120,9 @@ def _placed(text: bytes) -> Iterator[tuple[int, Characters, Places]]:
 
 
 def _drop_escaped(part: Characters, quotes: Flags, is_escaped: bool) -> bool:
-    """Take the quotes behind an odd number of backslashes out of `quotes`; is the next slice's first character so?
+    """Remove quotes after an odd number of backslashes from `quotes`; is the next slice's first character escaped?
 
-    `is_escaped` says it of this slice's first.
+    `is_escaped`: this slice's first character is.
     """
     if is_escaped:
         quotes[0] = False

@@ -1,4 +1,4 @@
-"""Memory that two processes share and that has no name: when both are gone, so is it, whatever killed them."""
+"""Anonymous memory shared by two processes; it is freed when both have ended, however they did."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import mmap
 import os
 
 SMALLEST = 1 << 20
-"""Bytes a segment has at least. It is sparse: pages that were never written cost nothing."""
+"""Smallest size in bytes. It is sparse: pages never written cost nothing."""
 
 
 class Segment:
-    """One stretch of shared memory, used again for every job: to fault in fresh pages costs more than the copy.
+    """One region of shared memory, reused for every job: faulting in fresh pages costs more than the copy.
 
-    Both sides map it and hold its file descriptor. They take turns, so it needs no lock: the one whose turn it is
-    may `grow` or `shrink` the file, the other calls `fit` before it looks at anything.
+    Both sides map it and hold its file descriptor. They take turns, so it needs no lock: the active side may `grow` or
+    `shrink` the file; the other calls `fit` before it reads anything.
     """
 
     def __init__(self, fd: int) -> None:
-        """Take over `fd`, which `close` closes. A file shorter than SMALLEST is extended."""
+        """Take over `fd`; `close` closes it. A file shorter than SMALLEST is extended."""
         self.fd = fd
         self.size = 0
         self._resident = 0
@@ -27,7 +27,7 @@ class Segment:
 
     @classmethod
     def create(cls) -> Segment:
-        """A new one. OSError: no memory or no descriptor left."""
+        """A new segment. OSError: no memory or descriptor left."""
         fd = os.memfd_create("turnlog") if hasattr(os, "memfd_create") else _unlinked_file()
         try:
             return cls(fd)
@@ -36,11 +36,11 @@ class Segment:
             raise
 
     def length(self) -> int:
-        """Bytes of the file, which `fit` would map."""
+        """Length of the file in bytes, which `fit` would map."""
         return os.fstat(self.fd).st_size
 
     def grow(self, size: int) -> None:
-        """Make room for `size` bytes; the file grows by powers of two."""
+        """Ensure room for `size` bytes; the file grows by powers of two."""
         if size > self.size:
             target = room_for(size)
             if self.length() < target:
@@ -48,7 +48,7 @@ class Segment:
             self.fit()
 
     def fit(self) -> None:
-        """Map the file as long as it is now; the other side may have changed that."""
+        """Map the file at its current length, which the other side may have changed."""
         size = self.length()
         if size != self.size:
             self._unmap()
@@ -57,16 +57,16 @@ class Segment:
             self._resident = min(self._resident, size)
 
     def shrink(self, keep: int) -> None:
-        """Give back all but the first `keep` bytes (a power of two). The other side's mapping ends there, too."""
+        """Free all but the first `keep` bytes (a power of two). The other side's mapping ends there too."""
         if self.size > keep:
             os.ftruncate(self.fd, keep)
             self.fit()
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
-        """Copy `content` to `offset`, inside what `grow` made room for.
+        """Copy `content` to `offset`, within the room made by `grow`.
 
-        What has pages is copied through the mapping (three times faster than a system call), what has none is
-        written by the kernel (twice as fast as to fault page after page).
+        Existing pages are written through the mapping (three times faster than a system call), new ones by the kernel
+        (twice as fast as faulting page after page).
         """
         end = offset + len(content)
         if end <= self._resident:
@@ -83,11 +83,11 @@ class Segment:
         return self._mapped()[offset : offset + length]
 
     def view(self, start: int, end: int) -> memoryview:
-        """The bytes from `start` to `end` where they are, read-only; valid until the other side has its turn."""
+        """A read-only view of the bytes from `start` to `end`, valid until the other side's turn."""
         return memoryview(self._mapped())[start:end].toreadonly()
 
     def close(self) -> None:
-        """Unmap and close. What is left of the memory is freed when the other side has closed it, too."""
+        """Unmap and close. The memory is freed when the other side has closed it too."""
         self._unmap()
         if self.fd >= 0:
             os.close(self.fd)
@@ -100,19 +100,19 @@ class Segment:
 
     def _unmap(self) -> None:
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # somebody still holds a view: unmapped with the last one
+            with contextlib.suppress(BufferError):  # A view still exists; the last one unmaps it.
                 self._map.close()
             self._map, self.size = None, 0
 
 
 def room_for(size: int) -> int:
-    """The length in bytes that a segment's file gets so that `size` bytes fit: a power of two, SMALLEST or more."""
+    """The file length in bytes for `size` bytes of content: a power of two, at least SMALLEST."""
     return max(SMALLEST, 1 << max(0, size - 1).bit_length())
 
 
 def _unlinked_file() -> int:
-    """macOS has no memfd_create: a temporary file that has already lost its name."""
-    import tempfile  # not above: it is a third of what a worker process would load
+    """For macOS, which has no memfd_create: a temporary file that is already unlinked."""
+    import tempfile  # Imported here: it would be a third of a worker process's imports.
 
     with tempfile.TemporaryFile(prefix="turnlog-") as file:
         return os.dup(file.fileno())

@@ -12,7 +12,7 @@ from app.api.bodies import body_of, read_model
 from app.api.describe import BODY, NOTHING, WRITE, describe, json_reply
 from app.api.state import Services, services, whole_body
 from app.errors import InvalidRequest, NotFound
-from app.fleet.engine_pool import Listed
+from app.fleet.engine_pool import ListedEngine
 
 router = APIRouter(tags=["Fleet"])
 
@@ -85,7 +85,7 @@ async def delete_engine(
     return Response(status_code=204)
 
 
-def shown(app: Services, listed: Listed) -> dict[str, Any]:
+def shown(app: Services, listed: ListedEngine) -> dict[str, Any]:
     """An engine as an operator reads of it."""
     member = listed.member
     configured = app.settings.upstream_dialect

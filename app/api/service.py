@@ -50,7 +50,7 @@ async def ready(request: Request) -> JSONResponse:
         "database": True,
         "writable": read_only is None,
         "pool": app.pool.counters().alive > 0,
-        "engine": await app.health.any_lives(),
+        "engine": await app.health.any_alive(),
     }
     try:
         await app.database.read(reads.epoch)

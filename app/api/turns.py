@@ -26,7 +26,7 @@ from app.logs import about_session
 from app.protocols.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
 from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
-from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, WELL, Stages, TurnStage
+from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, SUCCEEDED, Stages, TurnStage
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.chat")
@@ -187,7 +187,7 @@ class _Exchange:
     async def _until_gone(self, waiter: Waiter) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             continue
-        waiter.hang_up()
+        waiter.client_disconnected()
         abort_after_s = self._app.settings.abort_after_s
         if abort_after_s is not None:
             await asyncio.sleep(abort_after_s)
@@ -233,7 +233,7 @@ def _outcome(reply: TurnReply) -> str:
 
 def _log_outcome(outcome: str, stages: Stages) -> None:
     """One line for each turn that failed."""
-    if outcome in WELL:
+    if outcome in SUCCEEDED:
         if log.isEnabledFor(logging.DEBUG):
             times = {stage.name.lower(): round(stages.seconds[stage] * 1000, 3) for stage in TurnStage}
             log.debug("turn %s", outcome, extra={"stages_ms": times})

@@ -8,12 +8,12 @@ MAX_LENGTH = 2048
 
 
 def plain(text: str) -> str:
-    """The URL less a trailing slash and the `/v1` that OpenAI's clients want; two spellings of one are equal."""
+    """The URL without a trailing slash and the `/v1` that OpenAI's clients need, so that equal URLs compare equal."""
     return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def fault(url: str) -> str | None:
-    """What is accepted instead, to stand behind "base URLs"; None for a good one."""
+    """What is accepted instead, as text that follows "base URLs"; None for a valid URL."""
     wanted = "such as http://127.0.0.1:30000"
     if not url.isprintable() or " " in url or "\\" in url or len(url) > MAX_LENGTH:
         return wanted

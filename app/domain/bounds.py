@@ -1,7 +1,7 @@
-"""How much a request's body may hold: what nobody needs, and what would keep everybody else waiting while it is read.
+"""Limits of a request's body, against bodies that would block other requests while they are decoded.
 
-A body of 16 MiB may be one text, or eight million values, which take seconds to make and which no other request
-could interrupt. What may hold many (messages, token ids) is read in parts; for the rest there are limits.
+A body of 16 MiB may be one text, or eight million values that take seconds to decode without interruption. Fields that
+may hold many values (messages, token ids) are decoded in parts; the others are limited.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MAX_MESSAGES = 65_536
 """A session may have 10,000 turns, each with an assistant's message and several results of tools."""
 
 MAX_VALUES = 500_000
-"""In one message, or in one other field that is no list of token ids, by `scan.Extent.weight`: 20 ms to decode."""
+"""Values in one message, or in any other field except token ids, by `scan.Extent.weight`: 20 ms to decode."""
 
 MAX_MESSAGE_VALUES = 10 * MAX_VALUES
-"""In all messages."""
+"""Values in all messages."""
 
 FEW = 20_000
-"""What may hold no more, by its commas and brackets, is not looked at any closer."""
+"""Text with no more commas and brackets than this is not scanned further."""
 
 _COUNTED = f"an object, a list and a member of an object count as {scan.HEAVY}"
 
@@ -38,31 +38,31 @@ def too_many_fields() -> InvalidRequest:
 
 
 def require_field(name: str, raw: bytes) -> None:
-    """Raises InvalidRequest for a field that holds too much; of messages and ids it does not judge."""
+    """Raises InvalidRequest for a field with too many values; not for messages and token ids."""
     if not scan.may_exceed(raw, FEW):
         return
-    found = scan.extent(raw, MAX_VALUES)
-    if found.members > MAX_VALUES:
+    extent = scan.extent(raw, MAX_VALUES)
+    if extent.members > MAX_VALUES:
         raise InvalidRequest(f"{name} has more than {MAX_VALUES} entries")
-    if found.weight > MAX_VALUES:
-        raise _too_many(name, found.weight, MAX_VALUES)
+    if extent.weight > MAX_VALUES:
+        raise _too_many(name, extent.weight, MAX_VALUES)
 
 
 def require_messages(raw: bytes) -> None:
-    """Raises InvalidRequest for too many messages, one that holds too much, or all of them together."""
+    """Raises InvalidRequest for too many messages, or too many values in one or all of them."""
     if not scan.may_exceed(raw, FEW):
         return
-    found = scan.extent(raw, MAX_MESSAGES)
-    if found.members > MAX_MESSAGES:
+    extent = scan.extent(raw, MAX_MESSAGES)
+    if extent.members > MAX_MESSAGES:
         raise InvalidRequest(f"messages has more than {MAX_MESSAGES} entries")
-    if found.largest > MAX_VALUES:
-        raise _too_many("one of the messages", found.largest, MAX_VALUES)
-    if found.weight > MAX_MESSAGE_VALUES:
-        raise _too_many("messages", found.weight, MAX_MESSAGE_VALUES)
+    if extent.largest > MAX_VALUES:
+        raise _too_many("one of the messages", extent.largest, MAX_VALUES)
+    if extent.weight > MAX_MESSAGE_VALUES:
+        raise _too_many("messages", extent.weight, MAX_MESSAGE_VALUES)
 
 
 def is_too_much(text: bytes) -> bool:
-    """Would this JSON, which stands in a string, take long to decode?"""
+    """Would this JSON, found inside a string, take long to decode?"""
     return scan.may_exceed(text, FEW) and scan.extent(text, MAX_VALUES).weight > MAX_VALUES
 
 

@@ -1,9 +1,8 @@
-"""Is this prompt the stored tokens or text, and what is new? Where a completion joins its session.
+"""Where a completion's prompt joins its session, and what in it is new.
 
-A completion's prompt is compared as a whole: it begins with all that is stored up to some live turn, or it is
-a live turn's own prompt once more, or it is something else, as one that has nothing sampled in common with what
-is stored. `Turn.tokens_hash` tells the first for prompts
-given as ids, the last of `Turn.message_hashes` for text.
+The prompt is compared as a whole: it begins with all that is stored up to some live turn, or it repeats a live turn's
+prompt, or it is something else (it shares no sampled output with the history). The first is found by `Turn.tokens_hash`
+for token ids, and by the last of `Turn.message_hashes` for text.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from app.domain.session import Session, Turn
 from app.errors import HistoryMismatch, RollbackTooDeep
 
 
-class _Mark(NamedTuple):
-    """What a prompt begins with if it continues something: so many bytes with this hash."""
+class _Prefix(NamedTuple):
+    """The beginning of a prompt that continues a turn: its size in bytes and hash."""
 
     size: int
     hash: str
 
 
 class IncomingPrompt:
-    """A completion's prompt, as `history.Incoming` is a chat's messages.
+    """A completion's prompt, as `history.Incoming` is for a chat's messages.
 
-    New text counts as one message, the JSON string of it; ids as none, because they are stored as tokens.
+    New text counts as one message, as a JSON string; ids count as none, because they are stored as tokens.
     """
 
     def __init__(self, request: CompletionRequest) -> None:
@@ -46,7 +45,7 @@ class IncomingPrompt:
         return self._messages
 
     def check(self, leaf: Turn | None) -> None:
-        """Nothing to judge; a long prompt is hashed where this is called."""
+        """Checks nothing, but hashes a long prompt here, on the caller's thread."""
         self.spelling(0)
 
     def canonical(self, index: int) -> str:
@@ -63,7 +62,7 @@ class IncomingPrompt:
         return [split.quoted(self._new.decode())] if self._new else []
 
     def reply_hash(self, message: bytes) -> str:
-        """By which the next prompt is known to continue this one: size and hash of the text up to the reply's end."""
+        """Identifies the text up to the reply's end, by size and hash, so that the next prompt can continue it."""
         if self._ids is not None:
             return _digest(message)
         whole = self._data + msgspec.json.decode(message, type=str).encode()
@@ -88,7 +87,7 @@ class IncomingPrompt:
         for place in range(len(chain) - 1, -1, -1):
             turn = chain[place]
             if self._stored(turn).size < 0:
-                break  # its tokens are not known as text: what comes before it would be discarded on a guess
+                break  # Its text is unknown: discarding the turns from here on would be a guess.
             if turn.number in continued and (turn is chain[-1] or any(map(self._sampled, chain[: place + 1]))):
                 return self._within(session, Plan(turn.number, turn.message_count, _numbers(chain[place + 1 :])))
             if turn.protocol == "completions" and turn.client_hash == own:
@@ -108,29 +107,29 @@ class IncomingPrompt:
             ),
         )
 
-    def _stored(self, turn: Turn) -> _Mark:
+    def _stored(self, turn: Turn) -> _Prefix:
         if self._ids is not None:
-            return _Mark(turn.tokens_text_bytes, turn.tokens_hash)
+            return _Prefix(turn.tokens_text_bytes, turn.tokens_hash)
         size, _, digest = turn.message_hashes[-1].partition(":")
-        return _Mark(int(size), digest) if digest else _Mark(-1, "-")
+        return _Prefix(int(size), digest) if digest else _Prefix(-1, "-")
 
     def _sampled(self, turn: Turn) -> bool:
-        """Has the prompt, which begins with all that is stored up to this turn, an output of it in common?"""
+        """Does the prompt, which begins with all that is stored up to this turn, include an output of it?"""
         if self._ids is not None:
             return turn.output_tokens > 0
         return _digest(b"text:" + self._data[: self._stored(turn).size]) != turn.client_hash
 
     def _continued(self, chain: Sequence[Turn]) -> set[int]:
-        """Which of these turns the prompt begins with all of; each byte of it is hashed once."""
+        """The turns that the prompt continues completely; each byte is hashed once."""
         data = memoryview(self._ids.text + b"," if self._ids is not None else self._data)
-        hasher, done = hashlib.sha256(), 0
+        hasher, hashed = hashlib.sha256(), 0
         found: set[int] = set()
-        for mark, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
-            if turn.protocol != "completions" or not done <= mark.size <= len(data):
+        for prefix, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
+            if turn.protocol != "completions" or not hashed <= prefix.size <= len(data):
                 continue
-            hasher.update(data[done : mark.size])
-            done = mark.size
-            if hasher.hexdigest()[: len(mark.hash)] == mark.hash:
+            hasher.update(data[hashed : prefix.size])
+            hashed = prefix.size
+            if hasher.hexdigest()[: len(prefix.hash)] == prefix.hash:
                 found.add(turn.number)
         return found
 

@@ -1,4 +1,4 @@
-"""What a client asks of the engine that holds its session: `nvext.session_control` of a request (Dynamo's contract)."""
+"""`nvext.session_control` of a request: what the client asks of its session's engine (Dynamo's contract)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Extended(msgspec.Struct):
-    """A body of which nothing else is looked at."""
+    """The only field of a body that is read here."""
 
     nvext: msgspec.Raw = msgspec.Raw()
 
@@ -32,9 +32,9 @@ _EXTENDED = msgspec.json.Decoder(_Extended)
 
 
 class SessionControl(msgspec.Struct, frozen=True):
-    """`session_id` names an affinity, which several sessions may share; without an action it is used and no more.
+    """`session_id` names an affinity, which several sessions may share; without an action it is only used.
 
-    `timeout_s` seconds without use end it; None: as it was, or DEFAULT_TIMEOUT_S.
+    It ends after `timeout_s` seconds without use; None: unchanged, or DEFAULT_TIMEOUT_S.
     """
 
     session_id: str
@@ -42,8 +42,8 @@ class SessionControl(msgspec.Struct, frozen=True):
     timeout_s: float | None = None
 
 
-def taken_out(params: dict[str, msgspec.Raw]) -> SessionControl | None:
-    """Take the control out of a request's fields, which go on to the engine without it; other extensions stay.
+def remove_control(params: dict[str, msgspec.Raw]) -> SessionControl | None:
+    """Remove and return the control from a request's fields; other extensions stay for the engine.
 
     Raises InvalidRequest, which names the field.
     """
@@ -60,7 +60,7 @@ def taken_out(params: dict[str, msgspec.Raw]) -> SessionControl | None:
 
 
 def session_named(body: bytes) -> str | None:
-    """The session that a request's control names. Raises InvalidRequest for a control that is none."""
+    """The session that a request's control names. Raises InvalidRequest for an invalid control."""
     try:
         raw = _EXTENDED.decode(body).nvext
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -68,12 +68,12 @@ def session_named(body: bytes) -> str | None:
     if not bytes(raw):
         return None
     bounds.require_field(EXTENSIONS, bytes(raw))
-    control = taken_out({EXTENSIONS: raw})
+    control = remove_control({EXTENSIONS: raw})
     return None if control is None else control.session_id
 
 
 def _members(raw: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
-    """None for what is no object, which is the engine's to refuse, or the request's reader's."""
+    """None if it is not an object; the engine or the request's parser rejects it."""
     try:
         return _MEMBERS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Cursors as clients see them: opaque text that a URL may hold."""
+"""Cursors as clients see them: opaque, URL-safe text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command does to a session: events, or an error that changes nothing."""
+"""Decides what a command does to a session: events, or an error that changes nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workers import codec
 
 
 def require_open(session: Session | None, session_id: str) -> Session:
-    """The session, if a turn may be taken in it. Raises SessionNotFound, SessionClosed."""
+    """The session, if it is open. Raises SessionNotFound, SessionClosed."""
     if session is None:
         raise SessionNotFound(f"session {session_id} does not exist")
     if session.status != "open":
@@ -61,7 +61,7 @@ def open_turn(
 
 
 class TurnBlobs(msgspec.Struct, frozen=True):
-    """The per-session blobs that a turn uses, by number; `new` are those that it brings."""
+    """The session's blobs that a turn uses, by number; `new` are those that it adds."""
 
     params: int
     tools: int | None = None
@@ -69,12 +69,12 @@ class TurnBlobs(msgspec.Struct, frozen=True):
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
-    """The turn whose tokens the prompt may continue: the parent, unless the history starts anew."""
+    """The turn whose tokens the prompt may continue: the parent, unless the history starts again."""
     return session.turn(plan.parent) if plan.base_messages else None
 
 
 def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["drift", "divergence"] | None]:
-    """The turn's segment, and why it began here if it did.
+    """The turn's segment, and the cause if a segment begins here.
 
     Segments are numbered along the live path, so a discarded one leaves no gap.
     """
@@ -87,7 +87,7 @@ def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["dri
 
 
 class HashedMessages(typing.Protocol):
-    """A request's messages as the log keeps them: how many there are, and hashes of them."""
+    """A request's messages as the log keeps them: their number and hashes."""
 
     def __len__(self) -> int: ...
 
@@ -108,18 +108,18 @@ def commit_turn(
     binding: AffinityBound | AffinityReleased | None = None,
     timing: Timing | None = None,
 ) -> list[Event]:
-    """The events that make the turn part of the session; `binding` is the engine's that it stays with, if it is new.
+    """The events that commit the turn. `binding` is a new binding to its engine.
 
-    A rollback stands before it where it replaces turns, a tombstone behind it where payloads leave the window.
-    `session` is the state in which the turn was claimed.
+    A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window. `session` is the
+    state in which the turn was claimed.
     """
     committed = _committed(session, opened, fence, plan, incoming, reply, blobs, timing)
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.payloads or reply.payloads:
-        after = fold(session.session_id, _placed(session, events), session)
-        gone = None if after is None else retention.tombstones(after)
-        events += [] if gone is None else [gone]
+        after = fold(session.session_id, _numbered(session, events), session)
+        tombstoned = None if after is None else retention.tombstones(after)
+        events += [] if tombstoned is None else [tombstoned]
     return events
 
 
@@ -174,8 +174,8 @@ def _committed(
     )
 
 
-def _placed(session: Session, events: list[Event]) -> Iterator[Recorded]:
-    """The events as if they were next; where they will stand does not change what they do to payloads."""
+def _numbered(session: Session, events: list[Event]) -> Iterator[Recorded]:
+    """The events with the next sequence numbers; their positions do not affect payloads."""
     return (Recorded(seq, 0.0, event) for seq, event in enumerate(events, session.version + 1))
 
 

@@ -1,10 +1,9 @@
-"""What can happen to a session, as frozen facts.
+"""The events of a session, as immutable facts.
 
-An event holds ids, counts, hashes and references to blobs, never content: a prompt or a completion
-lives in the store's content tables, so that erasing it leaves the log whole. The components of a reward
-are the exception, which an erasure takes out of the event. Events are stored under
-`name` with the integer `VERSIONS[name]`; a changed shape takes the next number and a step in
-`upcast.py`. Hashes are lower-case hex.
+An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
+content tables, so that erasing them leaves the log whole. The components of a reward are the exception; an erasure
+removes them from the event. Events are stored under `name` with the integer `VERSIONS[name]`; a changed structure gets
+the next number and a step in `upcast.py`. Hashes are lower-case hex.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import msgspec
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 
 OnAbort = Literal["return", "continue", "fail"]
-"""What becomes of a generation that an engine ended before its time."""
+"""What happens to a generation that an engine ended early."""
 
 OnDivergence = Literal["reject", "segment"]
-"""What becomes of a request that does not continue the stored history, and may not roll back to where it joins."""
+"""What happens to a request that does not continue the stored history and may not roll back to where it joins."""
 
 Protocol = Literal["chat", "completions"]
 """Which of the OpenAI API's routes a turn was taken over."""
@@ -72,7 +71,7 @@ def is_number(version: str) -> bool:
 
 
 ReplayKind = Literal["routed_experts", "indexer_topk"]
-"""What an engine can return so that a trainer replays its choices: a row of ids per token but the last."""
+"""What an engine can return for a trainer to replay its choices: a row of ids for each token but the last."""
 
 Dtype = Literal["uint8", "uint16", "int16", "int32"]
 """How ids are stored: the smallest of these, in this order, that holds a chunk's ids. Little-endian."""
@@ -119,11 +118,11 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """How long a turn spent in each stage before its commit, in microseconds by a clock that does not jump.
+    """Time that a turn spent in each stage before its commit, in microseconds of a monotonic clock.
 
-    `gate`: waiting for a pause to end. `claim`: until its claim was on disk, matching included. `prepare`: making
-    the prompt and placing it. `engine`: from dispatch to the reply's last byte, all tries and parts together.
-    `validate`: judging the reply.
+    `gate`: waiting for a pause to end. `claim`: until its claim was on disk, matching included. `prepare`: building the
+    prompt and choosing an engine. `engine`: from dispatch to the reply's last byte, all attempts and parts together.
+    `validate`: validating the reply.
     """
 
     gate: int
@@ -134,7 +133,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SessionCreated(Event, frozen=True):
-    """`body_hash` tells a repeated create from a conflicting one."""
+    """`body_hash` distinguishes a repeated create from a conflicting one."""
 
     config: SessionConfig
     body_hash: str
@@ -218,7 +217,7 @@ class TurnCommitted(Event, frozen=True):
 
 
 class TurnRejected(Event, frozen=True):
-    """The open turn ended without a commit: the engine's answer (`status`) or our own rule refused it.
+    """The open turn ended without a commit: the engine failed (`status`) or its reply was invalid.
 
     `kept_bytes` (since version 2) of the refused reply's `reply_bytes` are kept for diagnosis.
     """
@@ -233,10 +232,10 @@ class TurnRejected(Event, frozen=True):
 
 
 class TurnAbandoned(Event, frozen=True):
-    """The open turn came to nothing.
+    """The open turn ended without a reply.
 
-    Its owner is dead (`owner_dead`) or could not let go of it (`not_released`), or it was cut off because the
-    session was closed (`session_closed`) or the client left (`disconnect`).
+    Its process is dead (`owner_dead`) or could not release it (`not_released`), or it was cancelled because the session
+    was closed (`session_closed`) or the client disconnected (`disconnect`).
     """
 
     turn: int
@@ -254,9 +253,9 @@ class RolledBack(Event, frozen=True):
 class BlobsTombstoned(Event, frozen=True):
     """The replay payloads of these turns can no longer be read.
 
-    What they were stands in their `TurnCommitted`. `freed` are the keys (fence, number) of the chunks that no
-    payload refers to any more, and whose bytes are gone. They fell out of the rollback window in the commit
-    before this event (`window`), or the session has been closed for long enough (`closed`).
+    Their description stays in `TurnCommitted`. `freed` are the keys (fence, number) of the chunks that no payload
+    refers to any more; their bytes are deleted. They left the rollback window in the commit before this event
+    (`window`), or the session has been closed for long enough (`closed`).
     """
 
     turns: tuple[int, ...]
@@ -265,11 +264,11 @@ class BlobsTombstoned(Event, frozen=True):
 
 
 class RewardAssigned(Event, frozen=True):
-    """A later assignment replaces an earlier one of the same `turn` (None: of the session).
+    """A later assignment replaces an earlier one for the same `turn` (None: the session).
 
-    `of_root` (since version 2): it is the reward of the root of the session's rollout, which stands before any of the
-    session's own. `components_erased` (since version 2): it had components, which went with the session's content. It
-    is the one event that is ever rewritten.
+    `of_root` (since version 2): the reward of the root of the session's rollout, which overrides the session's own.
+    `components_erased` (since version 2): its components were deleted with the session's content. This is the only
+    event that is ever rewritten.
     """
 
     reward: float
@@ -280,10 +279,10 @@ class RewardAssigned(Event, frozen=True):
 
 
 class AffinityBound(Event, frozen=True):
-    """From now on the session's turns go to the engine with this base URL, which has its prefix in its cache.
+    """From now on the session's turns go to the engine with this base URL, which has its prefix cached.
 
-    `cause`: its `first` turn; its engine is no longer `listed`, is `draining`, is `dead`; the binding had `expired`; a
-    client's wish (`control`, which is then the name of that affinity: `nvext.session_control`).
+    `cause`: its `first` turn; its engine is no longer `listed`, is `draining`, is `dead`; the binding had `expired`; or
+    a client chose it (`control`, then also the name of the affinity: `nvext.session_control`).
     """
 
     engine: str
@@ -292,7 +291,7 @@ class AffinityBound(Event, frozen=True):
 
 
 class AffinityReleased(Event, frozen=True):
-    """The session has no engine of its own any more: a client said so (`closed`), or its time was up (`expired`)."""
+    """The session is no longer bound to an engine: a client ended it (`closed`), or it expired (`expired`)."""
 
     reason: Literal["closed", "expired"] = "closed"
 
@@ -307,7 +306,7 @@ class SessionClosed(Event, frozen=True):
 
 
 class SessionErased(Event, frozen=True):
-    """The content is gone; the log's skeleton and the id stay, so that the id is never used again."""
+    """The content is deleted. The events and the id stay, so that the id is never used again."""
 
 
 TYPES: dict[str, type[Event]] = {
@@ -343,7 +342,7 @@ EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """An event in its place: `seq` counts from 1 without a gap, `at` is seconds since the epoch."""
+    """An event with its position: `seq` counts from 1 without a gap, `at` is seconds since the epoch."""
 
     seq: int
     at: float
@@ -355,7 +354,7 @@ def name_of(event: Event) -> str:
 
 
 class UnknownEvent(Exception):
-    """The log holds an event that this version cannot read; the session is refused rather than guessed."""
+    """The log holds an event that this version cannot read; the session is refused."""
 
 
 def to_fields(event: Event) -> dict[str, Any]:

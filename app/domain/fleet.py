@@ -1,8 +1,8 @@
-"""The fleet as a fold of its log: which engines there are, and which gates are shut.
+"""The fleet as a fold of its log: its engines, and which gates are shut.
 
-What is of no session has one log of its own. Each event has a `key`, and says all there is to know of it, so the last
-event of each key is the whole state. A gate holds turns back: the fleet's all of them, an adapter's its own. Its
-`closings` only grow; who remembers them knows later whether it was shut meanwhile, also where it is open again.
+State that belongs to no session has one log. Each event has a `key` and holds that key's whole state, so the last event
+of each key is enough. A gate holds turns back: the fleet's gate all turns, an adapter's gate its own. `closings` only
+grow; comparing them shows later whether a gate was shut meanwhile.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from app.domain.events import Event
 
 PauseMode = Literal["abort", "in_place", "retract"]
-"""What engines do with the generations that they have: SGLang's `/pause_generation`."""
+"""What engines do with running generations: SGLang's `/pause_generation`."""
 
 
 class FleetEvent(Event, frozen=True):
@@ -27,9 +27,9 @@ class FleetEvent(Event, frozen=True):
 
 
 class EngineListed(FleetEvent, frozen=True):
-    """An operator's word on an engine, which stands above the settings, and ends what is said of its weights.
+    """An operator's setting for an engine. It overrides the server's settings and clears a weight version regression.
 
-    `draining`: turns in flight end there, the next go elsewhere. `removed`: as if it were not set.
+    `draining`: turns in flight there finish, new ones go elsewhere. `removed`: as if it were not in the settings.
     """
 
     url: str
@@ -54,7 +54,7 @@ class AdapterPaused(FleetEvent, frozen=True):
 
 
 class AdapterResumed(FleetEvent, frozen=True):
-    """The gate of an adapter is open, which is how one begins (`known`). `version` is that of its weights, if told."""
+    """The gate of an adapter is open, also initially (`known`). `version` is its weight version, if given."""
 
     name: str
     closings: int
@@ -113,7 +113,7 @@ TYPES: dict[str, type[FleetEvent]] = {
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """An event in its place: `seq` counts from 1 without a gap, `at` is seconds since the epoch, the database's."""
+    """An event with its position: `seq` counts from 1 without a gap, `at` is the database's clock."""
 
     seq: int
     at: float
@@ -146,7 +146,7 @@ class Regression(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The state after event `version`. `engines` are those that an operator spoke of; `gate` is the whole fleet's."""
+    """The state after event `version`. `engines` are those set by an operator; `gate` is the fleet's."""
 
     version: int = 0
     engines: dict[str, EngineListed] = {}
@@ -155,7 +155,7 @@ class Fleet(msgspec.Struct, frozen=True):
     regressed: dict[str, Regression] = {}
 
     def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
-        """Those that a turn of this adapter must pass: the fleet's, and its own."""
+        """The gates that a turn of this adapter must pass: the fleet's and its own."""
         return self.gate, OPEN if adapter is None else self.adapters.get(adapter, OPEN)
 
     def is_shut(self, adapter: str | None) -> bool:
@@ -165,23 +165,23 @@ class Fleet(msgspec.Struct, frozen=True):
         return own is not None and own.until is not None
 
     def closings(self, adapter: str | None) -> tuple[int, int]:
-        """What tells later whether one of these gates was shut meanwhile."""
+        """Compare with a later value to see whether one of these gates was shut meanwhile."""
         fleet, own = self.gates(adapter)
         return fleet.closings, own.closings
 
     def was_shut_after(self, moment: float) -> bool:
-        """Did any gate hold turns back later than that (seconds since the epoch), or does it still?"""
+        """Was any gate shut after `moment` (seconds since the epoch), or is it now?"""
         gates = [gate for gate in (self.gate, *self.adapters.values()) if gate.closings]
         return any(gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates)
 
     def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
-        """The engines there are: those that are set, and those that an operator added, less those removed."""
+        """The engines: those in the settings and those that an operator added, without removed ones."""
         found = {url: EngineListed(url) for url in base_urls} | self.engines
         return [engine for engine in found.values() if engine.state != "removed"]
 
 
 def apply(fleet: Fleet, placed: Placed) -> Fleet:
-    """The state one event later; events of other keys may have been left out between."""
+    """The state one event later; events of other keys may be missing in between."""
     event = placed.event
     changes: dict[str, Any] = {}
     match event:
@@ -205,7 +205,7 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
 
 
 def fold(events: Iterable[Placed]) -> Fleet:
-    """The state after these, in order; the last of each key suffice."""
+    """The state after these events, in order; the last of each key is enough."""
     fleet = Fleet()
     for placed in events:
         fleet = apply(fleet, placed)

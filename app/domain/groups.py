@@ -1,6 +1,6 @@
-"""Groups of sessions, the attempts at one task: statistics of their rewards, the GRPO advantage, their age.
+"""Groups of sessions (attempts at one task): reward statistics, GRPO advantage, age.
 
-Everything here is a function of the log and is never stored back into it.
+All of it is computed from the log and never stored in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """Of a group's rewards; `std` is that of the population, because these are all of them."""
+    """Statistics of a group's rewards; `std` is the population's, because these are all of them."""
 
     count: int
     mean: float
@@ -83,7 +83,7 @@ def outcome(attempts: Iterable[Attempt]) -> Outcome:
 
 
 def statistics(rewards: Sequence[float]) -> Statistics:
-    """Of at least one finite reward. Raises ValueError for none."""
+    """Statistics of at least one finite reward. Raises ValueError for none."""
     if not rewards:
         raise ValueError("no rewards have no statistics")
     lowest, highest = min(rewards), max(rewards)

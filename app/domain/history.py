@@ -1,9 +1,9 @@
-"""Is this request's history the stored one? Canonical messages, and where a request joins the session.
+"""Compares a request's history with the stored one: canonical messages, and where the request joins the session.
 
-Harnesses do not send the engine's assistant message back as it was: they drop reasoning, turn null into
-absent or `""`, re-serialise tool arguments, move unknown fields. The `tolerant` matcher sees through
-that; what is stored keeps the engine's spelling. What no matcher sees through diverges, and so does a request
-that has nothing sampled in common with the history: taking it for a retry would discard a sampled turn.
+Harnesses change the engine's assistant message before they send it back: they drop reasoning, turn null into absent or
+`""`, re-serialise tool arguments, reorder unknown fields. The `tolerant` matcher ignores that; the stored text stays
+the engine's. Any other difference diverges, as does a request that shares nothing sampled with the history: treating it
+as a retry would discard a sampled turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def digest(data: bytes) -> str:
 
 
 def canonical_hash(message: Message, matcher: Matcher) -> str:
-    """128 bits over what `matcher` takes to be the message, as hex."""
+    """128 bits over the canonical form of the message under `matcher`, as hex."""
     value = CANONICAL[matcher](message)
     if not any(isinstance(part, str) and len(part) > LONG for part in _members_of(value)):
         return digest(msgspec.json.encode(value, order="sorted"))
@@ -45,7 +45,7 @@ def _members_of(value: Any) -> Iterable[Any]:
 
 
 def _encoded(value: Any) -> Iterator[bytes]:
-    """As msgspec encodes it, keys in order, but a long text in pieces: others may run between them."""
+    """As msgspec encodes it with sorted keys, but a long text in pieces, so that other threads can run between them."""
     if isinstance(value, str):
         yield from quoted_parts(value)
     elif isinstance(value, Mapping):
@@ -136,9 +136,9 @@ def _plain(value: Any) -> Any:
 
 
 class Incoming:
-    """The messages of a request: their raw JSON, decoded and hashed only where someone asks.
+    """A request's messages as raw JSON, decoded and hashed only on demand.
 
-    `raws[i]` is message i as the client spelled it.
+    `raws[i]` is message i as the client wrote it.
     """
 
     def __init__(self, raws: Sequence[msgspec.Raw], matcher: Matcher) -> None:
@@ -154,24 +154,24 @@ class Incoming:
         return len(self.raws)
 
     def message(self, index: int) -> Message:
-        """Message `index`. Raises InvalidRequest where it is not an object with a role."""
+        """Message `index`. Raises InvalidRequest if it is not an object with a role."""
         message = self._messages.get(index)
         if message is None:
             message = self._messages[index] = decode_message(self.raws[index], f"messages[{index}]")
         return message
 
     def canonical(self, index: int) -> str:
-        found = self._hashes.get(index)
-        if found is None:
+        message_hash = self._hashes.get(index)
+        if message_hash is None:
             try:
-                found = canonical_hash(self.message(index), self.matcher)
+                message_hash = canonical_hash(self.message(index), self.matcher)
             except (TypeError, UnicodeEncodeError) as error:
                 raise InvalidRequest(f"messages[{index}] has a field of an unexpected type") from error
-            self._hashes[index] = found
-        return found
+            self._hashes[index] = message_hash
+        return message_hash
 
     def spelling(self, count: int) -> str:
-        """A hash of the first `count` messages' bytes. Ask for growing counts: it is computed as it goes."""
+        """A hash of the first `count` messages' bytes. Ask for increasing counts: it is computed incrementally."""
         if count not in self._spellings:
             if count < self._spelled:
                 self._spelled, self._hasher = 0, hashlib.sha256()
@@ -188,7 +188,7 @@ class Incoming:
         return len(self.raws) >= sent and self.spelling(sent) == turn.client_hash
 
     def new(self, plan: Plan) -> list[bytes]:
-        """The raw messages that the stored history does not have."""
+        """The raw messages that are not in the stored history."""
         return [bytes(raw) for raw in self.raws[plan.base_messages :]]
 
     def join(self, session: Session) -> Plan:
@@ -196,11 +196,11 @@ class Incoming:
         return match(session, self)
 
     def reply_hash(self, message: bytes) -> str:
-        """The canonical hash of the reply's raw message. Raises InvalidRequest where it is none."""
+        """The canonical hash of the reply's raw message. Raises InvalidRequest if it is invalid."""
         return canonical_hash(decode_message(message, "the reply's message"), self.matcher)
 
     def check(self, leaf: Turn | None) -> None:
-        """Raises InvalidRequest for a message of the wrong shape; what repeats `leaf`'s request was checked then."""
+        """Raises InvalidRequest for an invalid message; those that repeat `leaf`'s request were checked then."""
         known = leaf.message_count - 1 if leaf is not None and self.repeats(leaf) else 0
         for index in range(known, len(self.raws)):
             self.canonical(index)
@@ -208,7 +208,7 @@ class Incoming:
 
 
 def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
-    """A message object. Raises InvalidRequest where it is none, has no role or nests too deep."""
+    """A message object. Raises InvalidRequest if it is not an object with a role, or nests too deep."""
     if too_deep(bytes(memoryview(raw))):
         raise InvalidRequest(f"{where} nests deeper than {MAX_DEPTH} levels")
     try:
@@ -227,7 +227,7 @@ def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
 class Plan(msgspec.Struct, frozen=True):
     """Where a request joins: after live turn `parent` (0: at the beginning).
 
-    The first `base_messages` of its messages are the stored ones; `discarded` turns end if it commits.
+    Its first `base_messages` messages are stored ones; the `discarded` turns end if it commits.
     """
 
     parent: int
@@ -238,9 +238,9 @@ class Plan(msgspec.Struct, frozen=True):
 def match(session: Session, incoming: Incoming) -> Plan:
     """Find where the request joins the session.
 
-    It supersedes turns only where it repeats the input of one of them, or follows a reply that this session sampled.
-    Raises RollbackTooDeep where it goes back further than the session's window, and HistoryMismatch where it shares
-    nothing sampled with the history, or holds an assistant message in a place where another one is stored.
+    It supersedes turns only if it repeats the input of one of them, or follows a reply that this session sampled.
+    Raises RollbackTooDeep if it goes back beyond the session's window, and HistoryMismatch if it shares nothing sampled
+    with the history, or has an assistant message where another one is stored.
     """
     leaf = session.leaf
     if leaf is None:
@@ -267,7 +267,7 @@ def match(session: Session, incoming: Incoming) -> Plan:
 
 
 def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Plan:
-    """Where a request joins that is not the stored history: it begins a segment, if the session allows that."""
+    """Where a request joins that diverges from the stored history: it begins a segment, if the session allows that."""
     if session.config.on_divergence == "segment" and session.leaf is not None:
         return Plan(session.leaf.number, 0)
     raise error
@@ -276,10 +276,10 @@ def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Pla
 def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) -> int:
     """How many of the request's first messages are the stored ones.
 
-    A retry begins byte for byte with the request of one of the newest turns, so those need not be looked at.
+    A retry begins with the exact bytes of a recent turn's request; those messages are not compared again.
     """
     stored = [message_hash for turn in history for message_hash in turn.message_hashes]
-    # From the oldest on, as the request's bytes are hashed: each but once.
+    # From the oldest turn on, so that each byte of the request is hashed once.
     repeated = [turn.message_count - 1 for turn in history[-window - 1 :] if incoming.repeats(turn)]
     index = repeated[-1] if repeated else 0
     while index < min(len(stored), len(incoming)) and incoming.canonical(index) == stored[index]:
@@ -290,9 +290,9 @@ def _equal_messages(history: Sequence[Turn], incoming: Incoming, window: int) ->
 def _refusal(
     session: Session, incoming: Incoming, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
 ) -> HistoryMismatch | RollbackTooDeep | None:
-    """Why the request may not supersede these turns, the newest of the history; None where it may.
+    """Why the request may not supersede these turns, the newest of the history; None if it may.
 
-    Its first `equal` messages are the stored ones; `follows_sampled`: a reply of the session is among them.
+    Its first `equal` messages are stored ones; `follows_sampled`: one of them is a reply of the session.
     """
     roles = [incoming.message(index)["role"] for index in range(equal, len(incoming))]
     if "assistant" in roles:

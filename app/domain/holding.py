@@ -1,4 +1,4 @@
-"""What a request may ask for that came with a session's own token: nothing that is another session's."""
+"""What a request with a session's token may ask for: nothing of another session."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from app.domain.request import ChatRequest, CompletionRequest
 from app.errors import Forbidden
 
 SESSION_PARAMS, ENGINE_SESSION = "session_params", "session_id"
-"""Of SGLang's requests: an engine's own session to go on with, whose context the reply would tell."""
+"""Fields of SGLang's requests that continue one of the engine's own sessions, whose context the reply would reveal."""
 
 TRUSTED_ALONE = frozenset(
     {SESSION_PARAMS, "bootstrap_host", "bootstrap_port", "custom_logit_processor", "kv_transfer_params"}
 )
-"""Fields that have an engine join another context, connect to where they say, or run what they hold (SGLang, vLLM)."""
+"""Fields that let an engine join another context, connect to a given host, or run given code (SGLang, vLLM)."""
 
 SETTABLE = frozenset({"chat_template", "extra_args", "logits_processors", "priority", "prompt_embeds", "vllm_xargs"})
-"""Fields that have an engine run a template or a plug-in of their choice, load tensors, or prefer them to others: an
-operator may allow them (`TURNLOG_SESSION_PARAMS`)."""
+"""Fields that let an engine run a chosen template or plug-in, load tensors, or change priority. An operator may allow
+them (`TURNLOG_SESSION_PARAMS`)."""
 
 
 def require_own(
-    request: ChatRequest | CompletionRequest, session_id: str, holder: str, allowed: Collection[str] = ()
+    request: ChatRequest | CompletionRequest, session_id: str, token_session: str, allowed: Collection[str] = ()
 ) -> None:
-    """`session_id` is the turn's session, `holder` that of the token: the same, or one above it. Raises Forbidden."""
-    own = (session_id, holder)
+    """`session_id` is the turn's session, `token_session` the token's: the same or an ancestor. Raises Forbidden."""
+    own = (session_id, token_session)
     if request.control is not None and request.control.session_id not in own:
         raise Forbidden("nvext.session_control: a session's token may name that session alone")
     for name in sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & request.params.keys()):

@@ -1,4 +1,4 @@
-"""An engine's reply once it has passed validation."""
+"""An engine's reply after validation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from workers.job import WorkerResult
 
 
 class ValidatedReply(msgspec.Struct, frozen=True):
-    """All that a turn's event and its stored content are made of.
+    """The source of a turn's event and its stored content.
 
-    `result` is what validation found in the reply of `engine`, which was asked at `requested_at` (seconds since the
-    epoch) under weight version `dispatched`, if that is known. `weight_versions` are the spans of the output tokens,
-    `message_hash` is the canonical hash of the message. Of the prompt: whether it was sent as ids (`sent_ids`), and how
-    many of the parent's last tokens it leaves out (`trimmed`). `parts` says which engine generated which output tokens
-    where several did.
+    `result` is the validated content of the reply of `engine`, which was asked at `requested_at` (seconds since the
+    epoch) with weight version `dispatched`, if known. `weight_versions` are the spans of the output tokens,
+    `message_hash` is the canonical hash of the message. `sent_ids`: the prompt was sent as ids. `trimmed`: how many of
+    the parent's last tokens it leaves out. `parts`: which engine generated which output tokens, if there were several.
     """
 
     result: WorkerResult

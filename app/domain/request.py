@@ -1,4 +1,4 @@
-"""A request's body: what Turnlog must know of it, the rest as the raw JSON that goes on to the engine."""
+"""A request's body: the fields that Turnlog reads, and the rest as raw JSON for the engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from workers.depth import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 
 MAX_ADAPTER = 512
-"""Characters of a `lora_path`, which is stored with each turn."""
+"""Maximum length of a `lora_path`, which is stored with each turn."""
 
 IDS = frozenset({"input_ids", "prompt"})
 
 OURS = frozenset({"stream", "stream_options", "n", "rid"})
-"""Fields that Turnlog answers for itself; the engine is always asked for one whole reply."""
+"""Fields that Turnlog handles itself; the engine is always asked for one whole reply."""
 
 
 class TokenIds(msgspec.Struct, frozen=True):
-    """A prompt's ids as a client spelled them: how many, and their decimal text with a comma between two."""
+    """A prompt's ids from a client: their number, and their decimal text separated by commas."""
 
     count: int
     text: bytes
@@ -35,8 +35,7 @@ class TokenIds(msgspec.Struct, frozen=True):
 class ChatRequest(msgspec.Struct, frozen=True):
     """`params` are all other top-level fields, raw and in the client's order; `messages[i]` is raw JSON.
 
-    `ids` are the prompt's, where the client sends them itself as `input_ids`. `control` is what it asks of the engine
-    that holds its session, and no part of `params`.
+    `ids` are the prompt's ids if the client sends `input_ids`. `control` is the session control, removed from `params`.
     """
 
     protocol: ClassVar[Protocol] = "chat"
@@ -51,7 +50,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
-    """As `ChatRequest`, with a prompt for messages: as text, or as `ids`."""
+    """As `ChatRequest`, with a prompt instead of messages: as `text` or as `ids`."""
 
     protocol: ClassVar[Protocol] = "completions"
 
@@ -72,55 +71,56 @@ _TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
 
 
 def hash_body(body: bytes, route: bytes = b"") -> str:
-    """What tells a retry from another request: 128 bits over the body's bytes and its route, as hex.
+    """The hash that identifies a retry: 128 bits over the body's bytes and its route, as hex.
 
-    A chat's route is no part of it, so that stored hashes stay what they are.
+    For chats the route is left out, so that stored hashes stay valid.
     """
     hasher = hashlib.sha256(body)
     hasher.update(route)
     return hasher.hexdigest()[:32]
 
 
-def parse_chat(body: bytes, holds_few: bool = False) -> ChatRequest:
-    """`holds_few`: the body is known to hold no more values than `bounds.FEW`.
+def parse_chat(body: bytes, has_few_values: bool = False) -> ChatRequest:
+    """`has_few_values`: the body has no more values than `bounds.FEW`.
 
     Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
 
-    Messages are only split here; `history.Incoming.check` judges those that are new.
+    Messages are only split here; `history.Incoming.check` checks the new ones.
     """
-    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
-    fields = _split(body, is_full)
-    messages = _messages(fields.pop("messages", None), is_full)
+    has_many_values = not has_few_values and scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, has_many_values)
+    messages = _messages(fields.pop("messages", None), has_many_values)
     tools = fields.pop("tools", None)
     ids = _ids(fields.pop("input_ids", None), "input_ids")
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
-    params = _params({"tools": tools, **fields} if tools is not None else fields, is_full)
+    params = _params({"tools": tools, **fields} if tools is not None else fields, has_many_values)
     params.pop("tools", None)
     if tools is not None and bytes(tools) == b"null":
         tools = None
-    return ChatRequest(messages, tools, params, stream, hash_body(body), ids, control.taken_out(params))
+    return ChatRequest(messages, tools, params, stream, hash_body(body), ids, control.remove_control(params))
 
 
-def parse_completion(body: bytes, holds_few: bool = False) -> CompletionRequest:
-    """As `parse_chat`; Unsupported for what a turn has one of."""
-    is_full = not holds_few and scan.may_exceed(body, bounds.FEW)
-    fields = _split(body, is_full)
+def parse_completion(body: bytes, has_few_values: bool = False) -> CompletionRequest:
+    """As `parse_chat`; also Unsupported for several prompts or choices."""
+    has_many_values = not has_few_values and scan.may_exceed(body, bounds.FEW)
+    fields = _split(body, has_many_values)
     text, ids = _prompt(fields.pop("prompt", None))
     stream = _flag(fields.pop("stream", None), "stream")
     _one_choice(fields.pop("n", None))
     if _flag(fields.pop("echo", None), "echo"):
         raise Unsupported("echo must be false: the reply would hold tokens that were not sampled")
     _one_choice(fields.pop("best_of", None), "best_of")
-    params = _params(fields, is_full)
-    return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.taken_out(params))
+    params = _params(fields, has_many_values)
+    return CompletionRequest(text, ids, params, stream, hash_body(body, b"completions"), control.remove_control(params))
 
 
-def _params(fields: dict[str, msgspec.Raw], is_full: bool) -> dict[str, msgspec.Raw]:
-    """The fields that go on to the engine. Raises InvalidRequest for one that nests too deep, or names no adapter."""
+def _params(fields: dict[str, msgspec.Raw], has_many_values: bool) -> dict[str, msgspec.Raw]:
+    """The fields that are passed to the engine. Raises InvalidRequest for a field that nests too deep, or an invalid
+    adapter."""
     params = {name: raw for name, raw in fields.items() if name not in OURS}
     for name, raw in params.items():
-        if is_full:
+        if has_many_values:
             bounds.require_field(name, bytes(raw))
         if too_deep(bytes(raw)):
             raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
@@ -131,7 +131,7 @@ def _params(fields: dict[str, msgspec.Raw], is_full: bool) -> dict[str, msgspec.
 
 
 def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
-    """A prompt as text or as ids; a list with one of either is that one."""
+    """A prompt as text or as ids; a list of one prompt is that prompt."""
     if raw is None:
         raise InvalidRequest("prompt is missing")
     if _is_list(raw) and bytes(raw).lstrip()[1:].lstrip()[:1] in (b'"', b"["):
@@ -161,7 +161,7 @@ def _only_item(raw: bytes) -> msgspec.Raw:
 
 
 def _ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
-    """Token ids. Raises InvalidRequest for what is no list of them, and for an empty one."""
+    """Token ids. Raises InvalidRequest for an empty list or anything else."""
     if raw is None or bytes(raw) == b"null":
         return None
     text = bytes(raw)
@@ -185,14 +185,14 @@ def _no_ids(name: str) -> InvalidRequest:
     return InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
 
 
-def _split(body: bytes, is_full: bool) -> dict[str, msgspec.Raw]:
-    """`is_full`: it may hold more values than `bounds.FEW`."""
-    if is_full:
+def _split(body: bytes, has_many_values: bool) -> dict[str, msgspec.Raw]:
+    """`has_many_values`: it may hold more values than `bounds.FEW`."""
+    if has_many_values:
         bounds.require_fields(body)
     try:
         if not body.isascii():
             body.decode()
-        fields = split.fields(body, _require_little) if is_full else split.FIELDS.decode(body)
+        fields = split.fields(body, _require_within_bounds) if has_many_values else split.FIELDS.decode(body)
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
     except msgspec.ValidationError as error:
@@ -206,21 +206,21 @@ def _split(body: bytes, is_full: bool) -> dict[str, msgspec.Raw]:
     return fields
 
 
-def _require_little(name: str, raw: bytes) -> None:
-    """Raises InvalidRequest for a long field that is not to be decoded; lists of ids may be long."""
+def _require_within_bounds(name: str, raw: bytes) -> None:
+    """Raises InvalidRequest for a long field that must not be decoded; lists of ids may be long."""
     if name == "messages":
         bounds.require_messages(raw)
     elif name not in IDS:
         bounds.require_field(name, raw)
 
 
-def _messages(raw: msgspec.Raw | None, is_full: bool) -> list[msgspec.Raw]:
+def _messages(raw: msgspec.Raw | None, has_many_values: bool) -> list[msgspec.Raw]:
     if raw is None:
         raise InvalidRequest("messages is missing")
-    if is_full:
+    if has_many_values:
         bounds.require_messages(bytes(raw))
     try:
-        messages = split.items(bytes(raw)) if is_full else split.ITEMS.decode(raw)
+        messages = split.items(bytes(raw)) if has_many_values else split.ITEMS.decode(raw)
     except msgspec.ValidationError as error:
         raise InvalidRequest("messages must be a list") from error
     if not messages:
@@ -229,14 +229,15 @@ def _messages(raw: msgspec.Raw | None, is_full: bool) -> list[msgspec.Raw]:
 
 
 def has_more_than_text(messages: Sequence[msgspec.Raw]) -> bool:
-    """Do these messages carry images, or anything else that is not text?"""
+    """Do these messages contain images or anything else that is not text?"""
     contents = (value_of(_CONTENT.decode(raw).content, "content") for raw in messages)
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return any(not isinstance(part, dict) or part.get("type") not in ("text", "refusal") for part in parts)
 
 
 def value_of(raw: bytes | msgspec.Raw | None, name: str) -> Any:
-    """Field `name` of a request. Raises InvalidRequest: raw JSON may still hold a number that none can be made of."""
+    """Field `name` of a request, decoded. Raises InvalidRequest: raw JSON may hold a number that Python cannot
+    represent."""
     try:
         return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

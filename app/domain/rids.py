@@ -1,4 +1,4 @@
-"""The ids by which engines know our generations."""
+"""The ids of generations at the engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 RID_MARK = "turnlog-"
 
 RID_CHARACTERS = 32
-"""Behind the mark; all rids have one length, so that none is another's prefix, by which engines abort."""
+"""Length after the mark. All rids have one length, so that none is a prefix of another: engines abort by prefix."""
 
 
 def rid_of(session_id: str, fence: int) -> str:

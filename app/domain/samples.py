@@ -1,8 +1,8 @@
 """What a trainer reads: one sample per segment of a session, from the facts of its live turns.
 
-A segment is a run of turns in which every prompt continues the tokens before it exactly, less the trailing
-tokens that its turn says were trimmed. Nothing is guessed or padded, and nothing cut but by a limit: where a
-prompt did not continue them, a new segment began when it was committed.
+A segment is a run of turns in which every prompt continues the previous tokens exactly, except for the trailing tokens
+that its turn trimmed. Nothing is guessed or padded, and only a limit cuts a sample. A prompt that did not continue them
+began a new segment when it was committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.domain.session import Session
 Status = Literal["completed", "truncated", "aborted"]
 
 Truncate = Literal["turn", "token"]
-"""Where `max_seq_len` cuts: behind the last turn that fits whole, or inside the output of the first one that does not.
+"""Where `max_seq_len` cuts: after the last turn that fits whole, or inside the output of the first that does not.
 
 miles' session server cuts inside the turn: dropping overlong turns would bias training against long answers.
 """
@@ -40,10 +40,10 @@ class TurnTokens(msgspec.Struct, frozen=True):
 
 
 class TurnSpan(msgspec.Struct, frozen=True):
-    """Where turn `turn` stands in the sample: its new prompt [start, output_start), its output [.., end).
+    """The place of turn `turn` in the sample: its new prompt [start, output_start), its output [output_start, end).
 
-    `engine` sampled it, or the last of its `parts`, whose places are the sample's too. `dispatched` is the weight
-    version that was known when it was first asked, and `adapter` whose turn it is.
+    `engine` sampled it, or the last of its `parts`, whose positions are in the sample. `dispatched` is the weight
+    version known at the first dispatch, `adapter` the turn's adapter.
     """
 
     turn: int
@@ -83,19 +83,19 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def regressed(self) -> bool:
-        """Did a weight version, of those that are numbers, go backwards from one sampled token to a later one?"""
+        """Did a numeric weight version decrease from one sampled token to a later one?"""
         numbers = [int(span.version) for span in self.version_spans if is_number(span.version)]
         return any(later < earlier for earlier, later in pairwise(numbers))
 
 
 class Inconsistent(Exception):
-    """Stored tokens that do not add up to what the log says of them."""
+    """Stored tokens that do not match the log."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """The turns that a segment's sample will be made of; `cut`: there is more, which does not fit.
+    """The turns of a segment's sample; `cut`: there is more, which does not fit.
 
-    `end`: the sample has so many tokens, the cut is inside the output of the last turn; None: it is whole.
+    `end`: the sample's number of tokens if it is cut inside the last turn's output; None: it ends with a whole turn.
     """
 
     number: int
@@ -105,9 +105,9 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> Status:
-        """Of all its turns: one that was aborted says more than one that was cut, that more than complete ones.
+        """The status of all turns: aborted, else truncated, else completed.
 
-        A turn that is cut here does not reach what its finish reason tells of.
+        A turn that is cut here does not reach its finish reason.
         """
         whole = self.turns if self.end is None else self.turns[:-1]
         found = {status_of(turn.event.finish_reason) for turn in whole}
@@ -117,7 +117,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     @property
     def last_status(self) -> Status:
-        """Of its last turn alone, as miles tells it."""
+        """The status of the last turn alone, as miles reports it."""
         return "truncated" if self.cut else status_of(self.turns[-1].event.finish_reason)
 
 
@@ -145,7 +145,7 @@ def samples(
 
 
 def _fitting(number: int, turns: Sequence[TurnTokens], max_seq_len: int | None, truncate: Truncate) -> Segment:
-    """What fits of a segment. No sample ends inside a prompt: there is nothing to learn from it."""
+    """The part of a segment that fits. No sample ends inside a prompt: there is nothing to learn from it."""
     if max_seq_len is None:
         return Segment(number, turns, cut=False)
     events = (turn.event for turn in turns)

@@ -1,7 +1,7 @@
 """A session's state: a fold of its events.
 
-`Session` is what a process keeps of a session between requests and what a snapshot stores: it grows by
-a few hundred bytes a turn, never by the prompt, and can be thrown away at any time.
+A process keeps `Session` between requests, and a snapshot stores it. It grows by a few hundred bytes a turn, never by
+the prompt, and can be dropped at any time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
-    """A replay payload that can be read: rows [start, stop) in chunks one after the other; see `PayloadRef`."""
+    """A readable replay payload: rows [start, stop) in consecutive chunks; see `PayloadRef`."""
 
     kind: ReplayKind
     start: int
@@ -149,9 +149,9 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
 
     def superseded_by(self, number: int) -> int:
-        """How many live turns the commit of turn `number` rolled back: the path from its parent to the turn before it.
+        """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf.
 
-        A turn that commits becomes the leaf, so the turn before it was the leaf then.
+        A committed turn becomes the leaf, so the turn before it was the leaf then.
         """
         parent, before, count = self.turn(number).parent, number - 1, 0
         while before > parent:
@@ -181,8 +181,7 @@ RECENT_BLOBS = 8
 def apply(session: Session | None, recorded: Recorded, session_id: str) -> Session:
     """The state one event later.
 
-    Raises UnknownEvent where the event does not continue the state: a gap, or a log that does not begin
-    with SessionCreated.
+    Raises UnknownEvent if the event does not follow: after a gap, or if the log does not begin with SessionCreated.
     """
     event, seq = recorded.event, recorded.seq
     if session is None:
@@ -224,8 +223,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case RolledBack():
             return {"path": session.path[: len(session.path) - len(event.discarded)]}
         case BlobsTombstoned():
-            gone = set(event.turns)
-            return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in gone}}
+            dropped = set(event.turns)
+            return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in dropped}}
         case RewardAssigned():
             return _rewarded(session, event)
         case AffinityBound():
@@ -241,7 +240,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
 
 
 def _without_components(session: Session) -> dict[str, Any]:
-    """Rewards stay as numbers. The log has no components any more; a state from before they were taken out may."""
+    """Rewards stay as numbers. A state from before the components were removed may still hold them."""
     return {
         "reward": None if session.reward is None else Reward(session.reward.reward, {}),
         "turn_rewards": {turn: Reward(one.reward, {}) for turn, one in session.turn_rewards.items()},
@@ -249,7 +248,7 @@ def _without_components(session: Session) -> dict[str, Any]:
 
 
 def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
-    """An episode has one reward: that of its root stands in all of its sessions, whatever they were given before."""
+    """An episode has one reward: the root's replaces any other in all of its sessions."""
     reward = Reward(event.reward, event.components)
     if event.turn is not None:
         return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
@@ -304,14 +303,14 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
 
 
 def _require_parent(session: Session, event: TurnCommitted) -> None:
-    """A chain of turns leads back to an earlier one and ends. Raises UnknownEvent."""
+    """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
     continues = event.base_messages > 0 or event.base_tokens > 0
     if event.turn != len(session.turns) + 1 or not int(continues) <= event.parent < event.turn:
         raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
 
 
 def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
-    """The payload with the chunks that it shares with its parent's. Raises UnknownEvent where those are not there."""
+    """The payload with the chunks shared with its parent's. Raises UnknownEvent if those are missing."""
     before = session.payload(parent, ref.kind)
     shared = () if before is None else before.chunks[: ref.shared]
     if len(shared) != ref.shared:

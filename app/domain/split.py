@@ -1,6 +1,6 @@
-"""A body's fields, and a field's items, as raw JSON: of what is long, and holds many values, a part at a time.
+"""Splits a body into fields, and a field into items, as raw JSON; long ones with many values in parts.
 
-A decoder goes through 16 MiB of small values in 40 ms, for which it holds the interpreter.
+Decoding 16 MiB of small values takes 40 ms, during which it holds the GIL.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from app.domain.bounds import FEW
 from workers import scan
 
 LONG = 1 << 20
-"""Bytes that are decoded, and characters of a text that are encoded, in one go, whatever they hold."""
+"""Bytes decoded, and characters encoded, in one step, whatever they hold."""
 
 AT_ONCE = 256 << 10
-"""Bytes of many small values that are decoded in one go: some milliseconds."""
+"""Bytes of many small values decoded in one step: some milliseconds."""
 
 LONGEST_NAME = 4096
-"""Bytes within which a field's name is looked for."""
+"""Bytes in which a field's name is searched."""
 
 WHITE = b" \t\r\n"
 
@@ -31,9 +31,9 @@ _NAMED = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:')
 
 
 def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspec.Raw]:
-    """Of a JSON object. `check` is shown a long field, which may be no JSON, before it is decoded, and may refuse it.
+    """The fields of a JSON object. `check` is called with each long field, perhaps invalid JSON, before it is decoded.
 
-    Raises msgspec.DecodeError, RecursionError.
+    Raises msgspec.DecodeError, RecursionError, and what `check` raises.
     """
     text = _if_many(body)
     if not text.startswith(b"{") or not text.endswith(b"}"):
@@ -48,7 +48,7 @@ def fields(body: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspe
 
 
 def items(raw: bytes) -> list[msgspec.Raw]:
-    """Of a JSON list. Raises msgspec.DecodeError, RecursionError."""
+    """The items of a JSON list. Raises msgspec.DecodeError, RecursionError."""
     text = _if_many(raw)
     if not text.startswith(b"[") or not text.endswith(b"]"):
         return ITEMS.decode(raw)
@@ -67,7 +67,7 @@ def quoted(text: str) -> bytes:
 
 
 def quoted_parts(text: str) -> Iterator[bytes]:
-    """A text as JSON, a long one in pieces: others may run between them."""
+    """A text as JSON, a long one in pieces, so that other threads can run between them."""
     if len(text) <= LONG:
         yield msgspec.json.encode(text)
         return
@@ -78,7 +78,7 @@ def quoted_parts(text: str) -> Iterator[bytes]:
 
 
 def parts(text: bytes) -> Iterator[bytes]:
-    """A text cut at commas, whatever they stand for, into parts of about AT_ONCE bytes."""
+    """A text cut at commas, of any meaning, into parts of about AT_ONCE bytes."""
     start = 0
     while (end := text.find(b",", start + AT_ONCE)) >= 0:
         yield text[start:end]
@@ -87,12 +87,12 @@ def parts(text: bytes) -> Iterator[bytes]:
 
 
 def _if_many(text: bytes) -> bytes:
-    """The text without white space around it; nothing where a decoder has it in one go."""
+    """The stripped text; empty if a decoder can take it in one step."""
     return text.strip(WHITE) if len(text) > LONG and scan.may_exceed(text, FEW) else b""
 
 
 def _long_field(member: bytes, check: Callable[[str, bytes], None]) -> dict[str, msgspec.Raw]:
-    """Raises msgspec.DecodeError also for a value that is none: what was cut in the wrong place."""
+    """Raises msgspec.DecodeError also for an invalid value, cut in the wrong place."""
     named = _NAMED.match(member, 0, LONGEST_NAME)
     if named is None:
         return FIELDS.decode(b"{" + member + b"}")

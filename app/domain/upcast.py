@@ -1,6 +1,6 @@
-"""Events as they are stored, and old ones as today's: one pure step from each (name, version) to the next version.
+"""Encodes events for the store, and upgrades old ones: one pure step from each (name, version) to the next.
 
-A stored event is JSON, a hash sign and its checksum: JSON with a flipped bit is mostly JSON, too.
+A stored event is JSON, a hash sign and a checksum: JSON with a flipped bit is usually still JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Step = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
-    """The next version has more fields, whose defaults say what was so before."""
+    """The next version only adds fields, whose defaults describe older events."""
     return fields
 
 
@@ -51,10 +51,10 @@ def upcast(
     steps: Mapping[tuple[str, int], Step] = STEPS,
     versions: Mapping[str, int] = VERSIONS,
 ) -> dict[str, Any]:
-    """The fields in the shape of the current version.
+    """The fields in the current version's structure.
 
-    Raises UnknownEvent for a name or a version that this release does not know: a newer release wrote
-    it, and guessing could lose what it meant.
+    Raises UnknownEvent for a name or version that this release does not know: a newer release wrote it, and guessing
+    could lose its meaning.
     """
     current = versions.get(name)
     if current is None:
@@ -78,7 +78,7 @@ def decode(name: str, version: int, data: bytes) -> Event:
 
 
 def encode(event: Event) -> bytes:
-    """What is stored of an event beside its name and version."""
+    """The stored data of an event, without its name and version."""
     fields = msgspec.json.encode(event)
     return b"%b#%08x" % (fields, zlib.crc32(fields))
 
@@ -88,7 +88,7 @@ CHECK_BYTES = 8
 
 
 def _undamaged(name: str, version: int, data: bytes) -> bytes:
-    """The JSON; rows from before there were checksums are taken as they are. Raises UnknownEvent."""
+    """The JSON, checked; older rows have no checksum. Raises UnknownEvent."""
     if data.endswith(b"}"):
         return data
     fields = data[: -1 - CHECK_BYTES]

@@ -28,7 +28,7 @@ from app.export.row import Fields, Row, Unfit
 from app.export.rows import SessionRows, known
 from app.export.writing import read_ahead, written
 from app.store import group_reads, reads, survey
-from app.store.bulk import Stored
+from app.store.bulk import StoredSession
 from app.store.engine import Database
 from app.store.horizon import wait_for_horizon
 from app.store.reads import Position
@@ -145,7 +145,7 @@ class Exporter:
                     yield rows
 
     def _fields(
-        self, part: Sequence[ExportPage], stored: Mapping[str, Stored], window: Cursor, query: ExportQuery
+        self, part: Sequence[ExportPage], stored: Mapping[str, StoredSession], window: Cursor, query: ExportQuery
     ) -> Iterator[Fields]:
         """The pages' rows; what is left out is a row too where `explain` asks for it. For a thread."""
         for page in part:
@@ -160,7 +160,9 @@ class Exporter:
                 if query.explain or row.get(formats.EXCLUDED) is None:
                     yield row
 
-    def _group(self, members: Sequence[Stored], page: ExportPage, window: Cursor, query: ExportQuery) -> list[Fields]:
+    def _group(
+        self, members: Sequence[StoredSession], page: ExportPage, window: Cursor, query: ExportQuery
+    ) -> list[Fields]:
         """A whole group as one row, and what of it is left out.
 
         There is no row of a part of a group: only erased sessions and discarded turns may be missing.
@@ -207,17 +209,21 @@ class Exporter:
             return self._unreadable(session_id, cursor, error, segment)
 
     def _unreadable(self, session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
-        self._database.unreadable.tell(session_id, error)
+        self._database.unreadable.warn(session_id, error)
         return _excluded(session_id, cursor, f"unreadable: {error}", segment=segment)
 
-    def _session(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
+    def _session(
+        self, stored: StoredSession, page: ExportPage, window: Cursor, query: ExportQuery
+    ) -> Iterator[Row | Fields]:
         """A session's rows and what of it is left out; an unreadable one ends with the reason."""
         try:
             yield from self._readable(stored, page, window, query)
         except UNREADABLE as error:
             yield self._unreadable(stored.session_id, window.behind(page.at), error)
 
-    def _readable(self, stored: Stored, page: ExportPage, window: Cursor, query: ExportQuery) -> Iterator[Row | Fields]:
+    def _readable(
+        self, stored: StoredSession, page: ExportPage, window: Cursor, query: ExportQuery
+    ) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, of each live segment, then of each turn that is not live.
 
         Nothing of a session that nobody asked for: it is met where damage hides which group it is of.
@@ -288,7 +294,7 @@ def _weight(value: object) -> int:
     return 8
 
 
-def _missing(member: Stored, found: Sequence[Row | Fields]) -> str | None:
+def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
     """The session, and why it is not there, which keeps its group from being whole."""
     if member.status == "erased":
         return None

@@ -299,7 +299,7 @@ def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreada
         try:
             version = oldest_version(recorded.event for recorded in decode_events(rows))
         except UnknownEvent as error:
-            unreadable.tell(session_id, error)
+            unreadable.warn(session_id, error)
             continue
         if version is not None:
             yield version

@@ -16,7 +16,7 @@ from app.domain.events import EXPORTED
 from app.domain.groups import grpo
 from app.store import bulk, reads, survey
 from app.store.broken import BrokenRow
-from app.store.bulk import Head, Stored
+from app.store.bulk import ExportHead, StoredSession
 from app.store.engine import Database
 from app.store.reads import Connection, Position
 
@@ -69,10 +69,10 @@ class _Group(msgspec.Struct, frozen=True):
 class _Known(msgspec.Struct, frozen=True):
     """All sessions where a damaged page is in the way of asking for some: `ids` are also those without a head."""
 
-    heads: Mapping[str, Head]
+    heads: Mapping[str, ExportHead]
     ids: Sequence[str]
 
-    def in_group(self, group_id: str) -> list[Head]:
+    def in_group(self, group_id: str) -> list[ExportHead]:
         return [head for head in self.heads.values() if head.group_id == group_id]
 
     def of_group(self, group_id: str | None) -> Sequence[str]:
@@ -142,15 +142,15 @@ class ExportPages:
 
         def around_damage(connection: Connection) -> list[ExportPage]:
             known = self._surveyed(connection)
-            return found(connection, {one: known.heads.get(one, Head(one, None, 0)) for one in session_ids})
+            return found(connection, {one: known.heads.get(one, ExportHead(one, None, 0)) for one in session_ids})
 
-        def found(connection: Connection, heads: Mapping[str, Head]) -> list[ExportPage]:
+        def found(connection: Connection, heads: Mapping[str, ExportHead]) -> list[ExportPage]:
             there = [(one, reads.END) for one in session_ids if one in heads]
             return self._places(connection, heads, there, True)[0]
 
         return await self._database.read(read, or_else=around_damage)
 
-    async def read(self, part: Sequence[ExportPage]) -> dict[str, Stored]:
+    async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
         """Everything that is stored of the sessions of these places: nothing of one whose head is gone."""
         every = sorted({member for place in part for member in place.members})
         found = await self._database.read(
@@ -158,16 +158,16 @@ class ExportPages:
             one_moment=True,
             or_else=lambda connection: bulk.read_each(connection, every, self._high, replay=self._replay),
         )
-        return {one: found.get(one) or Stored(one, "", None, [], {}, {}, {}) for one in every}
+        return {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
 
     def _places(
         self,
         connection: Connection,
-        heads: Mapping[str, Head],
+        heads: Mapping[str, ExportHead],
         changed: Sequence[tuple[str, Position]],
         asked_for: bool,
     ) -> tuple[list[ExportPage], Position | None]:
-        known = ((heads.get(one, Head(one, None, 0)), at) for one, at in changed)
+        known = ((heads.get(one, ExportHead(one, None, 0)), at) for one, at in changed)
         found = [self._place(connection, head, at, asked_for) for head, at in known]
         return [place for place in found if place is not None], changed[-1][1] if changed else None
 
@@ -176,14 +176,14 @@ class ExportPages:
         if self._known is None:
             found = survey.all_heads(connection)
             heads = {
-                row.session_id: Head(row.session_id, found.counted_in(row), row.turns, found.root_of(row))
+                row.session_id: ExportHead(row.session_id, found.counted_in(row), row.turns, found.root_of(row))
                 for row in found.rows.values()
             }
             self._known = _Known(heads, sorted([*heads, *found.lost]))
             self._groups.clear()
         return self._known
 
-    def _place(self, connection: Connection, head: Head, at: Position, asked_for: bool) -> ExportPage | None:
+    def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
         """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
         if head.group_id is None or not (self._grouped or self._advantages):

@@ -18,7 +18,7 @@ from app.domain.samples import sample as made
 from app.domain.session import Session, fold
 from app.export.row import Routing, Row, Source, TurnContent
 from app.sessions import replay_payloads as replay
-from app.store.bulk import Stored
+from app.store.bulk import StoredSession
 from app.store.reads import decode_events
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages
@@ -70,7 +70,7 @@ class Known(msgspec.Struct, frozen=True):
         return {own or self.root.group_id, self.root.group_id}
 
 
-def known(stored: Stored) -> Known:
+def known(stored: StoredSession) -> Known:
     """Raises UnknownEvent, CorruptContent."""
     if stored.damage is not None:
         raise CorruptContent(stored.damage)
@@ -90,7 +90,9 @@ class SessionRows:
     each with its whole prompt, is much more than the session. Raises CorruptContent.
     """
 
-    def __init__(self, stored: Stored, found: Known, max_seq_len: int | None, truncate: Truncate, release: str) -> None:
+    def __init__(
+        self, stored: StoredSession, found: Known, max_seq_len: int | None, truncate: Truncate, release: str
+    ) -> None:
         self._stored = stored
         self._known = found
         self._release = release

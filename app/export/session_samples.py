@@ -15,7 +15,7 @@ from app.export.rows import Known, SessionRows, known
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import bulk, reads
-from app.store.bulk import Stored
+from app.store.bulk import StoredSession
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
@@ -44,7 +44,7 @@ class Samples:
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
-    def _body(self, stored: Stored, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
+    def _body(self, stored: StoredSession, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
         made = SessionRows(stored, found, max_seq_len, "token", self._release)
         rows = [made.row(segment, "", routing=True) for segment in made.segments]
         reason = None if rows else "no_records" if not made.session.path else "all_truncated"

@@ -1,1 +1,1 @@
-"""The engines and the gates before them."""
+"""The engines, their health, and the gates that hold turns back."""

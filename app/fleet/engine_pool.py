@@ -1,4 +1,4 @@
-"""The pool of engines: those that are set and those that operators added, as all processes agree on them."""
+"""The pool of engines, from the settings and from operators, as all processes agree on it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.fleet")
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """An engine as an operator sees it: what all processes agree on, and how this one finds it."""
+class ListedEngine(msgspec.Struct, frozen=True):
+    """An engine as an operator sees it: the state shared by all processes, and this process's view."""
 
     member: Member
     source: Literal["settings", "admin"]
@@ -29,7 +29,7 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class EnginePool:
-    """Keeps `engines` in step with the fleet's log, which it also tells of weights that fall back."""
+    """Keeps `engines` in step with the fleet's log, and writes to it when an engine's weight version falls."""
 
     def __init__(self, fleet: FleetState, engines: Engines, upstreams: tuple[str, ...]) -> None:
         self._fleet = fleet
@@ -45,20 +45,20 @@ class EnginePool:
     async def stop(self) -> None:
         await cancelled(self._reporting)
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ListedEngine]:
         return [self._listed(member) for member in self._engines.members.values()]
 
-    def _listed(self, member: Member) -> Listed:
-        """A regression is over where the version is what it was, or higher, or has become a name."""
-        found = self._fleet.fleet.regressed.get(member.url)
+    def _listed(self, member: Member) -> ListedEngine:
+        """A regression is over if the version is as high as before, or has become a name."""
+        regression = self._fleet.fleet.regressed.get(member.url)
         version = member.weight_version
-        is_over = found is None or (version is not None and not is_lower(version, found.before))
+        is_over = regression is None or (version is not None and not is_lower(version, regression.before))
         source: Literal["settings", "admin"] = "settings" if member.url in self._upstreams else "admin"
-        return Listed(member, source, None if is_over else found)
+        return ListedEngine(member, source, None if is_over else regression)
 
-    async def put(self, url: str, state: Literal["serving", "draining"]) -> Listed:
+    async def put(self, url: str, state: Literal["serving", "draining"]) -> ListedEngine:
         """Add the engine, bring it back or drain it. Raises InvalidRequest, StoreUnavailable, StoreFull."""
-        url = _required(url)
+        url = _require_base_url(url)
         wanted = EngineListed(url, state)
 
         def decide(fleet: Fleet) -> FleetEvent | None:
@@ -73,8 +73,8 @@ class EnginePool:
         return self._listed(member)
 
     async def remove(self, url: str) -> None:
-        """Turns in flight end there. Raises InvalidRequest, NotFound, StoreUnavailable, StoreFull."""
-        url = _required(url)
+        """Turns in flight there still end. Raises InvalidRequest, NotFound, StoreUnavailable, StoreFull."""
+        url = _require_base_url(url)
 
         def decide(fleet: Fleet) -> FleetEvent:
             if all(engine.url != url for engine in fleet.members(self._upstreams)):
@@ -92,7 +92,7 @@ class EnginePool:
                 self._engines.members[url].forget_version()
 
     async def _report_regressions(self) -> None:
-        """Each answer of an engine that has a lower version than it had comes by here, so that no failure matters."""
+        """A failed write does not matter: the engine's next answer with a lower version reports it again."""
         while True:
             await self._engines.regression.wait()
             self._engines.regression.clear()
@@ -102,25 +102,25 @@ class EnginePool:
                     await self._report(VersionRegressed(member.url, before, after))
 
     async def _report(self, event: VersionRegressed) -> None:
-        if not _is_news(self._fleet.fleet, event):
+        if not _is_new_regression(self._fleet.fleet, event):
             return
         try:
-            written = await self._fleet.append(lambda fleet: event if _is_news(fleet, event) else None)
+            written = await self._fleet.append(lambda fleet: event if _is_new_regression(fleet, event) else None)
         except AppError as error:
-            log.warning("that the weights of %s fell back cannot be written yet: %s", event.engine, error)
+            log.warning("the fallen weight version of %s could not be written yet: %s", event.engine, error)
             return
         if written is not None:
             log.warning("the weight version of %s went back from %s to %s", event.engine, event.before, event.after)
 
 
-def _is_news(fleet: Fleet, event: VersionRegressed) -> bool:
-    """Has the version been above that of the last regression since? If not, this is still the same one."""
-    found = fleet.regressed.get(event.engine)
-    return found is None or not is_number(found.before) or is_lower(found.before, event.before)
+def _is_new_regression(fleet: Fleet, event: VersionRegressed) -> bool:
+    """Has the version risen above the last regression since? If not, this is still the same one."""
+    last = fleet.regressed.get(event.engine)
+    return last is None or not is_number(last.before) or is_lower(last.before, event.before)
 
 
-def _required(text: str) -> str:
-    """Raises InvalidRequest for what is no engine's base URL."""
+def _require_base_url(text: str) -> str:
+    """The normalised base URL. Raises InvalidRequest if it is none."""
     url = plain(text)
     wrong = fault(url)
     if wrong is not None:

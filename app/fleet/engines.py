@@ -1,4 +1,4 @@
-"""Which engine serves a session, and what its failures mean to a client."""
+"""Which engine serves a session, and which error a client gets when an engine fails."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from app.upstream.headers import Headers, to_control
 log = logging.getLogger("turnlog.engines")
 
 PATHS: Mapping[Protocol, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-"""The routes that generate."""
+"""The engines' routes for generation."""
 
 MODELS = "/v1/models"
 ABORT_TIMEOUT_S = 2.0
 
 
-class Order:
-    """Engines in the order in which a turn tries them: `first`, then `others()`, which are ranked when it fails."""
+class EngineOrder:
+    """Engines in the order in which a turn tries them: `first`, then `others()`, ranked only when the first fails."""
 
     def __init__(self, first: str, others: Callable[[], Iterable[str]]) -> None:
         self.first = first
@@ -54,10 +54,10 @@ class Order:
 
 
 class ClientControl(typing.Protocol):
-    """A client's own word on where its turn goes (`turn.session_control`)."""
+    """A client's own choice of engine for its turn (`turn.session_control`)."""
 
     async def prepare(self, engine: str) -> None:
-        """The turn is about to be sent to this engine. May raise NotSent."""
+        """Prepare the engine before the turn is sent to it. May raise NotSent."""
         ...
 
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
@@ -67,12 +67,12 @@ AwayCause = Literal["listed", "draining", "dead", "expired"]
 
 
 class EngineChoice(msgspec.Struct, frozen=True):
-    """Engines in the order in which a turn tries them; `away` says why the session's own is not the first of them.
+    """Engines in the order in which a turn tries them; `away` says why the session's own engine is not the first.
 
-    `control` has made the order, where a client has its say.
+    `control` is set if the client chose the engine (`nvext.session_control`).
     """
 
-    order: Order
+    order: EngineOrder
     away: AwayCause | None = None
     control: ClientControl | None = None
 
@@ -80,8 +80,8 @@ class EngineChoice(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """An engine's answer.
 
-    `known` is the weight version that it was known to have when it was asked; `dispatched` that of what it was asked
-    for: its adapter's, where Turnlog knows of one, or else the engine's.
+    `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
+    requested: its adapter's if known, else the engine's.
     """
 
     engine: str
@@ -91,11 +91,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Engines:
-    """The engines there are, and which of them a turn should try.
+    """The engines, and which of them a turn should try.
 
-    `placement`: a session without an engine gets the one with the least to do here (`least_loaded`), or one by its own
-    name alone (`hash`); equally loaded ones are in the latter order as well. `news` is set where there are other
-    engines than before, or one of them needs a look; `regression` where one has a lower weight version than it had.
+    `placement`: a session without an engine gets the least loaded one (`least_loaded`), or one chosen by its id alone
+    (`hash`, also used between equal loads). `changed` is set when the set of engines has changed or one needs a health
+    check; `regression` when one has a lower weight version than before.
     """
 
     def __init__(
@@ -109,33 +109,33 @@ class Engines:
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self.regression = asyncio.Event()
 
     def serve(self, listed: Sequence[EngineListed]) -> None:
-        """These are the engines from now on; what is known of those that stay is kept."""
+        """Use these engines from now on; what is known of those that stay is kept."""
         before = self.members
-        self.members = {one.url: before.get(one.url) or Member(one.url) for one in listed}
-        for one in listed:
-            self.members[one.url].is_draining = one.state == "draining"
-        self.news.set()
+        self.members = {engine.url: before.get(engine.url) or Member(engine.url) for engine in listed}
+        for engine in listed:
+            self.members[engine.url].is_draining = engine.state == "draining"
+        self.changed.set()
 
     def seen(
         self, url: str, version: str | None, known: str | None, dialect: Literal["sglang", "vllm"] | None = None
     ) -> None:
-        """What an engine said of itself; `known` as in `Answer`."""
+        """Record what an engine reported of itself; `known` as in `Answer`."""
         member = self.members.get(url)
         if member is None:
             return
         if dialect is not None:
             member.dialect = dialect
         if version is not None and version != member.weight_version:
-            member.has_version(version, known)
+            member.report_version(version, known)
         if member.fell_from is not None:
             self.regression.set()
 
     def warn_of_aborts(self, url: str) -> None:
-        """Once an engine: it ended a generation that cannot be continued."""
+        """Warn, once per engine, that it aborted a generation that cannot be continued."""
         member = self.members.get(url)
         if member is not None and not member.has_aborted:
             member.has_aborted = True
@@ -143,17 +143,17 @@ class Engines:
 
     @property
     def dialect(self) -> DialectChoice:
-        """What all engines are known to speak; `auto` where one is not known yet, or they differ."""
-        found = {member.dialect for member in self.members.values()}
-        return (found.pop() if len(found) == 1 else None) or "auto"
+        """The dialect of all engines; `auto` if one is not known yet, or if they differ."""
+        dialects = {member.dialect for member in self.members.values()}
+        return (dialects.pop() if len(dialects) == 1 else None) or "auto"
 
     def require_some(self) -> None:
         """Raises NoUpstream."""
         if not self.members:
             raise NoUpstream("there is no engine: set TURNLOG_UPSTREAMS, or POST /engines")
 
-    def why_not(self, url: str) -> Literal["listed", "draining", "dead"] | None:
-        """Why no turn should go to this engine; None where one may."""
+    def why_unavailable(self, url: str) -> Literal["listed", "draining", "dead"] | None:
+        """Why no turn should go to this engine; None if one may."""
         member = self.members.get(url)
         if member is None:
             return "listed"
@@ -161,21 +161,22 @@ class Engines:
             return "draining"
         return "dead" if member.health == "dead" else None
 
-    def order(self, session_id: str, near: str | None = None) -> Order:
-        """The engines in the order in which a turn tries them; `near` first, where it can take turns.
+    def order(self, session_id: str, preferred: str | None = None) -> EngineOrder:
+        """The engines in the order in which a turn tries them, beginning with `preferred` if it accepts turns.
 
-        Those that should get none come last: they are better than no answer. Raises NoUpstream.
+        Draining and dead engines come last, rather than none. Raises NoUpstream.
         """
         self.require_some()
-        if near is not None and self.why_not(near) is None:
-            return Order(near, lambda: self._ranked(session_id))
+        if preferred is not None and self.why_unavailable(preferred) is None:
+            return EngineOrder(preferred, lambda: self._ranked(session_id))
         first, *others = self._ranked(session_id)
-        return Order(first, lambda: others)
+        return EngineOrder(first, lambda: others)
 
     def _ranked(self, session_id: str) -> list[str]:
-        """Those that may get turns, draining ones, dead ones; in each by load, then by rendezvous hashing.
+        """Available engines, then draining, then dead ones; each group by load, then by rendezvous hashing.
 
-        Processes agree on the latter alone. An engine that is slow to answer has more to do than this process knows.
+        Only the hashing is the same in all processes. An engine that answers slowly has more load than this process
+        knows.
         """
         if len(self.members) == 1:
             return list(self.members)
@@ -201,11 +202,11 @@ class Engines:
         version: str | None = None,
         may_send: Callable[[], bool] | None = None,
     ) -> Answer:
-        """The first engine of the choice that can be connected to, and its answer, whatever its status.
+        """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
-        `grow` makes room for its bytes. `rid` is by what the generation can be aborted, `version` that of its
-        adapter's weights, if known. Who cancels this should `abort` the rid. Raises as `_first_reached`, Withheld where
-        `may_send` says no at the last moment, UpstreamInvalid for a compressed reply or a redirect.
+        `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
+        `version` is the adapter's weight version, if known. Raises as `_first_reached`, Withheld if `may_send` refuses
+        at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
         async def ask(url: str) -> EngineReply:
@@ -221,13 +222,13 @@ class Engines:
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        answer = msgspec.structs.replace(answer, reply=_plain(answer.engine, answer.reply))
+        answer = msgspec.structs.replace(answer, reply=_checked(answer.engine, answer.reply))
         return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
         answer = await self._first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
-        return _plain(answer.engine, answer.reply)
+        return _checked(answer.engine, answer.reply)
 
     async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
         """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (too large)."""
@@ -240,13 +241,13 @@ class Engines:
             try:
                 reply = await ask(base_url)
                 if member.is_refusing:
-                    member.answers()
+                    member.answered()
                 return Answer(base_url, reply, known, known)
             except NotSent as error:
                 member.refused(str(error), time.time())
-                self._needs_look(member)
+                self._needs_check(member)
             except Lost as error:
-                self._needs_look(member)
+                self._needs_check(member)
                 raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
             except TimedOut as error:
                 raise UpstreamTimeout(f"{base_url} did not answer in time") from error
@@ -256,20 +257,20 @@ class Engines:
                 member.in_flight -= 1
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
 
-    def _needs_look(self, member: Member) -> None:
-        """A turn met an engine that cannot be connected to, or that hung up."""
+    def _needs_check(self, member: Member) -> None:
+        """A turn found that the engine refuses connections or closes them."""
         if member.health != "dead":
-            member.needs_look = True
-            self.news.set()
+            member.needs_check = True
+            self.changed.set()
 
-    def running_at(self, rid: str) -> str | None:
-        """The engine that this process has sent a generation to; None for one that is not its own."""
+    def engine_of(self, rid: str) -> str | None:
+        """The engine that runs a generation of this process; None for an unknown rid."""
         return self._generating.get(rid)
 
     async def abort(self, rid: str) -> None:
-        """Ask the engine that has the generation to end it, or all of them where that is not known.
+        """Ask the engine that runs the generation to abort it, or all engines if it is not known.
 
-        An engine that cannot be told notices the closed connection.
+        An engine that cannot be reached notices the closed connection.
         """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         running = self._generating.pop(rid, None)
@@ -283,8 +284,8 @@ class Engines:
             log.info("%s could not be asked to abort a generation: %s", base_url, error)
 
 
-def _plain(base_url: str, reply: EngineReply) -> EngineReply:
-    """The reply, its body as it was meant. Raises UpstreamInvalid for one that no engine's route gives."""
+def _checked(base_url: str, reply: EngineReply) -> EngineReply:
+    """The reply with its body unpacked. Raises UpstreamInvalid for a status or encoding that no engine should send."""
     if not 200 <= reply.status < 600:
         raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
     if 300 <= reply.status < 400:

@@ -1,7 +1,7 @@
-"""An engine as one process sees it: its load, its weights, and whether it lives.
+"""An engine as one process sees it: its load, its weight version and its health.
 
-One bad sign proves nothing, and an engine that works or is paused answers slowly: only one that gives no sign of life
-several times in a row is dead, and it is back after several good signs.
+One failure proves nothing, since a busy or paused engine answers slowly. An engine is dead after several failures
+in a row, and back after several successful checks.
 
     any ──── 3 failures in a row ────▶ dead ──── 2 signs of life in a row ────▶ healthy, busy or paused
 """
@@ -18,30 +18,30 @@ from app.domain.events import is_number
 log = logging.getLogger("turnlog.engines")
 
 Alive = Literal["healthy", "busy", "paused"]
-"""How an engine lives: `busy` answers, but not where it has to generate; `paused` has been told to wait."""
+"""State of a live engine: `busy` answers, but not where it must generate; `paused` was told to wait."""
 
 Health = Literal["unknown", "healthy", "busy", "paused", "dead"]
 
 FAILURES = 3
-"""So many failures in a row, and an engine is dead."""
+"""Failures in a row after which an engine is dead."""
 
 SIGNS = 2
-"""So many signs of life in a row, and a dead engine is back."""
+"""Signs of life in a row after which a dead engine is back."""
 
 SPACING_S = 0.5
-"""Failures that are closer together are one: a hundred turns may meet the same restart."""
+"""Failures closer together count as one: a hundred turns may meet the same restart."""
 
 
 class Member(msgspec.Struct):
-    """`in_flight` counts this process's generations there; `since` (seconds since the epoch) is when `health` changed.
+    """`in_flight` counts this process's generations there. `since` (seconds since the epoch) is when `health` changed.
 
-    `generation` grows each time the engine answers after it had refused connections: then it has been restarted, and
-    nothing that was learned of it holds. Such is `sessions`, whether it has the session routes, and `dialect`.
+    `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
+    the session routes?) and `dialect` are unknown again.
 
-    `has_aborted`: it ended a generation that could not be continued, of which the log was told.
-    `needs_look`: a turn has met it in trouble, and nobody has looked after it since.
+    `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
+    turn and was not checked since.
 
-    `weight_version` is the newest that is known. While it is lower than one before, that is `fell_from`.
+    `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one.
     """
 
     url: str
@@ -59,12 +59,12 @@ class Member(msgspec.Struct):
     signs: int = 0
     failed_at: float = 0.0
     is_refusing: bool = False
-    needs_look: bool = False
+    needs_check: bool = False
     has_aborted: bool = False
 
-    def lives(self, alive: Alive, now: float) -> None:
+    def succeeded(self, alive: Alive, now: float) -> None:
         """It gave a sign of life at `now`, in seconds since the epoch."""
-        self.answers()
+        self.answered()
         self.failures = 0
         self.signs += 1
         if self.health != "dead" or self.signs >= SIGNS:
@@ -74,7 +74,7 @@ class Member(msgspec.Struct):
             self._become(alive, now)
 
     def failed(self, error: str, now: float) -> None:
-        """It gave none."""
+        """It gave no sign of life."""
         self.last_error = error
         self.signs = 0
         if self.failures and 0 <= now - self.failed_at < SPACING_S:
@@ -90,8 +90,8 @@ class Member(msgspec.Struct):
         self.is_refusing = True
         self.failed(f"a connection was refused ({error})", now)
 
-    def answers(self) -> None:
-        """It answered a request; what it says is another question."""
+    def answered(self) -> None:
+        """It answered a request, with whatever status."""
         if self.is_refusing:
             self.is_refusing = False
             self.generation += 1
@@ -101,10 +101,10 @@ class Member(msgspec.Struct):
         if health != self.health:
             self.health, self.since = health, now
 
-    def has_version(self, version: str, known: str | None) -> None:
-        """The engine says so; `known` is the `weight_version` that it was known to have when it was asked.
+    def report_version(self, version: str, known: str | None) -> None:
+        """The engine reported this version; `known` is the `weight_version` known when the request was sent.
 
-        What was asked before the version last changed may be older than that, so it can raise it and nothing else.
+        If the version has changed since, the report may be outdated: then it can only raise the version.
         """
         if version == self.weight_version:
             return
@@ -118,10 +118,10 @@ class Member(msgspec.Struct):
         self.weight_version = version
 
     def forget_version(self) -> None:
-        """Whatever it says next is right."""
+        """Forget the version: the next report is accepted."""
         self.weight_version = self.fell_from = None
 
 
 def is_lower(version: str, than: str) -> bool:
-    """Are both numbers, and is the first one lower? Names have no order."""
+    """Are both numbers, and is the first lower? Names have no order."""
     return is_number(version) and is_number(than) and int(version) < int(than)

@@ -1,13 +1,13 @@
-"""Pausing an adapter or the whole fleet, for a trainer that changes weights: first the gate, then the engines.
+"""Pauses an adapter or the whole fleet while a trainer changes weights: first the gate, then the engines.
 
-    pause an adapter   the gate is shut, on disk; its generations are aborted, and once more a moment later
-    pause the fleet    the gate is shut, on disk; every engine is told to pause
-    resume the fleet   every engine is told to go on; the gate is opened; every engine is told again
+    pause an adapter   the gate is shut on disk; its generations are aborted, and once more a moment later
+    pause the fleet    the gate is shut on disk; every engine is told to pause
+    resume the fleet   every engine is told to continue; the gate is opened; every engine is told again
     a lease runs out   as a resume, by every process; one of them writes the event
 
-A process that dies between two steps leaves a gate that says what is wanted: the same order again does the rest, and
-the lease the opening. Engines are told until the gate stands as it did when that began: of two orders that meet, in
-two processes, the one that was written last prevails at the engines as well.
+If a process dies between two steps, the gate on disk still says what is wanted: repeating the request does the rest,
+and the lease ends a forgotten pause. Engines are told until the gate has not changed meanwhile, so that of two
+concurrent requests the one written last prevails at the engines too.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from app.upstream.control import EngineControl
 
 log = logging.getLogger("turnlog.pauses")
 
-AGAIN_S = STALE_S + 2 * POLL_S
-"""After which generations are looked for once more: no turn goes by what was known STALE_S ago, and its request has
-reached the engine."""
+SECOND_SWEEP_S = STALE_S + 2 * POLL_S
+"""Pause before generations are aborted a second time. By then no process uses a state from before the gate was shut,
+and every request has reached its engine."""
 
-TRY_AGAIN_S = 1.0
-"""Between tries to open a gate that the store could not take."""
+RETRY_S = 1.0
+"""Pause before a failed write of an opened gate is retried."""
 
 
 class Told(msgspec.Struct, frozen=True):
-    """How an engine took an order; `aborted` counts the generations that it was asked to end."""
+    """Whether an engine did as told; `aborted` counts the generations that it was asked to abort."""
 
     ok: bool
     error: str | None = None
     aborted: int = 0
 
 
-class Swept(msgspec.Struct, frozen=True):
-    """The generations, by rid, that were to be aborted, and how each engine took it."""
+class SweepResult(msgspec.Struct, frozen=True):
+    """The rids of the aborted generations, and the outcome at each engine."""
 
     aborted: list[str]
     engines: dict[str, Told]
 
 
 class AdapterState(msgspec.Struct, frozen=True):
-    """`since` is when the gate last changed, in seconds since the epoch. `held` are turns that wait in this process,
-    `in_flight` those that have a claim in any."""
+    """`since` is when the gate last changed, in seconds since the epoch. `held` counts turns waiting in this process,
+    `in_flight` those with a claim in any process."""
 
     name: str
     paused: bool
@@ -81,7 +81,7 @@ class AdapterState(msgspec.Struct, frozen=True):
 
 
 class FleetGate(msgspec.Struct, frozen=True):
-    """As `AdapterState`, of all turns. `version` is that of the fleet's log."""
+    """As `AdapterState`, for all turns. `version` is the version of the fleet's log."""
 
     paused: bool
     mode: PauseMode | None
@@ -95,7 +95,7 @@ class FleetGate(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """Runs from `start` to `stop`, so that no gate stays shut for longer than its lease."""
+    """Pauses and resumes. Between `start` and `stop` it opens gates whose lease has run out."""
 
     def __init__(
         self, *, fleet: FleetState, gates: Gates, engines: Engines, control: EngineControl, database: Database
@@ -105,9 +105,9 @@ class Pauses:
         self._engines = engines
         self._control = control
         self._database = database
-        self._moved = asyncio.Event()
+        self._gates_changed = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
-        fleet.listen(lambda before, now: self._moved.set())
+        fleet.listen(lambda before, now: self._gates_changed.set())
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-leases")
@@ -115,10 +115,10 @@ class Pauses:
     async def stop(self) -> None:
         await cancelled(self._watching)
 
-    async def pause_adapter(self, name: str, lease_s: float) -> Swept:
-        """Shut an adapter's gate, or keep it shut for longer, and abort its generations, whichever process has them.
+    async def pause_adapter(self, name: str, lease_s: float) -> SweepResult:
+        """Shut an adapter's gate or extend its lease, and abort the adapter's generations of all processes.
 
-        Raises StoreUnavailable, StoreFull: then it is not known to be shut.
+        Raises StoreUnavailable, StoreFull: the gate may or may not be shut then.
         """
 
         def shut(fleet: Fleet) -> FleetEvent:
@@ -130,9 +130,9 @@ class Pauses:
         return await self._sweep(name)
 
     async def resume_adapter(self, name: str, version: str | None) -> None:
-        """Open an adapter's gate; one never heard of is known from now on. `version` is that of its weights.
+        """Open an adapter's gate; an unknown adapter becomes known. `version` is its weight version.
 
-        Weights that changed without a word of their version have an unknown one. Raises StoreUnavailable, StoreFull.
+        Without `version`, a paused adapter's version is unknown afterwards. Raises StoreUnavailable, StoreFull.
         """
 
         def opened(fleet: Fleet) -> FleetEvent | None:
@@ -146,26 +146,25 @@ class Pauses:
         await self._fleet.append(opened)
 
     async def pause_fleet(self, mode: PauseMode, lease_s: float) -> dict[str, Told]:
-        """Shut the fleet's gate, or keep it shut for longer, and have the engines pause. Raises as `pause_adapter`."""
+        """Shut the fleet's gate or extend its lease, and tell the engines to pause. Raises as `pause_adapter`."""
 
         def shut(fleet: Fleet) -> FleetEvent:
             return FleetPaused(_closings(fleet.gate), fleet.gate.until or 0.0, mode)
 
         await self._fleet.append(shut, lease_s=lease_s)
         reach("after_gate_shut")
-        return await self._tell()
+        return await self._tell_engines()
 
     async def resume_fleet(self) -> dict[str, Told]:
-        """Have the engines go on and open the fleet's gate, also where an engine does not take it.
+        """Tell the engines to continue, and open the fleet's gate even if an engine fails.
 
-        One engine of many that fails must not idle the others; asked again, each is told again. Raises as
-        `pause_adapter`.
+        One failing engine must not idle the others; a repeated request tells all again. Raises as `pause_adapter`.
         """
         if (await self._fleet.refresh()).gate.is_shut:
-            await self._each(self._go_on)
+            await self._for_each_engine(self._resume_engine)
             reach("before_gate_opened")
             await self._fleet.append(lambda fleet: FleetResumed(fleet.gate.closings) if fleet.gate.is_shut else None)
-        return await self._tell()
+        return await self._tell_engines()
 
     async def adapter(self, name: str) -> AdapterState:
         """Raises NotFound, StoreUnavailable."""
@@ -211,58 +210,58 @@ class Pauses:
     def _lease_left(self, gate: Gate) -> float | None:
         return round(self._fleet.left(gate), 3) if gate.is_shut else None
 
-    async def _sweep(self, name: str) -> Swept:
-        """Abort an adapter's generations, and those that another process began before it knew of the gate."""
+    async def _sweep(self, name: str) -> SweepResult:
+        """Abort an adapter's generations, twice: another process may have begun some before it knew of the gate."""
         passed = self._fleet.fleet.closings(name)
         outcomes: dict[str, dict[str, str | None]] = {url: {} for url in self._engines.members}
         rids = await self._abort(name, outcomes)
         if rids or not self._fleet.is_alone:
-            await asyncio.sleep(max(AGAIN_S, 2 * self._fleet.stale_s))
-            # What was let through meanwhile is none of this pause's business.
+            await asyncio.sleep(max(SECOND_SWEEP_S, 2 * self._fleet.stale_s))
+            # Turns that passed after a resume are not this pause's business.
             if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
-        return Swept(rids, {url: _told(found) for url, found in outcomes.items()})
+        return SweepResult(rids, {url: _engine_outcome(found) for url, found in outcomes.items()})
 
     async def _abort(self, name: str, outcomes: dict[str, dict[str, str | None]]) -> list[str]:
-        """Tell the engine that has a generation, or all where that is another process's; returns the rids."""
+        """Abort at the engine that has a generation, or at all if another process sent it; returns the rids."""
         found = await self._database.read(lambda connection: store.generating(connection, name))
         rids = [rid_of(session_id, fence) for session_id, fence in found]
         orders: dict[str, list[str]] = {}
         for rid in rids:
-            running_at = self._engines.running_at(rid)
-            for url in self._engines.members if running_at is None else (running_at,):
+            engine = self._engines.engine_of(rid)
+            for url in self._engines.members if engine is None else (engine,):
                 orders.setdefault(url, []).append(rid)
         answers = await asyncio.gather(*(self._control.abort(url, some) for url, some in orders.items()))
         for url, answer in zip(orders, answers, strict=True):
             outcomes.setdefault(url, {}).update(answer)
         return rids
 
-    async def _tell(self) -> dict[str, Told]:
-        """Have the engines do what the fleet's gate says, until it has not changed while they were told."""
+    async def _tell_engines(self) -> dict[str, Told]:
+        """Tell the engines what the fleet's gate says, until it has not changed meanwhile."""
         gate = self._fleet.fleet.gate
         while True:
             mode = gate.mode if gate.is_shut else None
-            told = await self._each(self._go_on if mode is None else _pausing(self._control, mode))
+            told = await self._for_each_engine(self._resume_engine if mode is None else _pausing(self._control, mode))
             now = (await self._fleet.refresh()).gate
             if (now.is_shut, now.closings, now.mode) == (gate.is_shut, gate.closings, gate.mode):
                 return told
             gate = now
 
-    async def _go_on(self, member: Member) -> str | None:
+    async def _resume_engine(self, member: Member) -> str | None:
         return await self._control.resume(member.url, member.dialect)
 
-    async def _each(self, order: Callable[[Member], Awaitable[str | None]]) -> dict[str, Told]:
+    async def _for_each_engine(self, order: Callable[[Member], Awaitable[str | None]]) -> dict[str, Told]:
         members = list(self._engines.members.values())
         errors = await asyncio.gather(*(order(member) for member in members))
         return {member.url: Told(error is None, error) for member, error in zip(members, errors, strict=True)}
 
     async def _watch(self) -> None:
-        """Open each gate when its lease has run out: a trainer that has died holds nobody up for ever."""
+        """Open each gate when its lease has run out, so that a dead trainer stops nothing for ever."""
         while True:
-            self._moved.clear()
+            self._gates_changed.clear()
             try:
-                async with asyncio.timeout(self._soonest()):
-                    await self._moved.wait()
+                async with asyncio.timeout(self._next_expiry_s()):
+                    await self._gates_changed.wait()
                 continue
             except TimeoutError:
                 pass
@@ -270,12 +269,12 @@ class Pauses:
                 await self._expire()
             except AppError as error:
                 log.warning("a gate whose lease has run out could not be opened yet: %s", error)
-                await asyncio.sleep(TRY_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
             except Exception:
                 log.exception("an unexpected fault in opening a gate whose lease has run out")
-                await asyncio.sleep(TRY_AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
-    def _soonest(self) -> float | None:
+    def _next_expiry_s(self) -> float | None:
         fleet = self._fleet.fleet
         gates = [gate for gate in (fleet.gate, *fleet.adapters.values()) if gate.is_shut]
         return min(map(self._fleet.left, gates), default=None)
@@ -301,11 +300,11 @@ class Pauses:
             log.warning("adapter %r: the pause's lease has run out, its gate is open again", name)
 
     async def _expire_fleet(self, due: Gate) -> None:
-        """Every process tells the engines, lest the one that opens the gate dies before it has.
+        """Every process tells the engines, in case the one that opens the gate dies before it has.
 
-        Where a trainer has shut it again meanwhile, or made its lease longer, that was said too early.
+        If a trainer has shut the gate again or extended its lease meanwhile, the engines are told to pause again.
         """
-        await self._each(self._go_on)
+        await self._for_each_engine(self._resume_engine)
         opened = await self._fleet.append(
             lambda fleet: FleetResumed(due.closings, "lease_expired") if fleet.gate == due else None
         )
@@ -313,7 +312,7 @@ class Pauses:
             log.warning("the fleet: the pause's lease has run out, its gate is open again")
         elif not self._fleet.fleet.gate.is_shut:
             return
-        for url, told in (await self._tell()).items():
+        for url, told in (await self._tell_engines()).items():
             if not told.ok:
                 log.warning("%s could not be told what the fleet's gate is: %s", url, told.error)
 
@@ -326,6 +325,6 @@ def _pausing(control: EngineControl, mode: PauseMode) -> Callable[[Member], Awai
     return lambda member: control.pause(member.url, mode, member.dialect)
 
 
-def _told(outcomes: Mapping[str, str | None]) -> Told:
+def _engine_outcome(outcomes: Mapping[str, str | None]) -> Told:
     error = next((error for error in outcomes.values() if error is not None), None)
     return Told(error is None, error, len(outcomes))

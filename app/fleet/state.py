@@ -1,4 +1,4 @@
-"""What this process knows of the fleet, which all processes share through its log."""
+"""The fleet's state in this process; all processes share it through the fleet's log."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.fleet")
 
 POLL_S = 0.05
-"""Where there are other processes, how often their events are looked for: a pause is seen within twice that."""
+"""Interval at which other processes' events are read: a pause is seen within twice that."""
 
 STALE_S = 0.1
-"""What was read longer ago is read again before a turn goes by it: a busy or frozen process may have polled late."""
+"""State older than this is read again before a turn relies on it: a busy process may poll late."""
 
 SLOW_READS = 3
-"""So many reads in a row that take longer than that, and the database is slow: what it answers is believed for longer,
-or no turn would ever go."""
+"""After so many slow reads in a row the limit is raised: otherwise no turn would ever pass."""
 
 APPEND_TRIES = 32
-"""How often an event is decided anew because others wrote first."""
+"""Attempts to append an event while other processes write first."""
 
 Listener = Callable[[Fleet, Fleet], None]
-"""Takes the state before, and the one after."""
+"""Called with the state before and the state after."""
 
 
 class FleetState:
-    """Read at the start; then kept up to date by what this process writes and, on PostgreSQL, by polling."""
+    """The state is read at the start, then kept up to date by this process's writes and, on PostgreSQL, by polling."""
 
     def __init__(self, database: Database, writer: Writer, poll_s: float = POLL_S) -> None:
         self.fleet = Fleet()
         self.stale_s = STALE_S
-        self._took_s = deque([0.0] * SLOW_READS, SLOW_READS)
+        self._read_times_s = deque([0.0] * SLOW_READS, SLOW_READS)
         self._poll_s = poll_s
         self._newest: Placed | None = None
         self._database = database
@@ -55,22 +54,22 @@ class FleetState:
 
     @property
     def is_alone(self) -> bool:
-        """Is there no other process that writes?"""
+        """Is this the only process that writes?"""
         return self._database.is_sqlite
 
     @property
     def is_fresh(self) -> bool:
-        """Is `fleet` what it was in the database at most `stale_s` ago?"""
+        """Was `fleet` read from the database at most `stale_s` ago?"""
         return self._polling is None or asyncio.get_running_loop().time() - self._read_at <= self.stale_s
 
     def listen(self, listener: Listener) -> None:
-        """Call `listener` with each new state, in order, from the next on."""
+        """Call `listener` with each new state, in order, from now on."""
         self._listeners.append(listener)
 
     async def start(self) -> None:
         """Raises StoreUnavailable."""
         self._read_at = asyncio.get_running_loop().time()
-        self._start_over(await self._database.read(store.state))
+        self._reset(await self._database.read(store.state))
         if not self.is_alone:
             self._polling = asyncio.create_task(self._poll(), name="turnlog-fleet")
 
@@ -78,22 +77,22 @@ class FleetState:
         await cancelled(self._polling)
 
     def left(self, gate: Gate) -> float:
-        """Seconds until the gate opens by itself, by the database's clock; 0.0 for one that is open."""
+        """Seconds until the gate's lease ends, by the database's clock; 0.0 if it is open."""
         if gate.until is None:
             return 0.0
         return max(0.0, gate.until - asyncio.get_running_loop().time() - self._clock_ahead)
 
     async def read_clock(self) -> None:
-        """Have `left` go by the database's clock as it is now: it may have been set. Raises StoreUnavailable."""
-        self._is_now(await self._database.read(store.clock))
+        """Read the database's clock again, which `left` uses: it may have been changed. Raises StoreUnavailable."""
+        self._set_clock(await self._database.read(store.clock))
 
     async def refresh(self) -> Fleet:
-        """The state as it is now. Raises StoreUnavailable."""
+        """Read and return the current state. Raises StoreUnavailable."""
         if self.is_alone:
             return self.fleet
         asked_at = asyncio.get_running_loop().time()
         async with self._reading:
-            # What somebody else began to read after this was asked will do.
+            # A read that began after this call is fresh enough.
             if self._read_at < asked_at:
                 await self._read()
         return self.fleet
@@ -101,64 +100,65 @@ class FleetState:
     async def append(
         self, decide: Callable[[Fleet], FleetEvent | None], *, lease_s: float | None = None
     ) -> Placed | None:
-        """Write what `decide` makes of the newest state; it is asked again where another process came first.
+        """Append the event that `decide` returns for the newest state; it is called again if another process wrote
+        first.
 
-        None where there was nothing to write. Raises StoreUnavailable, StoreFull.
+        None if there was nothing to write. Raises StoreUnavailable, StoreFull.
         """
         for _ in range(APPEND_TRIES):
-            # What another process wrote a moment ago counts also where nothing is to be written then.
+            # Refresh even if nothing is to be written: another process may have written a moment ago.
             event = decide(await self.refresh())
             if event is None:
                 return None
             placed = await self._writer.submit(store.AppendFleet(self.fleet.version, event, lease_s))
             if placed is not None:
-                await self._caught_up(placed)
+                await self._apply_own(placed)
                 return placed
-            # It may have been this process, where the answer to a commit was lost.
+            # The newer event may be this process's own, if the answer to its commit was lost.
             async with self._reading:
                 await self._read()
         raise StoreUnavailable("other processes wrote to the fleet's log all the time")
 
-    async def _caught_up(self, placed: Placed) -> None:
-        """Take in what this process has just written, unless the poll did already."""
+    async def _apply_own(self, placed: Placed) -> None:
+        """Apply the event that this process has just written, unless the poll has already."""
         async with self._reading:
             if self.is_alone:
-                self._is_now(placed.at)
+                self._set_clock(placed.at)
             if placed.seq == self.fleet.version + 1:
                 self._apply(placed)
 
     async def _read(self) -> None:
-        """The newest event is read again: a crash of PostgreSQL, or a restored backup, may have taken it back."""
+        """The newest known event is read again: a PostgreSQL crash or a restored backup may have lost it."""
         began_at = asyncio.get_running_loop().time()
         known = self._newest
         after = 0 if known is None else known.seq
         seen = store.seen(await self._database.read_autocommit(store.SINCE, {"known": after}))
         if known is not None and (not seen.events or seen.events[0] != known):
             log.warning("the fleet's log has lost event %d, which this process knew: read it anew", known.seq)
-            self._start_over(await self._database.read(store.state))
+            self._reset(await self._database.read(store.state))
         else:
-            self._is_now(seen.now)
+            self._set_clock(seen.now)
             for placed in seen.events:
                 if placed.seq > self.fleet.version:
                     self._apply(placed)
         self._read_at = began_at
-        self._took_s.append(asyncio.get_running_loop().time() - began_at)
-        self.stale_s = max(STALE_S, 2 * min(self._took_s))
+        self._read_times_s.append(asyncio.get_running_loop().time() - began_at)
+        self.stale_s = max(STALE_S, 2 * min(self._read_times_s))
 
-    def _is_now(self, clock: float) -> None:
+    def _set_clock(self, clock: float) -> None:
         self._clock_ahead = clock - asyncio.get_running_loop().time()
 
-    def _start_over(self, seen: store.Seen) -> None:
-        self._is_now(seen.now)
+    def _reset(self, seen: store.Seen) -> None:
+        self._set_clock(seen.now)
         self._newest = seen.events[-1] if seen.events else None
-        self._become(domain.fold(seen.events))
+        self._set_state(domain.fold(seen.events))
 
     def _apply(self, placed: Placed) -> None:
         log.info("fleet event %d: %s %s", placed.seq, type(placed.event).__name__, msgspec.to_builtins(placed.event))
         self._newest = placed
-        self._become(domain.apply(self.fleet, placed))
+        self._set_state(domain.apply(self.fleet, placed))
 
-    def _become(self, fleet: Fleet) -> None:
+    def _set_state(self, fleet: Fleet) -> None:
         before, self.fleet = self.fleet, fleet
         for listener in self._listeners:
             listener(before, fleet)

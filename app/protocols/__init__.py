@@ -1,1 +1,1 @@
-"""How a turn is spelled on the wire."""
+"""Wire formats of a turn."""

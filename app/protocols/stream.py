@@ -1,4 +1,4 @@
-"""A committed reply as the server-sent events of an OpenAI stream, sent together."""
+"""A committed reply as an OpenAI stream of server-sent events, sent all at once."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOT_IN_A_CHUNK = (
 )
 
 _IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
-"""What each chunk repeats of a reply; the rest of it (`usage` among others) comes with the last."""
+"""Fields of a reply that each chunk repeats; the others (such as `usage`) come with the last."""
 
-_BESIDE_CONTENT = frozenset(("index", "logprobs"))
-"""Of a choice: the rest of it (`finish_reason` among others) comes with the last chunk."""
+_WITH_CONTENT = frozenset(("index", "logprobs"))
+"""Fields of a choice that come with its content; the others (such as `finish_reason`) come with the last chunk."""
 
 
 class _Flag(msgspec.Struct):
@@ -34,7 +34,7 @@ class _Flag(msgspec.Struct):
 
 
 def wants_stream(body: bytes) -> bool:
-    """Does the request ask for a stream? A body that cannot be read is for the turn to refuse: False."""
+    """Does the request ask for a stream? False for an invalid body, which the turn rejects later."""
     if b'"stream"' not in body:
         return False
     try:
@@ -51,40 +51,40 @@ _CHOICES = msgspec.json.Decoder(list[Fields])
 
 
 def as_stream(body: bytes) -> bytes:
-    """The chunks of a whole reply and `[DONE]`; what need not change stays raw.
+    """A whole reply as chunks and `[DONE]`; unchanged JSON stays raw.
 
-    A chat's: the message without its tool calls, then for each call its head and its arguments, then how it ended.
-    Clients take only the first call of a chunk that has several (Codex 0.58), or join their arguments to one text
-    (LiteLLM's adapter for Messages). A completion is one chunk.
+    A chat: the message without its tool calls, each call as a head and its arguments, then the end. Clients take only
+    the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages). A
+    completion is one chunk.
     """
     reply = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
     choices = _CHOICES.decode(reply.pop("choices"))
     if not any("message" in choice for choice in choices):
         return _event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
-    every = {name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}
-    every["object"] = _CHUNK
+    repeated = {name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}
+    repeated["object"] = _CHUNK
     *first, last = [part for choice in choices for part in _parts(choice)]
-    chunks = [{**every, "choices": [part]} for part in first]
+    chunks = [{**repeated, "choices": [part]} for part in first]
     chunks.append({**reply, "object": _CHUNK, "choices": [last]})
     return b"".join(map(_event, chunks)) + DONE
 
 
 def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
-    """A chat's choice as it stands in one chunk after the other."""
+    """A chat's choice, split over several chunks."""
     delta = _FIELDS.decode(choice["message"])
     calls = msgspec.json.decode(delta.pop("tool_calls", b"null")) or []
     index = choice.get("index", 0)
-    beside = {name: value for name, value in choice.items() if name in _BESIDE_CONTENT}
-    yield {"index": index, **beside, "delta": delta, "finish_reason": None}
+    with_content = {name: value for name, value in choice.items() if name in _WITH_CONTENT}
+    yield {"index": index, **with_content, "delta": delta, "finish_reason": None}
     for number, call in enumerate(calls):
         for piece in _pieces(call):
             delta_of_call = {"tool_calls": [{**piece, "index": number}]}
             yield {"index": index, "delta": delta_of_call, "finish_reason": None}
-    yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_BESIDE_CONTENT))}
+    yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
 
 
 def _pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A tool call's head, with arguments that are still empty, and its arguments."""
+    """A tool call's head with empty arguments, then its arguments."""
     function = call.get("function")
     if not isinstance(function, dict) or "arguments" not in function:
         yield call
@@ -102,7 +102,7 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def as_comment(text: str) -> bytes:
-    """What clients skip: said in a stream whose headers have gone out already."""
+    """A comment, which clients skip, for a stream whose headers were already sent."""
     return b": " + text.encode() + b"\n\n"
 
 

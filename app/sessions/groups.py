@@ -28,4 +28,4 @@ async def _settle_each(database: Database, writer: Writer) -> None:
         try:
             await writer.submit(SettleGroup(group_id))
         except StoreDamaged as error:
-            database.unreadable.tell_of_group(group_id, error)
+            database.unreadable.warn_of_group(group_id, error)

@@ -263,7 +263,7 @@ class Sessions:
         try:
             session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
-            self._database.unreadable.tell(session_id, error)
+            self._database.unreadable.warn(session_id, error)
             return
         event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
         if session is not None and event is not None:

@@ -145,7 +145,7 @@ class Recovery:
             log.warning("abandoning dead turns stopped: %s", error)
             return None
         if found is not None:
-            self._database.unreadable.tell(found, why)
+            self._database.unreadable.warn(found, why)
         return found
 
     async def _beat(self) -> None:

@@ -15,7 +15,7 @@ from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.store import group_reads, heads_view, survey, survey_lists
 from app.store.engine import Database
-from app.store.heads_view import COUNTED, Order, Place, Row, Wanted
+from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
@@ -104,9 +104,9 @@ class Page(msgspec.Struct, frozen=True):
 
 async def newest_sessions(
     database: Database, *, status: Status | None, group_id: str | None, before: tuple[float, str] | None, limit: int
-) -> list[Row]:
+) -> list[HeadRow]:
     """Heads from the newest on, those created before `before` (created_at, session_id)."""
-    wanted = Wanted(status=status, group_id=group_id)
+    wanted = HeadFilter(status=status, group_id=group_id)
     return await database.read(
         lambda c: heads_view.page(c, wanted, order="created_at", newest_first=True, after=before, limit=limit),
         or_else=lambda c: _sorted(survey_lists.rows(c, wanted), SessionQuery(), before)[:limit],
@@ -133,7 +133,7 @@ class SessionList:
         after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
-        def page(found: Sequence[Row], total: int, is_exact: bool, newest: int | None) -> Page:
+        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> Page:
             return Page(
                 sessions=[session_row(row, newest, held) for row in found[:limit]],
                 next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
@@ -149,7 +149,7 @@ class SessionList:
             wanted = _wanted(query, newest, held)
             total = heads_view.count(connection, wanted)
             is_exact = total <= COUNTED
-            found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == Wanted())
+            found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
             return page(found, total, is_exact, newest)
 
         def around_damage(connection: Connection) -> Page:
@@ -160,7 +160,7 @@ class SessionList:
 
         return await self._database.read(read, or_else=around_damage)
 
-    def _is_claimed_as_asked(self, row: Row, query: SessionQuery, held: Mapping[str, bool]) -> bool:
+    def _is_claimed_as_asked(self, row: HeadRow, query: SessionQuery, held: Mapping[str, bool]) -> bool:
         """What of a question is about turns in flight."""
         if query.state == "gated" and row.session_id not in held:
             return False
@@ -172,7 +172,7 @@ class SessionList:
     def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """As `rows`, around damaged pages."""
         newest, held = self.newest_version_of_each(connection), self.held()
-        return [session_row(row, newest, held) for row in survey_lists.rows(connection, Wanted(), session_ids)]
+        return [session_row(row, newest, held) for row in survey_lists.rows(connection, HeadFilter(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
         """Some sessions as they are now, in no order; for `Database.read`."""
@@ -194,7 +194,7 @@ class SessionList:
 
     def _in_flight(
         self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]
-    ) -> tuple[list[Row], bool]:
+    ) -> tuple[list[HeadRow], bool]:
         """All that match where only sessions with a turn in flight can, whose ids are known before their heads.
 
         False where there are too many open turns to look at all of them.
@@ -208,7 +208,7 @@ class SessionList:
         return heads_view.of(connection, list(held), _wanted(query, newest, held)), True
 
 
-def session_row(row: Row, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
+def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
     return SessionRow(
         session_id=row.session_id,
         version=row.version,
@@ -227,7 +227,7 @@ def session_row(row: Row, newest: int | None, held: Mapping[str, bool]) -> Sessi
     )
 
 
-def _state(row: Row, held: Mapping[str, bool]) -> State:
+def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
     match row.status:
         case "closed":
             return "closed"
@@ -243,12 +243,12 @@ def _needs_claim(query: SessionQuery) -> bool:
     return query.state == "claimed" or query.stuck_s is not None or query.sort == "claimed_since"
 
 
-def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> Wanted:
+def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -> HeadFilter:
     most = None
     if query.min_staleness is not None:
         most = NEVER if newest is None else newest - query.min_staleness
     is_open = query.state not in (None, "closed", "erased")
-    return Wanted(
+    return HeadFilter(
         status="open" if is_open else query.state,  # type: ignore[arg-type]
         idle=query.state == "idle",
         but=held.keys() if query.state == "idle" else (),
@@ -266,7 +266,7 @@ NEVER = -1
 """No weight version is so low."""
 
 
-def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bool]:
+def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | SortOrder, bool]:
     """The column that is sorted by, and whether from the largest value down: the stalest have the lowest version."""
     if query.sort == "staleness":
         return "weight_version", query.order == "asc"
@@ -274,8 +274,8 @@ def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | Order, bo
 
 
 def _page(
-    connection: Connection, wanted: Wanted, query: SessionQuery, after: Place | None, limit: int, *, many: bool
-) -> list[Row]:
+    connection: Connection, wanted: HeadFilter, query: SessionQuery, after: Place | None, limit: int, *, many: bool
+) -> list[HeadRow]:
     column, descending = _order_of(query)
     assert column != "claimed_since"
     return heads_view.page(
@@ -283,7 +283,7 @@ def _page(
     )
 
 
-def _sorted(rows: Sequence[Row], query: SessionQuery, after: Place | None) -> list[Row]:
+def _sorted(rows: Sequence[HeadRow], query: SessionQuery, after: Place | None) -> list[HeadRow]:
     """Those behind `after`, in the order in which the store would give them."""
     column, descending = _order_of(query)
     places = {(getattr(row, column), row.session_id): row for row in rows}
@@ -297,7 +297,7 @@ def _sorted(rows: Sequence[Row], query: SessionQuery, after: Place | None) -> li
     return [places[place] for place in (*valued, *others)]
 
 
-def _cursor_behind(row: Row, query: SessionQuery) -> str:
+def _cursor_behind(row: HeadRow, query: SessionQuery) -> str:
     """The place behind a row, and the order in which it is one."""
     column, descending = _order_of(query)
     place = (column, descending, getattr(row, column), row.session_id)

@@ -1,1 +1,1 @@
-"""The only code that knows SQL: the log, the claims, the content, and the writer that commits them."""
+"""The only code that knows SQL: the log, claims, content, and the writer that commits them."""

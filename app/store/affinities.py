@@ -1,12 +1,12 @@
-"""Engines that clients bound by `nvext.session_control`: a row for each name, changed by whoever finds it as expected.
+"""Engines that clients bound by `nvext.session_control`: one row a name, changed only from an expected state.
 
     (none) ──open──▶ opening ──the engine has opened──▶ bound ──close──▶ closing ──its turn ended──▶ ending ──▶ (none)
     (none) ──bind, or open where the engine holds nothing──▶ bound ──close, expiry──▶ (none)
     bound ──expiry, its session closed──▶ ending         closing ──open, bind by another session──▶ bound
 
-`ending`: one process is telling the engine, and who wants the name anew waits for that. What a dead process left behind
-is found by its incarnation, and ended by another. `expires_at` is in the past in all states but `bound`: what may have
-to be ended is what is due.
+`ending`: one process is telling the engine; a turn that wants the name waits for that. Rows of a dead process are
+found by its incarnation and ended by another. `expires_at` is in the past in all states but `bound`, so that all rows
+that may have to be ended are due.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from app.store.statements import holder_is_dead
 State = Literal["opening", "bound", "closing", "ending"]
 
 END_AT_ONCE = 100
-"""So many rows does one transaction end."""
+"""Rows that one transaction ends."""
 
 _by_name = affinities.c.control_id == bindparam("control", type_=String())
 _rows = select(
@@ -63,8 +63,8 @@ _slide = (
 )
 
 
-class Affinity(NamedTuple):
-    """A row. `is_due`: its time is up; `is_dead`: that process is."""
+class AffinityRow(NamedTuple):
+    """A row. `is_due`: it has expired. `is_dead`: its process is dead."""
 
     control_id: str
     engine: str
@@ -77,18 +77,18 @@ class Affinity(NamedTuple):
     is_dead: bool
 
     def may_be_ended(self, me: int, in_use: Collection[str]) -> bool:
-        """By process `me`, whose own turns use these names: is nobody at work on it?"""
+        """May process `me`, whose turns use the names `in_use`, end this row?"""
         if self.incarnation == me or self.state == "bound":
             return self.is_due and self.control_id not in in_use
         return self.is_dead
 
 
 class Used(msgspec.Struct, frozen=True):
-    """What a turn finds under a name, and may do.
+    """The state of a name, and what the turn must do.
 
-    `unbound`: nothing. `bound`: go to `engine`. `opening`: have `engine` open its session first, and say so. `closing`:
-    go to `engine`, and end it afterwards. `released`: go there for the last time. `ending`: tell `engine`, then ask
-    again. `held`: ask again a little later.
+    `unbound`: nothing. `bound`: go to `engine`. `opening`: first have `engine` open its session, and report it.
+    `closing`: go to `engine`, and end the session afterwards. `released`: go to `engine` for the last time. `ending`:
+    tell `engine`, then try again. `held`: try again a little later.
     """
 
     state: Literal["unbound", "bound", "opening", "closing", "released", "ending", "held"]
@@ -97,9 +97,9 @@ class Used(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """The name is bound to the new engine, or its session has to be opened there first (`opening`).
+    """The name is bound to the new engine, or its session must be opened there first (`opening`).
 
-    `left`: the old engine has a session of the name.
+    `left`: the old engine has a session of this name.
     """
 
     opening: bool
@@ -107,37 +107,37 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The engine is to be told that the session of this name has ended."""
+    """The engine must be told that the session of this name has ended."""
 
     control_id: str
     engine: str
 
 
-def due(connection: Connection, lease_s: float) -> Sequence[Affinity]:
+def due(connection: Connection, lease_s: float) -> Sequence[AffinityRow]:
     """Rows that may have to be ended."""
     return [_affinity(row) for row in connection.execute(_due, {"lease_s": lease_s})]
 
 
 def used_last_by(connection: Connection, session_id: str) -> bool:
-    """Is there a name that this session was the last to use?"""
+    """Is there a name that this session used last?"""
     return connection.execute(_of_session, {"sid": session_id, "lease_s": 0.0}).first() is not None
 
 
-def _found(tx: Tx, control_id: str, lease_s: float) -> Affinity | None:
-    """The row, which stays as it is until the transaction ends."""
+def _lock_row(tx: Tx, control_id: str, lease_s: float) -> AffinityRow | None:
+    """Read the row and lock it until the transaction ends."""
     row = tx.one(_locked, {"control": control_id, "lease_s": lease_s})
     return None if row is None else _affinity(row)
 
 
-def _affinity(row: Row) -> Affinity:
-    """SQLite knows no booleans."""
-    found = Affinity(*row)
-    return found._replace(
-        worker_session=bool(found.worker_session), is_due=bool(found.is_due), is_dead=bool(found.is_dead)
+def _affinity(row: Row) -> AffinityRow:
+    """SQLite has no booleans."""
+    affinity = AffinityRow(*row)
+    return affinity._replace(
+        worker_session=bool(affinity.worker_session), is_due=bool(affinity.is_due), is_dead=bool(affinity.is_dead)
     )
 
 
-def _values(row: Affinity) -> dict[str, Any]:
+def _values(row: AffinityRow) -> dict[str, Any]:
     return {
         "control": row.control_id,
         "at_engine": row.engine,
@@ -150,12 +150,12 @@ def _values(row: Affinity) -> dict[str, Any]:
     }
 
 
-def _write(tx: Tx, row: Affinity) -> None:
+def _write(tx: Tx, row: AffinityRow) -> None:
     tx.run(_update, _values(row))
 
 
-def _end(tx: Tx, row: Affinity, me: int) -> Ending | None:
-    """None where no engine need be told: the row is gone then."""
+def _end(tx: Tx, row: AffinityRow, me: int) -> Ending | None:
+    """None if no engine must be told: the row is deleted then."""
     if not row.worker_session:
         tx.run(_delete, {"control": row.control_id})
         return None
@@ -163,8 +163,8 @@ def _end(tx: Tx, row: Affinity, me: int) -> Ending | None:
     return Ending(row.control_id, row.engine)
 
 
-class _OfNames(BaseOperation, frozen=True):
-    """Of no session in particular: it comes alone. A binding that a power cut takes back is made anew."""
+class _NameOperation(BaseOperation, frozen=True):
+    """An operation on names: it belongs to no session and runs alone. A binding lost in a power cut is made again."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
@@ -174,10 +174,10 @@ class _OfNames(BaseOperation, frozen=True):
         return ""
 
 
-class Use(_OfNames, frozen=True):
-    """A turn of session `used_by` asks for `control`. A new binding goes to `engine`.
+class Use(_NameOperation, frozen=True):
+    """A turn of session `used_by` requests the name `control`. A new binding goes to `engine`.
 
-    Of the engines, those in `holding` hold sessions of their own. `lease_s` of silence end another process.
+    `holding`: the engines that can hold sessions. A process is dead after `lease_s` seconds without a heartbeat.
     """
 
     control: SessionControl
@@ -188,93 +188,93 @@ class Use(_OfNames, frozen=True):
     holding: frozenset[str]
 
     def apply(self, tx: Tx) -> Used:
-        row = _found(tx, self.control.session_id, self.lease_s)
+        row = _lock_row(tx, self.control.session_id, self.lease_s)
         match self.control.action:
             case None:
-                return self._used(tx, row)
+                return self._request_bound(tx, row)
             case "close":
-                return self._closed(tx, row)
+                return self._request_close(tx, row)
             case "open" | "bind":
-                return self._wanted(tx, row)
+                return self._request_binding(tx, row)
 
-    def _used(self, tx: Tx, row: Affinity | None) -> Used:
+    def _request_bound(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is not None and row.state == "bound" and not row.is_due:
             return self._become(tx, row, "bound")
         if row is not None and row.state == "opening" and not row.is_dead:
             return Used("held")
         return Used("unbound")
 
-    def _closed(self, tx: Tx, row: Affinity | None) -> Used:
+    def _request_close(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None or row.state in ("closing", "ending"):
             return Used("unbound")
         if row.state == "opening":
-            return self._ended(tx, row) if row.is_dead else Used("held")
+            return self._end_first(tx, row) if row.is_dead else Used("held")
         if row.worker_session:
             return self._become(tx, row, "closing")
         tx.run(_delete, {"control": row.control_id})
         return Used("unbound") if row.is_due else Used("released", row.engine)
 
-    def _wanted(self, tx: Tx, row: Affinity | None) -> Used:
+    def _request_binding(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None:
-            return self._fresh(tx, None)
-        # A session's closing turn has ended when its next one comes; another session's may run for long.
+            return self._bind(tx, None)
+        # A session's closing turn has ended before its next one begins; another session's may run for long.
         if row.state in ("opening", "ending") or (row.state == "closing" and row.session_id == self.used_by):
-            return self._ended(tx, row) if row.is_dead else Used("held")
+            return self._end_first(tx, row) if row.is_dead else Used("held")
         if row.state == "bound" and row.is_due:
-            return self._ended(tx, row) if row.worker_session else self._fresh(tx, row)
+            return self._end_first(tx, row) if row.worker_session else self._bind(tx, row)
         if self.control.action == "open" and not row.worker_session and row.engine in self.holding:
             return self._become(tx, row._replace(worker_session=True), "opening")
         return self._become(tx, row, "bound")
 
-    def _fresh(self, tx: Tx, row: Affinity | None) -> Used:
+    def _bind(self, tx: Tx, row: AffinityRow | None) -> Used:
         opens = self.control.action == "open" and self.engine in self.holding
         state: Literal["opening", "bound"] = "opening" if opens else "bound"
         lasts_s = self.control.timeout_s or DEFAULT_TIMEOUT_S
-        made = Affinity(
+        row_to_write = AffinityRow(
             self.control.session_id, self.engine, state, opens, lasts_s, self.incarnation, self.used_by, False, False
         )
         if row is None:
-            tx.run(_insert, _values(made))
+            tx.run(_insert, _values(row_to_write))
         else:
-            _write(tx, made)
+            _write(tx, row_to_write)
         return Used(state, self.engine, lasts_s)
 
-    def _become(self, tx: Tx, row: Affinity, state: Literal["opening", "bound", "closing"]) -> Used:
+    def _become(self, tx: Tx, row: AffinityRow, state: Literal["opening", "bound", "closing"]) -> Used:
         lasts_s = self.control.timeout_s or row.timeout_s
         changed = row._replace(state=state, timeout_s=lasts_s, incarnation=self.incarnation, session_id=self.used_by)
         _write(tx, changed)
         return Used(state, row.engine, lasts_s)
 
-    def _ended(self, tx: Tx, row: Affinity) -> Used:
+    def _end_first(self, tx: Tx, row: AffinityRow) -> Used:
         ending = _end(tx, row, self.incarnation)
         return Used("held") if ending is None else Used("ending", ending.engine)
 
 
-class _OfTurn(_OfNames, frozen=True):
-    """By the turn of session `used_by` that has the name at work."""
+class _TurnOperation(_NameOperation, frozen=True):
+    """An operation by the turn of session `used_by` that uses the name."""
 
     control_id: str
     used_by: str
     incarnation: int
 
-    def _own(self, tx: Tx, *states: State) -> Affinity | None:
-        """The row, if this turn has brought it into one of these states."""
-        row = _found(tx, self.control_id, 0.0)
+    def _own(self, tx: Tx, *states: State) -> AffinityRow | None:
+        """The row, if this turn has put it into one of these states."""
+        row = _lock_row(tx, self.control_id, 0.0)
         return row if row is not None and self._is_own(row, *states) else None
 
-    def _is_own(self, row: Affinity, *states: State) -> bool:
+    def _is_own(self, row: AffinityRow, *states: State) -> bool:
         return row.state in states and (row.incarnation, row.session_id) == (self.incarnation, self.used_by)
 
 
-class Move(_OfTurn, frozen=True):
-    """`engine` cannot be reached: bind the name to another one; None where somebody else has changed it."""
+class Move(_TurnOperation, frozen=True):
+    """`engine` cannot be reached: bind the name to another one; None if another process has changed the row."""
 
     engine: str
     to: str
     holding: frozenset[str]
 
     def apply(self, tx: Tx) -> Moved | None:
-        row = _found(tx, self.control_id, 0.0)
+        row = _lock_row(tx, self.control_id, 0.0)
         if row is None or row.engine != self.engine or not (row.state == "bound" or self._is_own(row, "opening")):
             return None
         opens = row.worker_session and self.to in self.holding
@@ -289,8 +289,8 @@ class Move(_OfTurn, frozen=True):
         return Moved(opens, row.state == "bound" and row.worker_session)
 
 
-class Opened(_OfTurn, frozen=True):
-    """The engine has opened its session, or has none to open (`worker_session` False); False where it is too late."""
+class Opened(_TurnOperation, frozen=True):
+    """The engine has opened its session, or cannot hold any (`worker_session` False); False if the row has changed."""
 
     worker_session: bool
 
@@ -301,69 +301,71 @@ class Opened(_OfTurn, frozen=True):
         return row is not None
 
 
-class End(_OfTurn, frozen=True):
-    """The turn is over: what it was opening or closing is ended."""
+class End(_TurnOperation, frozen=True):
+    """The turn is over: end what it was opening or closing."""
 
     def apply(self, tx: Tx) -> Ending | None:
         row = self._own(tx, "opening", "closing")
         return None if row is None else _end(tx, row, self.incarnation)
 
 
-class NotOpened(_OfTurn, frozen=True):
-    """The engine has not opened its session: there is no binding."""
+class NotOpened(_TurnOperation, frozen=True):
+    """The engine has not opened its session: delete the binding."""
 
     def apply(self, tx: Tx) -> None:
         if self._own(tx, "opening") is not None:
             tx.run(_delete, {"control": self.control_id})
 
 
-class Ended(_OfNames, frozen=True):
-    """The engine has been told."""
+class EngineTold(_NameOperation, frozen=True):
+    """The engine has been told that the session has ended."""
 
     control_id: str
     incarnation: int
 
     def apply(self, tx: Tx) -> None:
-        row = _found(tx, self.control_id, 0.0)
+        row = _lock_row(tx, self.control_id, 0.0)
         if row is not None and row.state == "ending" and row.incarnation == self.incarnation:
             tx.run(_delete, {"control": self.control_id})
 
 
-class EndDue(_OfNames, frozen=True):
-    """What nobody uses any more: expired, or left by a dead process. This process's turns use the names `in_use`."""
+class EndDue(_NameOperation, frozen=True):
+    """End names that nobody uses: expired, or left by a dead process. This process's turns use the names `in_use`."""
 
     incarnation: int
     lease_s: float
     in_use: frozenset[str]
 
     def apply(self, tx: Tx) -> list[Ending]:
-        candidates = [row for row in map(_affinity, tx.all(_due, {"lease_s": self.lease_s})) if self._may(row)]
-        again = (_found(tx, row.control_id, self.lease_s) for row in candidates[:END_AT_ONCE])
-        ended = [_end(tx, row, self.incarnation) for row in again if row is not None and self._may(row)]
-        return [one for one in ended if one is not None]
+        candidates = [row for row in map(_affinity, tx.all(_due, {"lease_s": self.lease_s})) if self._may_end(row)]
+        locked = (_lock_row(tx, row.control_id, self.lease_s) for row in candidates[:END_AT_ONCE])
+        ended = [_end(tx, row, self.incarnation) for row in locked if row is not None and self._may_end(row)]
+        return [ending for ending in ended if ending is not None]
 
-    def _may(self, row: Affinity) -> bool:
+    def _may_end(self, row: AffinityRow) -> bool:
         return row.may_be_ended(self.incarnation, self.in_use)
 
 
-class EndOf(_OfNames, frozen=True):
-    """A session has been closed, which ends what it used last."""
+class EndOf(_NameOperation, frozen=True):
+    """A session was closed: end the names that it used last."""
 
     used_by: str
     incarnation: int
 
     def apply(self, tx: Tx) -> list[Ending]:
         candidates = map(_affinity, tx.all(_of_session, {"sid": self.used_by, "lease_s": 0.0}))
-        again = (_found(tx, row.control_id, 0.0) for row in candidates)
-        ended = [_end(tx, row, self.incarnation) for row in again if row is not None and self._is_its(row)]
-        return [one for one in ended if one is not None]
+        locked = (_lock_row(tx, row.control_id, 0.0) for row in candidates)
+        ended = [
+            _end(tx, row, self.incarnation) for row in locked if row is not None and self._is_bound_by_session(row)
+        ]
+        return [ending for ending in ended if ending is not None]
 
-    def _is_its(self, row: Affinity) -> bool:
+    def _is_bound_by_session(self, row: AffinityRow) -> bool:
         return row.state == "bound" and row.session_id == self.used_by
 
 
-class Slide(_OfNames, frozen=True):
-    """Turns that use these names are still running."""
+class Slide(_NameOperation, frozen=True):
+    """Turns that use these names are still running: extend their lifetime."""
 
     control_ids: Sequence[str]
 

@@ -1,7 +1,8 @@
 """SQLAlchemy's asynchronous engine without its ORM.
 
-The package `sqlalchemy.ext.asyncio` imports the ORM, of which nothing here makes use: a tenth of a start. Its module
-`engine` does not. So that is imported as if the package were empty; whoever imports the package later gets all of it.
+The package `sqlalchemy.ext.asyncio` imports the ORM, which is not used here and takes a tenth of the start-up time; its
+module `engine` does not. That module is imported as if the package were empty. A later import of the package gets all
+of it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Many operations in one transaction: one by one, or, where each statement is a round trip, in sets.
+"""Applies many operations in one transaction: one by one, or in sets where each statement is a round trip.
 
-On SQLite a statement costs microseconds and operations are applied one by one. On PostgreSQL the claims of a batch
-are taken by one UPDATE and its commits by one DELETE and one UPDATE; what those return says who has won, and only
-winners' rows are inserted, all of a table at once. Everything else, and a second operation on a session, goes the
-plain way behind them.
+On SQLite a statement takes microseconds, and operations are applied one by one. On PostgreSQL one UPDATE takes all
+claims of a batch; one DELETE and one UPDATE do all commits. Their results tell which operations succeeded; only those
+rows are inserted, all rows of a table at once. All other operations, and a second operation on the same session, are
+applied one by one afterwards.
 
-All heads are locked first. One that somebody else has locked is not waited for: its operation is `DEFERRED`, to be
-tried again in a later batch, so that no session waits for another's row, and no two batches can wait for each other.
+All heads are locked first, without waiting. An operation on a head that another transaction has locked is `DEFERRED` to
+a later batch. So no session waits for another's row, and two batches cannot deadlock.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ Kind = TypeVar("Kind", bound=Operation[Any])
 
 
 class Deferred:
-    """The outcome of an operation that was not tried: its session's row is somebody else's for the moment."""
+    """The outcome of an operation that was not tried: another transaction has locked its session's row."""
 
 
 DEFERRED = Deferred()
 
 
 def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
-    """The outcomes in the same order. What is of no session in particular comes alone."""
+    """The outcomes in the same order. An operation without a session runs alone."""
     if not tx.is_remote or not operations[0].session_id:
         return [operation.apply(tx) for operation in operations]
     return _Batch(tx, operations).run()
@@ -66,7 +66,7 @@ class _Batch:
         self._operations = operations
         self._outcomes: dict[int, Any] = {}
         counts = Counter(operation.session_id for operation in operations)
-        self._alone = {session_id for session_id, count in counts.items() if count == 1}
+        self._single = {session_id for session_id, count in counts.items() if count == 1}
 
     def run(self) -> list[Any]:
         tx = self._tx
@@ -74,37 +74,37 @@ class _Batch:
         locked = {row[0] for row in tx.all(_lock_heads, {"sids": ids})}
         tx.has_locked(locked)
         missing = [session_id for session_id in ids if session_id not in locked]
-        held = {row[0] for row in tx.all(_known, {"sids": missing})} if missing else set()
+        locked_elsewhere = {row[0] for row in tx.all(_known, {"sids": missing})} if missing else set()
         for place, operation in enumerate(self._operations):
-            if operation.session_id in held:
+            if operation.session_id in locked_elsewhere:
                 self._outcomes[place] = DEFERRED
-        self._each(Create, lambda one: one.session_id not in locked and one.parent is None, self._create)
-        self._each(Claim, lambda _: True, self._claim)
-        self._each(Commit, lambda one: not one.staged, self._commit)
+        self._apply_kind(Create, lambda one: one.session_id not in locked and one.parent is None, self._create)
+        self._apply_kind(Claim, lambda _: True, self._claim)
+        self._apply_kind(Commit, lambda one: not one.staged, self._commit)
         for place, operation in enumerate(self._operations):
             if place not in self._outcomes:
                 self._outcomes[place] = operation.apply(tx)
         return [self._outcomes[place] for place in range(len(self._operations))]
 
-    def _each(
+    def _apply_kind(
         self, kind: type[Kind], fits: Callable[[Kind], bool], apply: Callable[[list[tuple[int, Kind]]], None]
     ) -> None:
-        """Apply those operations of a kind that are their session's only ones."""
+        """Apply the operations of a kind that are the only ones of their sessions."""
         found = [
             (place, operation)
             for place, operation in enumerate(self._operations)
             if isinstance(operation, kind)
             and place not in self._outcomes
-            and operation.session_id in self._alone
+            and operation.session_id in self._single
             and fits(operation)
         ]
         if found:
             apply(found)
 
     def _create(self, creates: list[tuple[int, Create]]) -> None:
-        """Sessions that are not there; one that another process creates at this moment is a conflict of keys.
+        """Insert new sessions. If another process creates one at this moment, the keys conflict.
 
-        Children are created one by one behind them: their parents may be among these.
+        Sessions with a parent are created one by one afterwards: their parents may be among these.
         """
         tx = self._tx
         tx.insert(sql.insert_session, [create.head_row() for _, create in creates])
@@ -123,13 +123,13 @@ class _Batch:
             "tips": [claim.last_event_at for _, claim in claims],
         }
         won = {row[0] for row in tx.all(_claim_heads, given)}
-        taken = [(place, claim) for place, claim in claims if claim.session_id in won]
-        tx.insert(sql.insert_open_turn, [claim.open_row() for _, claim in taken])
-        self._append([(place, claim.session_id, claim.fence, claim.at, [claim.event]) for place, claim in taken])
+        winners = [(place, claim) for place, claim in claims if claim.session_id in won]
+        tx.insert(sql.insert_open_turn, [claim.open_row() for _, claim in winners])
+        self._append([(place, claim.session_id, claim.fence, claim.at, [claim.event]) for place, claim in winners])
         reach("in_claim")
         for place, claim in claims:
             if claim.session_id not in won:
-                self._outcomes[place] = claim.why_not(tx)
+                self._outcomes[place] = claim.failure(tx)
 
     def _commit(self, commits: list[tuple[int, Commit]]) -> None:
         tx = self._tx
@@ -139,11 +139,11 @@ class _Batch:
             "holders": [commit.incarnation for _, commit in commits],
         }
         won = {row[0] for row in tx.all(_free_open_turns, given)}
-        held = [(place, commit) for place, commit in commits if commit.session_id in won]
-        tx.insert(sql.insert_turn, [commit.turn_row() for _, commit in held])
-        tx.insert(sql.insert_blob, [row for _, commit in held for row in commit.blob_rows()])
-        tx.insert(sql.insert_chunk, [row for _, commit in held for row in commit.chunk_rows()])
-        versions = self._advance([commit for _, commit in held])
+        winners = [(place, commit) for place, commit in commits if commit.session_id in won]
+        tx.insert(sql.insert_turn, [commit.turn_row() for _, commit in winners])
+        tx.insert(sql.insert_blob, [row for _, commit in winners for row in commit.blob_rows()])
+        tx.insert(sql.insert_chunk, [row for _, commit in winners for row in commit.chunk_rows()])
+        versions = self._advance([commit for _, commit in winners])
         self._append(
             [
                 (
@@ -153,7 +153,7 @@ class _Batch:
                     commit.at,
                     commit.events,
                 )
-                for place, commit in held
+                for place, commit in winners
             ]
         )
         for place, commit in commits:
@@ -164,7 +164,7 @@ class _Batch:
         reach("in_commit")
 
     def _advance(self, commits: list[Commit]) -> dict[str, int]:
-        """Move the heads of committed turns; their new versions by session."""
+        """Advance the heads of committed turns; their new versions by session."""
         if not commits:
             return {}
         given = {
@@ -177,13 +177,13 @@ class _Batch:
         return {row[0]: row[1] for row in self._tx.all(_advance_heads, given)}
 
     def _append(self, logs: list[tuple[int, str, int, float, Sequence[Event]]]) -> None:
-        """By operation: its place, the session, the first event's seq, when, and the events."""
+        """For each operation: its index, the session, the first event's seq, the time, and the events."""
         appended = append_all(self._tx, [log[1:] for log in logs])
         self._outcomes |= {log[0]: outcome for log, outcome in zip(logs, appended, strict=True)}
 
 
 def _given(**types: tuple[str, Any]) -> TableValuedAlias:
-    """Parameters that are lists of equal length, as the columns of a table: by column, parameter and type."""
+    """Parameters that are lists of equal length, as a table: parameter and type by column."""
     lists = [bindparam(name, type_=ARRAY(kind)) for name, kind in types.values()]
     return func.unnest(*lists).table_valued(*(column(name) for name in types), name="given").render_derived()
 
@@ -221,7 +221,7 @@ _moved = _given(
     engine=("engines", Text),
 )
 _largest: ColumnElement[int] = func.greatest(sessions.c.weight_version, _moved.c.weight)
-"""GREATEST passes nulls over."""
+"""GREATEST ignores nulls."""
 _advance_heads = (
     update(sessions)
     .where(sessions.c.session_id == _moved.c.sid)

@@ -1,4 +1,4 @@
-"""What a damaged page looks like from here: errors of the drivers, and values that no version ever wrote."""
+"""Recognises damaged database pages: by drivers' errors, and by values that no version ever wrote."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sqlalchemy.exc import DBAPIError
 
 
 class BrokenRow(Exception):
-    """A row holds something that no version ever wrote: its page is damaged."""
+    """A row holds a value that no version ever wrote: its page is damaged."""
 
 
 class Content(LargeBinary):
-    """Bytes. SQLite tells a value's type in its row, where a flipped bit makes a number or a text of them."""
+    """Bytes. SQLite stores a value's type in its row, where one flipped bit turns bytes into a number or text."""
 
     cache_ok = True
 
@@ -39,13 +39,13 @@ _DAMAGED_SECTOR = frozenset(
     }
 )
 _DAMAGE_STATES = frozenset({"XX001", "XX002"})
-"""PostgreSQL's data_corrupted (a checksum or a page's header is wrong, too) and index_corrupted."""
+"""PostgreSQL's data_corrupted (also a wrong checksum or page header) and index_corrupted."""
 
 
 def damage(error: BaseException) -> str | None:
-    """How the database calls it where what it needed to read is damaged; None for any other error.
+    """The database's name of the damage, if the error means that data is damaged; None for any other error.
 
-    Whether that is a page or all of the file, the error does not say.
+    The error does not tell whether one page or the whole file is damaged.
     """
     if isinstance(error, BrokenRow):
         return str(error)
@@ -54,7 +54,7 @@ def damage(error: BaseException) -> str | None:
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
         if code is None:
-            # The driver's own: a text that is no UTF-8.
+            # The driver's own error: text that is not UTF-8.
             return "a text that cannot be decoded" if isinstance(error, sqlite3.OperationalError) else None
         return (
             getattr(error, "sqlite_errorname", type(error).__name__)

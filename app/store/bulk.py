@@ -1,4 +1,4 @@
-"""Whole sessions read many at a time, as of one place in the order of commits: what an export is made of."""
+"""Reads many whole sessions as of one position in the order of commits, for exports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from app.store.rollouts import REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """A session's rows: events up to the place asked for, content as it is now. All content is compressed frames.
+class StoredSession(msgspec.Struct, frozen=True):
+    """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `root` is None for a root. `damage`: why there is nothing of it but its head.
+    `root` is None for a root. `damage`: why only its head is here.
     """
 
     session_id: str
@@ -36,10 +36,10 @@ class Stored(msgspec.Struct, frozen=True):
     damage: str | None = None
 
 
-class Head(msgspec.Struct, frozen=True):
-    """How many turns a session has committed: about how much there is to read of it; and to which rollout it belongs.
+class ExportHead(msgspec.Struct, frozen=True):
+    """A session's number of committed turns (a measure of its size), and its rollout.
 
-    `group_id` is the group that counts it, `root_id` the rollout's root, None for the root itself.
+    `group_id` is the group that counts it. `root_id` is the rollout's root, None for the root itself.
     """
 
     session_id: str
@@ -57,32 +57,34 @@ def _heads() -> Select[Any]:
     return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id)
 
 
-def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Head]:
+def heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, ExportHead]:
     query = _heads().where(sessions.c.session_id.in_(session_ids))
-    return {row[0]: Head(*row) for row in connection.execute(query)}
+    return {row[0]: ExportHead(*row) for row in connection.execute(query)}
 
 
 def read_sessions(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
-) -> dict[str, Stored]:
-    """Of an erased session there is only its status. `replay`: the live chunks too."""
-    found: dict[str, Stored] = {}
+) -> dict[str, StoredSession]:
+    """An erased session has only its status. `replay`: read the live chunks too."""
+    found: dict[str, StoredSession] = {}
     for part in _parts(session_ids):
         found |= _read_part(connection, part, upto, replay=replay)
     return found
 
 
-def read_each(connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool) -> dict[str, Stored]:
-    """As `read_sessions`, around damaged pages: what they took of one session is its damage and no other's."""
+def read_each(
+    connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
+) -> dict[str, StoredSession]:
+    """As `read_sessions`, but a damaged page affects only the sessions on it."""
     found, lost = split(connection, session_ids, partial(_read_part, upto=upto, replay=replay))
     for session_id, why in lost.items():
         found[session_id] = _read_damaged(connection, session_id, upto, why, replay=replay)
     return found
 
 
-def _read_damaged(connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool) -> Stored:
-    """A session of which not all can be read; one whose head alone is lost is whole, for its log says the same."""
-    stored = Stored(session_id, "", None, [], {}, {}, {})
+def _read_damaged(connection: Connection, session_id: str, upto: Position, why: str, *, replay: bool) -> StoredSession:
+    """A session that cannot be read whole. If only its head is lost, it is complete, since its log says the same."""
+    stored = StoredSession(session_id, "", None, [], {}, {}, {})
     try:
         heads = attempt(connection, lambda again: _stored_heads(again, [session_id]))
     except PageDamaged:
@@ -105,24 +107,25 @@ def _status(log: Sequence[EventRow]) -> str:
 
 def _read_part(
     connection: Connection, session_ids: Sequence[str], upto: Position, *, replay: bool
-) -> dict[str, Stored]:
+) -> dict[str, StoredSession]:
     found = _stored_heads(connection, session_ids)
     live = {session_id: stored for session_id, stored in found.items() if stored.status != "erased"}
     _read_content(connection, live, upto, replay=replay)
     return found
 
 
-def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, Stored]:
+def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, StoredSession]:
     heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
         sessions.c.session_id.in_(session_ids)
     )
     roots = rollouts.roots_of(connection, session_ids)
     return {
-        row[0]: Stored(row[0], row[1], row[2], [], {}, {}, {}, roots.get(row[0])) for row in connection.execute(heads)
+        row[0]: StoredSession(row[0], row[1], row[2], [], {}, {}, {}, roots.get(row[0]))
+        for row in connection.execute(heads)
     }
 
 
-def _read_content(connection: Connection, found: Mapping[str, Stored], upto: Position, *, replay: bool) -> None:
+def _read_content(connection: Connection, found: Mapping[str, StoredSession], upto: Position, *, replay: bool) -> None:
     """Read log and content of sessions that have not been erased."""
     live = list(found)
     log = (
@@ -130,7 +133,7 @@ def _read_content(connection: Connection, found: Mapping[str, Stored], upto: Pos
         .where(events.c.session_id.in_(live), at_or_before(upto))
         .order_by(events.c.session_id, events.c.seq)
     )
-    # An index of a damaged file may lead to rows that say they are another session's.
+    # A damaged index may lead to another session's rows.
     for row in connection.execute(log):
         if row[0] in found:
             found[row[0]].events.append(EventRow(*row[1:]))
@@ -151,15 +154,15 @@ def _read_content(connection: Connection, found: Mapping[str, Stored], upto: Pos
                 found[session_id].chunks[fence, number] = data
 
 
-def group_members(connection: Connection, group_id: str) -> list[Head]:
-    """All sessions of a group's rollouts, erased ones too: what the log says of them stays."""
-    return [Head(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
+def group_members(connection: Connection, group_id: str) -> list[ExportHead]:
+    """All sessions of a group's rollouts, erased ones too."""
+    return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
 
 
 def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    """Each session's reward as of a place in the order; sessions that had none are left out.
+    """Each session's reward as of a position; sessions without one are left out.
 
-    So are those of which one cannot be read: an export says of them that they cannot.
+    Sessions with an unreadable reward are left out too: the export reports them.
     """
     found: dict[str, float] = {}
     for part in _parts(session_ids):
@@ -168,7 +171,7 @@ def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) 
 
 
 def rewards_of_each(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    """As `rewards`, around damaged pages."""
+    """As `rewards`, but a damaged page affects only the sessions on it."""
     return split(connection, session_ids, partial(_rewards, upto=upto))[0]
 
 
@@ -194,7 +197,7 @@ def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position)
 def last_places(
     connection: Connection, session_ids: Sequence[str], upto: Position, types: Sequence[str]
 ) -> Mapping[str, Position]:
-    """Where each session's last event of these types stands, at or before a place."""
+    """The position of each session's last event of these types, at or before `upto`."""
     found: dict[str, Position] = {}
     for part in _parts(session_ids):
         query = (

@@ -1,4 +1,4 @@
-"""The store's figures for who asks for them often."""
+"""The store's figures, cached for frequent readers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.figures")
 
 FRESH_S = 1.0
-"""For so long they are not read again."""
+"""Seconds for which figures are not read again."""
 
 SHARE = 20
-"""Nor for so many times as long as it took to read them: a large store is not counted all the time."""
+"""They are also not read again for this many times the duration of the last read: a large store is counted rarely."""
 
 PATIENCE_S = 2.0
-"""Who asks does not wait longer, and gets what was known before."""
+"""A caller waits at most this long, then gets the figures known before."""
 
 
 class CachedFigures:
-    """Figures of the store, a second old or, of a large one, more. `clock` is one that does not jump."""
+    """Figures of the store, one second old or, of a large store, more. `clock` is monotonic."""
 
     def __init__(self, database: Database, clock: Callable[[], float]) -> None:
         self._database = database
@@ -36,7 +36,7 @@ class CachedFigures:
         self.is_up = True
 
     async def now(self) -> Figures | None:
-        """None while they have never been read. `is_up` says whether the database answered when it was last asked."""
+        """None until they were read once. `is_up` tells whether the database answered the last read."""
         if self._reading is None and self._clock() >= self._due_at:
             self._reading = asyncio.create_task(self._read(), name="turnlog-figures")
             self._reading.add_done_callback(self._done)

@@ -1,6 +1,6 @@
-"""Reading around damaged pages: of many sessions those that can be read, and why the others cannot.
+"""Reads around damaged pages: the sessions that can be read, and why the others cannot.
 
-Slower by far than an ordinary read, and used only behind one that has met a damaged page (`Database.read`, `or_else`).
+Far slower than an ordinary read; used only after one that met a damaged page (`Database.read`, `or_else`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from app.store.schema import events, sessions, turns
 T = TypeVar("T")
 
 AT_ONCE = 64
-"""Sessions asked for together, before their part is halved."""
+"""Sessions read together before their part is halved."""
 
 PAGE = 512
-"""Ids asked for together."""
+"""Ids read together."""
 
 LISTED: Sequence[Table] = (sessions, events, turns)
-"""A session whose page is lost in one of them is mostly found in another."""
+"""A session whose page is lost in one of these tables is usually found in another."""
 
 
 class PageDamaged(Exception):
-    """What was asked for lies on a damaged page; the connection goes on."""
+    """The data is on a damaged page; the connection stays usable."""
 
 
 def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
-    """Raises PageDamaged. PostgreSQL ends a transaction with its first error, so it gets one within."""
+    """Raises PageDamaged. An error ends a PostgreSQL transaction, so the read runs in a savepoint."""
     try:
         if connection.dialect.name != "postgresql":
             return read(connection)
@@ -50,12 +50,12 @@ def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
 def split(
     connection: Connection, ids: Sequence[str], read: Callable[[Connection, Sequence[str]], Mapping[str, T]]
 ) -> tuple[dict[str, T], dict[str, str]]:
-    """What `read` gives of each session, and of those that cannot be read why."""
+    """The result of `read` for each session, and the reason for each that cannot be read."""
     found: dict[str, T] = {}
     lost: dict[str, str] = {}
-    waiting = [ids[at : at + AT_ONCE] for at in range(0, len(ids), AT_ONCE)]
-    while waiting:
-        part = waiting.pop()
+    parts = [ids[at : at + AT_ONCE] for at in range(0, len(ids), AT_ONCE)]
+    while parts:
+        part = parts.pop()
         try:
             found |= attempt(connection, lambda again: read(again, part))  # noqa: B023
         except PageDamaged as error:
@@ -63,14 +63,14 @@ def split(
                 lost[part[0]] = str(error)
             else:
                 middle = len(part) // 2
-                waiting += [part[:middle], part[middle:]]
+                parts += [part[:middle], part[middle:]]
     return found, lost
 
 
 def session_ids(connection: Connection, tables: Sequence[Table] = LISTED) -> list[str]:
-    """Every session of which a table or an index that can be read still knows.
+    """Every session that a readable table or index still names.
 
-    Where one ends in a damaged page, it is entered again at the next id that another one knows.
+    Where one table has a damaged page, reading resumes at the next id that another table names.
     """
     known: set[str] = set(_by_creation(connection))
     holes = []
@@ -85,7 +85,7 @@ def session_ids(connection: Connection, tables: Sequence[Table] = LISTED) -> lis
 
 
 def _by_creation(connection: Connection) -> set[str]:
-    """From the index over the times of creation, which names sessions whose rows may be lost; from both its ends."""
+    """From both ends of the index over creation times, which names sessions whose rows may be lost."""
     found: set[str] = set()
     for newest_first in (False, True):
         place = (sessions.c.created_at, sessions.c.session_id)
@@ -100,7 +100,7 @@ def _by_creation(connection: Connection) -> set[str]:
 
 
 def _page_or_none(connection: Connection, query: Select[Any]) -> Sequence[str] | None:
-    """None where the page is damaged; SQLite takes a blob for an id, and says so nowhere."""
+    """None where the page is damaged. SQLite may also return a blob as an id, without an error."""
     try:
         page = attempt(connection, lambda again: list(again.execute(query).scalars()))
     except PageDamaged:
@@ -109,7 +109,7 @@ def _page_or_none(connection: Connection, query: Select[Any]) -> Sequence[str] |
 
 
 def _walked(connection: Connection, table: Table, known: Sequence[str]) -> tuple[set[str], bool]:
-    """The sessions in a table by its key, jumping to the next of `known` where it cannot be read; was it whole?"""
+    """The sessions in a table by its key, skipping to the next of `known` at a damaged page; was all of it readable?"""
     column = table.c.session_id
     found: set[str] = set()
     is_whole = True
@@ -148,7 +148,7 @@ def _goes_on(connection: Connection, after: str, page: Sequence[str]) -> bool:
 def rows_in_parts(
     connection: Connection, low: int, high: int, read: Callable[[Connection, int, int], Sequence[T]]
 ) -> tuple[list[T], list[int]]:
-    """Rows by number from `low` to `high`, and the numbers that cannot be read. `read` takes a first and a last one."""
+    """The rows numbered `low` to `high`, and the unreadable numbers. `read` takes the first and last number."""
     found: list[T] = []
     lost: list[int] = []
     waiting = [(low, high)] if low <= high else []

@@ -1,7 +1,7 @@
 """The one place where SQLite and PostgreSQL differ: functions, pragmas, the transaction, errors.
 
-Statements are SQLAlchemy Core everywhere. On SQLite the writer compiles each once and hands it to the
-driver: a turn takes seven statements, and Core's cost per execution (about 40 µs) would be most of it.
+Statements are SQLAlchemy Core everywhere. On SQLite the writer compiles each once and passes it to the driver: a turn
+takes seven statements, and Core's cost per execution (about 40 µs) would be most of its time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Parameters = Mapping[str, Any]
 
 
 class current_tx(FunctionElement[int]):
-    """The id of the running transaction; 0 where one writer makes it needless."""
+    """The id of the running transaction; 0 on SQLite, which has one writer."""
 
     type = BigInteger()
     inherit_cache = True
@@ -43,7 +43,7 @@ def _xid8(element: current_tx, compiler: Any, **options: Any) -> str:
 
 
 class oldest_tx(FunctionElement[int]):
-    """The oldest transaction that may still commit; what is stamped below it is complete and in order."""
+    """The oldest transaction that may still commit; all events with a lower id are complete and in order."""
 
     type = BigInteger()
     inherit_cache = True
@@ -94,7 +94,7 @@ def _clock_timestamp(element: now, compiler: Any, **options: Any) -> str:
 
 
 class up_since(FunctionElement[float]):
-    """When the database's server was started, by its own clock; the beginning of time where there is no server."""
+    """When the database server was started, by its own clock; 0 on SQLite."""
 
     type = Double()
     inherit_cache = True
@@ -111,7 +111,7 @@ def _postmaster_start(element: up_since, compiler: Any, **options: Any) -> str:
 
 
 class used_bytes(FunctionElement[int]):
-    """How large the database is, without what it could use again."""
+    """The database's size in bytes, without free pages."""
 
     type = BigInteger()
     inherit_cache = True
@@ -129,9 +129,9 @@ def _database_size(element: used_bytes, compiler: Any, **options: Any) -> str:
 
 
 class begins_with(FunctionElement[bool]):
-    """Does the first text begin with the second? On SQLite a key is looked up by it, on PostgreSQL not.
+    """Does the first text begin with the second? On SQLite this uses an index, on PostgreSQL it does not.
 
-    It has no type: as a Boolean it would be compared with 1 on SQLite, and no key be looked up.
+    It has no type: as a Boolean, SQLite would compare it with 1 and not use the index.
     """
 
     inherit_cache = True
@@ -149,9 +149,9 @@ def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
 
 
 class Tx(Protocol):
-    """A write transaction as the log sees it; what it runs is Core, what it returns plain rows.
+    """A write transaction: it runs Core statements and returns plain rows.
 
-    `is_remote`: a statement is a round trip to a server, so that one for many operations is worth its while.
+    `is_remote`: each statement is a round trip to a server, so one statement for many operations is worthwhile.
     """
 
     @property
@@ -162,7 +162,7 @@ class Tx(Protocol):
     def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 
     def run(self, statement: Executable, parameters: Parameters) -> int:
-        """Returns how many rows it changed."""
+        """Returns the number of changed rows."""
         ...
 
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
@@ -172,20 +172,20 @@ class Tx(Protocol):
     def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None: ...
 
     def lock(self, statement: Executable, parameters: Parameters) -> None:
-        """Take the row lock of a SELECT … FOR UPDATE of session `sid`; a no-op where there is one writer."""
+        """Lock the row of session `sid` (SELECT … FOR UPDATE); a no-op on SQLite."""
         ...
 
     def has_locked(self, session_ids: Collection[str]) -> None:
-        """Sessions whose rows this transaction has locked already."""
+        """Tell the transaction which sessions' rows it has locked already."""
         ...
 
     def positions(self, count: int) -> Iterator[int] | None:
-        """Numbers for `count` new events, or None where the database gives them."""
+        """Positions for `count` new events, or None if the database assigns them."""
         ...
 
 
 class AlchemyTx:
-    """Through SQLAlchemy's own execution, for what is not hot; the database numbers events."""
+    """Uses SQLAlchemy's own execution, for infrequent operations; the database assigns positions."""
 
     is_remote = False
 
@@ -220,9 +220,9 @@ class AlchemyTx:
 
 
 class SqliteTx:
-    """Straight on the driver's connection, with statements compiled once.
+    """Uses the driver's connection directly, with statements compiled once.
 
-    `next_position` is the number of the next event; a rolled-back transaction leaves a gap, never a repeat.
+    `next_position` is the position of the next event. A rolled-back transaction leaves a gap, never a repetition.
     """
 
     is_remote = False
@@ -266,7 +266,7 @@ class SqliteTx:
 
 
 class Compiler:
-    """Core statements as the driver takes them, compiled once, with their values in the order of their places."""
+    """Compiles Core statements once for the driver, with their values in positional order."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -275,7 +275,7 @@ class Compiler:
     def bind(
         self, statement: Executable, parameters: Parameters, columns: tuple[str, ...] | None = None
     ) -> tuple[str, list[Any]]:
-        """The text and its values; `columns` are those that an insert fills."""
+        """The SQL text and its values; `columns` are those that an insert fills."""
         key = (id(statement), columns)
         found = self._compiled.get(key)
         if found is None:
@@ -290,7 +290,7 @@ class Compiler:
 
 
 class _Compiled(NamedTuple):
-    """`statement` is kept so that its id stays its own."""
+    """`statement` is referenced so that its id is not reused."""
 
     statement: Executable
     sql: str
@@ -301,7 +301,8 @@ FILE_PRAGMAS = (
     "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
 )
-"""Kept in the file, and set when it is made: to set `auto_vacuum` is a write, which a lock or a full disk refuses."""
+"""Stored in the file and set when it is created: setting `auto_vacuum` is a write, which a lock or a full disk
+prevents."""
 
 PRAGMAS = (
     "PRAGMA foreign_keys = ON",
@@ -313,10 +314,10 @@ PRAGMAS = (
 )
 
 READER_CACHE = "PRAGMA cache_size = -8192"
-"""Each of several connections that read has a page cache of its own; the system's holds the same pages."""
+"""Each reading connection has its own page cache; the operating system caches the same pages."""
 
 MIN_SQLITE = (3, 35, 0)
-"""The first with RETURNING."""
+"""The first version with RETURNING."""
 
 _FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_TOOBIG})
 _WHOLE_DATABASE = frozenset(
@@ -337,7 +338,7 @@ _UNAVAILABLE_CLASSES = ("08", "53", "57", "58", "40", "25", "55")
 
 
 def store_error(error: BaseException) -> AppError | None:
-    """What a driver's error means to a client; None for one that is our own mistake."""
+    """The client's error for a driver's error; None for a fault of our own."""
     if isinstance(error, PoolTimeout):
         return StoreUnavailable("all connections to the database are busy")
     if isinstance(error, DBAPIError):
@@ -361,11 +362,11 @@ def store_error(error: BaseException) -> AppError | None:
 
 
 class ConnectionLost(Exception):
-    """The database, or the way to it, is gone for now; nothing was written, and trying again is safe."""
+    """The connection to the database was lost; nothing was written, and a retry is safe."""
 
 
 class WriteConflict(Exception):
-    """Another process's transaction came first; nothing was written, and trying again is safe."""
+    """Another process's transaction came first; nothing was written, and a retry is safe."""
 
 
 _CONFLICTS = frozenset({"40001", "40P01", "23505"})
@@ -378,7 +379,7 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Somebody else holds the lock."""
+    """Another connection holds the lock."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
 
 

@@ -1,8 +1,8 @@
-"""One database: reads through an async engine, writes through one connection of its own.
+"""One database: reads use an async engine, writes a connection of their own.
 
-`read` runs a plain Core function on a pooled connection. `write` runs a batch in one transaction: on
-SQLite in one hop to a thread that owns the writing connection (the group commit's single fsync holds
-nobody else up), on PostgreSQL on a connection of a pool of its own, so that reads do not keep writes waiting.
+`read` runs a Core function on a pooled connection. `write` runs a batch in one transaction: on SQLite on the thread
+that owns the writing connection (so that its fsync blocks nobody else), on PostgreSQL on a separate pool, so that reads
+do not delay writes.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ READERS = 8
 """Pooled connections for reads, per process."""
 
 LANES = 3
-"""Transactions that one process has open on PostgreSQL at a time: while one waits for the disk, the next is filled."""
+"""Open PostgreSQL transactions of one process: while one waits for the disk, the next is filled."""
 
 SPARE_WRITERS = 3
-"""Connections for writes beside the lanes': for what is of no session in particular, the heartbeat, ends of others."""
+"""More connections for writes: operations without a session, the heartbeat, ending dead processes."""
 
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
@@ -67,7 +67,7 @@ CONNECT_S, ANSWER_S = 5, 20
 NO_ROOM = "there is no room to open the database for more than reads"
 
 RECYCLE_S = 1800
-"""Age after which a connection is made anew, so that after a failover they spread again."""
+"""Age after which a connection is replaced, so that connections spread again after a failover."""
 
 _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_ERRORS)
 
@@ -83,7 +83,7 @@ def create_engine(url: str) -> AsyncEngine:
 
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
-    """With `?prepared_statement_cache_size=0` no statement has a name, as older poolers in transaction mode need it."""
+    """With `?prepared_statement_cache_size=0` statements have no names, as older transaction poolers require."""
     arguments: dict[str, Any] = {
         "timeout": CONNECT_S,
         "command_timeout": ANSWER_S,
@@ -96,11 +96,11 @@ def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     )
 
 
-async def _to_its_end(reading: Coroutine[Any, Any, T]) -> T:
-    """The result; being cancelled is heeded when there is one.
+async def _uncancelled(reading: Coroutine[Any, Any, T]) -> T:
+    """Run `reading` to its end; a cancellation takes effect afterwards.
 
-    A read of SQLite that is cut off in the middle leaves its statement to the garbage collector, and with it a reader
-    that keeps the log file from being emptied.
+    A cancelled SQLite read leaves its statement to the garbage collector, and until then a reader that prevents the log
+    file from being emptied.
     """
     task = asyncio.ensure_future(reading)
     try:
@@ -113,7 +113,7 @@ async def _to_its_end(reading: Coroutine[Any, Any, T]) -> T:
 
 
 async def _dispose(engine: AsyncEngine) -> None:
-    """Close the pool's connections; those whose server does not answer the farewell are left to themselves."""
+    """Close the pool's connections; abandon those whose server does not answer."""
     try:
         async with asyncio.timeout(CONNECT_S):
             await engine.dispose()
@@ -122,7 +122,7 @@ async def _dispose(engine: AsyncEngine) -> None:
 
 
 async def revision_without_room(url: str) -> str | None:
-    """An SQLite file's, where there is no room to open it as usual; None where it cannot be read either."""
+    """The revision of an SQLite file on a full disk; None if it cannot be read either."""
     engine = sqlite_engine.create_reader(make_url(url), 1)
     try:
         async with engine.connect() as connection:
@@ -134,15 +134,15 @@ async def revision_without_room(url: str) -> str | None:
 
 
 def load_driver(url: str) -> None:
-    """Import what the first connection would; opens nothing."""
+    """Import the driver, without opening a connection."""
     make_url(url).get_dialect().import_dbapi()
 
 
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
-    """The lock that says which process an SQLite file belongs to; None for PostgreSQL.
+    """The lock that reserves an SQLite file for one process; None for PostgreSQL.
 
-    The kernel releases it when the process dies, so whoever holds it knows that all others are dead. `create`: the file
-    is made where there is none.
+    The kernel releases it when the process dies, so its holder knows that all others are dead. `create`: create a
+    missing file.
     """
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
@@ -151,20 +151,20 @@ def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
 
 
 def _raise_if_full(error: BaseException) -> None:
-    """Raises StoreFull where that is what a driver's error means."""
-    found = store_error(error)
-    if isinstance(found, StoreFull):
-        raise found from error
+    """Raises StoreFull if the driver's error means that."""
+    full = store_error(error)
+    if isinstance(full, StoreFull):
+        raise full from error
 
 
 def _ignored(reason: str) -> None: ...
 
 
 class Database:
-    """The store's connections. `open` before use, `close` after; raises StartupError where it cannot serve.
+    """The store's connections. Call `open` before use and `close` after; raises StartupError if it cannot serve.
 
-    `committed` is told of each durable transaction; `lost`, once, of why the SQLite file is this process's no more:
-    nothing is written from then on.
+    `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
+    its SQLite file: nothing is written from then on.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class Database:
 
     @property
     def lanes(self) -> int:
-        """How many transactions may be open at a time."""
+        """How many write transactions may be open at a time."""
         return 1 if self.is_sqlite else LANES
 
     async def open(self) -> None:
-        """`is_read_only` afterwards: there is no room to open an SQLite file for more than reads; see `reopen`."""
+        """Open the store. If the disk is full, an SQLite file is opened `is_read_only`; see `reopen`."""
         if self._lock is not None:
             acquire(self._lock, self.url)
         try:
@@ -202,31 +202,32 @@ class Database:
             await self._open_to_read()
 
     async def reopen(self) -> None:
-        """Try again to open for writes what could only be opened for reads, between two reads.
+        """Try to open a read-only file for writes, between two reads.
 
         Raises StoreFull while there is still no room, StoreLost, StartupError.
         """
         async with self._readers.alone():
             self._require_own()
-            await self._exchange(create_engine(self.url))
+            await self._replace_engine(create_engine(self.url))
             try:
                 await self._open()
             except StoreFull:
-                await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+                await self._replace_engine(sqlite_engine.create_reader(make_url(self.url), READERS))
                 raise
             self.is_read_only = False
 
     async def _open_to_read(self) -> None:
         """Raises StartupError."""
-        await self._exchange(sqlite_engine.create_reader(make_url(self.url), READERS))
+        await self._replace_engine(sqlite_engine.create_reader(make_url(self.url), READERS))
         self.is_read_only = True
         try:
             await self._check_revision()
         except StoreFull as full:
             raise unopened(self.url, full) from full
 
-    async def _exchange(self, engine: AsyncEngine) -> None:
-        """Close all connections first: those to one file share its memory, and are all readers if one is."""
+    async def _replace_engine(self, engine: AsyncEngine) -> None:
+        """Close all connections first: connections to one file share its memory, and one reader makes all of them
+        readers."""
         await _dispose(self.engine)
         self.engine = engine
 
@@ -234,13 +235,13 @@ class Database:
         """Raises StoreLost."""
         reason = None if self._lock is None else self._lock.lost()
         if reason is not None:
-            self._tell_lost(reason)
+            self._report_lost(reason)
             raise StoreLost(reason)
 
-    def _tell_lost(self, reason: str) -> None:
+    def _report_lost(self, reason: str) -> None:
         if self._on_lost is not None:
-            told, self._on_lost = self._on_lost, None
-            told(reason)
+            callback, self._on_lost = self._on_lost, None
+            callback(reason)
 
     async def _open(self) -> None:
         """Raises StartupError, StoreFull."""
@@ -277,30 +278,29 @@ class Database:
         session_id: str | None = None,
         or_else: Callable[[Connection], T] | None = None,
     ) -> T:
-        """Run `function` on a connection, and again where PostgreSQL went away meanwhile.
+        """Run `function` on a connection; retried if the connection to PostgreSQL is lost.
 
-        `one_moment`: all of its statements see the same state, as they do on SQLite in any case. Where a page that it
-        needs is damaged, `or_else` is run instead, which takes care not to need it. `session_id`: all that is read is
-        of this session. Raises StoreUnavailable where the database cannot answer; where it does, and only what was
-        asked for cannot be read: SessionUnreadable, StoreDamaged.
+        `one_moment`: all of its statements see the same state (on SQLite always). `or_else` is run instead if a needed
+        page is damaged; it must read around it. `session_id`: only this session is read. Raises StoreUnavailable if the
+        database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this data.
         """
         try:
             return await self._answer(function, one_moment)
         except _FAULTS as error:
-            found = await self._meaning(error, session_id)
-            if or_else is None or not isinstance(found, StoreDamaged):
-                raise found from error
+            store_fault = await self._error_for(error, session_id)
+            if or_else is None or not isinstance(store_fault, StoreDamaged):
+                raise store_fault from error
         return await self.read(or_else, one_moment=one_moment)
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self.is_sqlite:
-            return await _to_its_end(self._read_sqlite(function))
-        return await self._patience.trying(lambda: self._read(function, one_moment))
+            return await _uncancelled(self._read_sqlite(function))
+        return await self._patience.retrying(lambda: self._read(function, one_moment))
 
-    async def _meaning(self, error: BaseException, session_id: str | None = None) -> BaseException:
-        """What to raise for a driver's error.
+    async def _error_for(self, error: BaseException, session_id: str | None = None) -> BaseException:
+        """The error to raise for a driver's error.
 
-        A page may be damaged, or the file, or the disk gone: it is the page where the database answers otherwise.
+        If the database still answers another query, a page is damaged; otherwise the file or the disk is.
         """
         why = damage(error)
         if why is None:
@@ -329,14 +329,14 @@ class Database:
             raise
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        """The rows of one statement that is asked many times a second. Raises as `read`."""
+        """The rows of one frequent statement, without a transaction. Raises as `read`."""
         if self._autocommit is None:
             return await self.read(lambda connection: connection.execute(statement, parameters).all())
         read_autocommit = self._autocommit
         try:
-            return await self._patience.trying(lambda: read_autocommit.all(statement, parameters))
+            return await self._patience.retrying(lambda: read_autocommit.all(statement, parameters))
         except _FAULTS as error:
-            raise await self._meaning(error) from error
+            raise await self._error_for(error) from error
 
     async def write(
         self,
@@ -347,13 +347,13 @@ class Database:
         size: int = 0,
         until: float | None = None,
     ) -> T:
-        """Run `function` in one write transaction and commit it, to the disk's platter where `durable`.
+        """Run `function` in one write transaction and commit it, synced to disk if `durable`.
 
-        What is not durable survives the process, not the machine: right for claims, which mean nothing
-        after either. `runs_inline` says that it takes less than a millisecond, `size` about how many bytes of
-        content it writes. `until`, in the loop's time: how long SQLite's lock is waited for, by default LOCKED_S.
-        Raises StoreFull, StoreUnavailable, StoreLocked, StoreLost, StoreDamaged where it needs a damaged page; nothing
-        is written then; WriteConflict where trying again is safe.
+        A commit that is not durable survives the process but not the machine: enough for claims, which are void after
+        either. `runs_inline`: it takes less than a millisecond. `size`: about how many bytes of content it writes.
+        `until` (the loop's time): how long to wait for SQLite's lock, by default LOCKED_S. Raises StoreFull,
+        StoreUnavailable, StoreLocked, StoreLost, StoreDamaged (nothing is written then), and WriteConflict if a retry
+        is safe.
         """
         if self.is_read_only:
             raise StoreFull(NO_ROOM)
@@ -365,15 +365,15 @@ class Database:
             assert self._postgres is not None
             return await self._postgres.write(function, durable=durable)
         except StoreLost as error:
-            self._tell_lost(str(error))
+            self._report_lost(str(error))
             raise
         except _FAULTS as error:
             if is_conflict(error):
                 raise WriteConflict(str(error)) from error
-            raise await self._meaning(error) from error
+            raise await self._error_for(error) from error
 
     def log_file_bytes(self) -> int | None:
-        """How long SQLite's log file is; None on PostgreSQL, whose log is not this database's alone."""
+        """Size of SQLite's log file in bytes; None on PostgreSQL, whose log is shared by all databases."""
         if not self.is_sqlite:
             return None
         try:
@@ -382,7 +382,7 @@ class Database:
             return 0
 
     async def empty_log_file(self) -> None:
-        """Leave nothing in SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable, StoreFull."""
+        """Empty SQLite's log file; a no-op on PostgreSQL. Raises StoreUnavailable, StoreFull."""
         if self._sqlite is None:
             return
         if self.is_read_only:
@@ -393,7 +393,7 @@ class Database:
             raise store_error(error) or error from error
 
     async def give_back(self) -> None:
-        """Return free space to the file system, where there is much of it; PostgreSQL's autovacuum does it itself."""
+        """Return free pages to the file system if there are many; PostgreSQL's autovacuum does it itself."""
         if self._sqlite is None or self.is_read_only:
             return
         try:

@@ -1,7 +1,7 @@
-"""What an erasure takes out of the log: the components of rewards, their names and their values.
+"""What an erasure removes from the log: the components of rewards, names and values.
 
-They are all that a client can put into an event that is neither an id nor a number. The rows stay where they are in
-both orders, so that what reads the log finds no gap; their new version of the event says that components are missing.
+Only they can hold a client's text in an event. The rows keep their places in both orders, so that readers find no gap;
+the event's new version says that components are missing.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from app.store.schema import events
 REWARD = RewardAssigned.__name__
 
 UNREADABLE = b""
-"""What is left of an event that is damaged or of a newer release: nobody can say what of it may stay. It is still an
-event that cannot be read."""
+"""Replaces an event that is damaged or of a newer release, since nobody can say which parts may stay. It still counts
+as unreadable."""
 
 _rewards = (
     select(events.c.seq, events.c.version, events.c.data)
@@ -51,20 +51,20 @@ class RewardRow(NamedTuple):
 
 
 class Rewritten(NamedTuple):
-    """What event `seq` is to be."""
+    """The new content of event `seq`."""
 
     seq: int
     data: bytes
 
 
 def reward_rows(connection: Connection, session_id: str, after: int, most: int) -> list[RewardRow]:
-    """Up to `most` of a session's rewards behind event `after`, in order."""
+    """Up to `most` of a session's rewards after event `after`, in order."""
     found = connection.execute(_some_rewards, {"sid": session_id, "after": after, "most": most})
     return [RewardRow(*row) for row in found]
 
 
 def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
-    """Those of the rewards that have components, without them."""
+    """The rewards that have components, without them."""
     found: list[Rewritten] = []
     for row in rows:
         try:
@@ -80,7 +80,7 @@ def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
 
 
 class EraseComponents(BaseOperation, frozen=True):
-    """Rewrite rewards of a session that is being erased. `freed` is how many bytes they had."""
+    """Rewrite rewards of a session that is being erased. `freed` is their size in bytes."""
 
     durable: ClassVar[bool] = False
     session_id: str
@@ -100,9 +100,9 @@ class EraseComponents(BaseOperation, frozen=True):
         return True
 
 
-def erase_later(tx: Tx, session_id: str, after: int) -> None:
-    """Take the components out of what was assigned behind event `after`: in the same transaction as the session's end,
-    so that nothing comes between. They are few."""
+def erase_remaining(tx: Tx, session_id: str, after: int) -> None:
+    """Remove components of rewards assigned after event `after`, in the transaction that erases the session, so that
+    none can come between. They are few."""
     found = tx.all(_rewards, {"sid": session_id, "after": after})
     rewrite(tx, session_id, without_components(RewardRow(*row) for row in found))
 

@@ -1,4 +1,4 @@
-"""What one process has appended to the logs since it began."""
+"""Counts the events that one process has appended since it began."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandon
 
 
 class EventCounters(msgspec.Struct):
-    """Events by type; claims that came to nothing, and turns that lost their replay payloads, by reason.
+    """Events by type; abandoned claims, and turns that lost their replay payloads, by reason.
 
     `rolled_back`: turns that were live until a later one superseded them.
     """
@@ -35,6 +35,6 @@ class EventCounters(msgspec.Struct):
                 self.chunks_freed += len(event.freed)
 
     def abandoned_dead(self, count: int) -> None:
-        """Turns of dead processes, which are found and abandoned together."""
+        """Count turns of dead processes, which are abandoned in batches."""
         self.events[TurnAbandoned.__name__] += count
         self.abandoned["owner_dead"] += count

@@ -1,4 +1,4 @@
-"""What operators want to know of a store as a whole."""
+"""Figures of a store as a whole, for operators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _open_turns = select(func.count()).select_from(open_turns)
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Sessions by status, turns that hold a claim, and the size of the database without what it could use again."""
+    """Sessions by status, turns with a claim, and the database's size in bytes without free pages."""
 
     sessions: dict[str, int]
     open_turns: int
@@ -21,7 +21,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def figures(connection: Connection) -> Figures:
-    """Looks at every session's head: a second for some millions."""
+    """Reads every session's head: a second for some millions."""
     by_status = {row[0]: row[1] for row in connection.execute(_by_status)}
     return Figures(
         {"open": 0, "closed": 0, "erased": 0} | by_status,

@@ -1,4 +1,4 @@
-"""The fleet's log: appended by whoever saw its newest event, read by every process a few times a second."""
+"""The fleet's log: appended by a process that knows its newest event, read by every process a few times a second."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SINCE = (
     .select_from(_this_moment.outerjoin(fleet_events, fleet_events.c.seq >= bindparam("known", type_=BigInteger)))
     .order_by(fleet_events.c.seq)
 )
-"""Event `known` again, and those behind it, each with the database's clock; a row without an event if there is none."""
+"""Event `known` and all later ones, each with the database's clock; one row without an event if there are none."""
 _newest = select(func.max(fleet_events.c.seq)).group_by(fleet_events.c.key)
 _state = select(*_ROW).where(fleet_events.c.seq.in_(_newest)).order_by(fleet_events.c.seq)
 _last = select(func.max(fleet_events.c.seq), now())
@@ -38,19 +38,19 @@ _counts = select(open_turns.c.adapter, func.count()).group_by(open_turns.c.adapt
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """Events in order, and the database's clock when they were read, in seconds since the epoch."""
+    """Events in order, and the database's clock at the read, in seconds since the epoch."""
 
     events: list[Placed]
     now: float
 
 
 def state(connection: Connection) -> Seen:
-    """The last event of each key: all there is to know. Raises StoreUnavailable for one that cannot be read."""
+    """The last event of each key, which is the whole state. Raises StoreUnavailable if one cannot be read."""
     return Seen(_decoded(connection.execute(_state)), clock(connection))
 
 
 def seen(rows: Sequence[Row]) -> Seen:
-    """What `SINCE` found. Raises as `state`."""
+    """The result of `SINCE`. Raises as `state`."""
     return Seen(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
 
 
@@ -61,31 +61,31 @@ def clock(connection: Connection) -> float:
 
 
 def generating(connection: Connection, adapter: str) -> list[tuple[str, int]]:
-    """Session and fence of an adapter's open turns, whichever process has them, oldest first."""
+    """Session and fence of an adapter's open turns in any process, oldest first."""
     return [(row[0], row[1]) for row in connection.execute(_generating, {"adapter": adapter})]
 
 
 def open_counts(connection: Connection) -> dict[str | None, int]:
-    """How many open turns each adapter has; None is for those of no adapter."""
+    """Number of open turns by adapter; None counts those without one."""
     return {row[0]: row[1] for row in connection.execute(_counts)}
 
 
 def _decoded(rows: Iterable[Row]) -> list[Placed]:
-    found = []
+    placed = []
     for seq, at, name, version, data in rows:
         try:
             event = upcast.decode(name, version, data)
         except UnknownEvent as error:
             raise StoreUnavailable(f"the fleet's log cannot be read at {seq}: {error}") from error
         assert isinstance(event, FleetEvent)
-        found.append(Placed(seq, at, event))
-    return found
+        placed.append(Placed(seq, at, event))
+    return placed
 
 
 class AppendFleet(BaseOperation, frozen=True):
-    """Write an event behind number `expected`; None where the log has moved on meanwhile.
+    """Append an event after number `expected`; None if the log has advanced.
 
-    `lease_s`: a pause ends so many seconds after it was written, or when the event says, whichever is later.
+    `lease_s`: a pause ends this many seconds after the write, or at the event's own `until` if that is later.
     """
 
     expected: int
@@ -95,7 +95,7 @@ class AppendFleet(BaseOperation, frozen=True):
 
     @property
     def session_id(self) -> str:
-        """Of no session in particular: it comes first in a batch."""
+        """It belongs to no session, so it runs alone."""
         return ""
 
     def apply(self, tx: Tx) -> Placed | None:

@@ -15,11 +15,11 @@ from app.store.rollouts import group, in_groups, is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
-"""Nobody holds the group; whoever had it may still acknowledge it until somebody else gets it."""
+"""No consumer holds the group. The last one may still acknowledge it until another gets it."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A complete group that may be leased; `oldest_version` counts where `measured`."""
+    """A complete group that may be leased; `oldest_version` is valid if `measured`."""
 
     group_id: str
     completed_at: float
@@ -44,30 +44,30 @@ def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
     return [found for found in connection.execute(query).scalars() if found is not None]
 
 
-class Lease(msgspec.Struct, frozen=True):
+class FeedLease(msgspec.Struct, frozen=True):
     """What the training feed knows of a group; `is_leased` as of now."""
 
     is_leased: bool
     is_acknowledged: bool
 
 
-def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
     """Of the groups that the feed has handed out."""
-    found: dict[str, Lease] = {}
+    found: dict[str, FeedLease] = {}
     for at in range(0, len(group_ids), reads.SPAN):
         query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
         for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + reads.SPAN]))):
-            found[row[0]] = Lease(bool(row[1]), bool(row[2]))
+            found[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
     return found
 
 
 def has_notes(connection: Connection) -> bool:
-    """Is there anything to settle?"""
+    """Are there notes to settle?"""
     return connection.execute(select(group_changes.c.id).limit(1)).first() is not None
 
 
 def noted(connection: Connection) -> list[str]:
-    """The groups that there are notes about."""
+    """The groups that have notes."""
     return list(connection.execute(select(group_changes.c.group_id).distinct()).scalars())
 
 
@@ -80,11 +80,11 @@ def candidates(
     after: tuple[float, str],
     limit: int,
 ) -> list[Candidate]:
-    """Complete, unacknowledged groups, oldest completion first, behind `after`.
+    """Complete, unacknowledged groups after `after`, oldest completion first.
 
-    Those that consumer `held_by` got last, whether or not its lease has ended; None: those that are free. With at
-    least `attempts` sessions; erased ones count, for they will not come again. Of those that have been measured,
-    none with a version below `oldest`.
+    `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of at
+    least `attempts` sessions (erased ones count, since they will not come again). Measured groups with a version below
+    `oldest` are left out.
     """
     query = (
         select(groups.c.group_id, groups.c.completed_at, groups.c.sessions, groups.c.measured, groups.c.oldest_version)
@@ -126,7 +126,7 @@ def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
-    """The sessions of each root's agents and children; erased ones are told of like any row that there is not."""
+    """The closed and erased sessions of each root's agents and children."""
     found: dict[str, list[str]] = {}
     for at in range(0, len(root_ids), reads.SPAN):
         for session_id, root_id in rollouts.members(
@@ -137,13 +137,13 @@ def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list
 
 
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
-"""By group and session."""
+"""Event rows by group and session."""
 
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """Of the logs of some groups' closed sessions, what says which turns are live and what they were sampled with.
+    """The events of some groups' closed sessions that say which turns are live and their weight versions.
 
-    Those of agents and children are among them.
+    Sessions of agents and children are included.
     """
     counted_in = group()
     query = (
@@ -171,7 +171,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
 
 
 def turn_events_of(connection: Connection, session_id: str) -> list[reads.EventRow]:
-    """The same of one session's log."""
+    """The same events of one session."""
     wanted = (TurnCommitted.__name__, RolledBack.__name__)
     return [row for row in reads.event_rows(connection, session_id) if row.type in wanted]
 
@@ -197,7 +197,7 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
-    """Groups that have not been acknowledged, behind `after` in the order of their ids."""
+    """Groups that have not been acknowledged, with ids after `after`."""
     query = (
         select(
             groups.c.group_id,
@@ -218,7 +218,7 @@ def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
 
 
 def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:
-    """When groups were acknowledged, and their ids, behind `after` in that order."""
+    """Acknowledgement times and ids of groups, after `after` in that order."""
     place = tuple_(groups.c.acked_at, groups.c.group_id)
     query = (
         select(groups.c.acked_at, groups.c.group_id)
@@ -230,7 +230,7 @@ def acknowledged(connection: Connection, after: tuple[float, str], limit: int) -
 
 
 def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
-    """A group's sessions, closed until `cutoff`, that still hold a replay payload or a refused reply."""
+    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply."""
     query = select(sessions.c.session_id).where(
         in_groups([group_id]),
         sessions.c.status == "closed",

@@ -1,12 +1,12 @@
-"""Groups of sessions: what the training feed hands out, to whom, and what has been acknowledged.
+"""Groups of sessions: which the training feed hands out, to which consumer, and which are acknowledged.
 
     session changes ──▶ note in `group_changes`, same transaction
     feed is asked   ──▶ Settle: notes become rows of `groups` ──▶ Lease ──▶ rows leave ──▶ Acknowledge
 
-A session's transaction only adds a note. Were it to change its group's row, two processes' batches would wait for
-each other's groups in opposite orders, and each reward would cost a look at the whole group. A note is seen
-only once its session's change is, so whoever settles it counts that change. `Settle`, `Lease` and `Acknowledge`
-lock rows of `groups` in the order of their keys, and nothing else, so they do not wait in circles either.
+A session's transaction only adds a note. If it changed the group's row, two processes' batches could deadlock, and each
+reward would read the whole group. A note becomes visible together with its session's change, so settling it counts that
+change. `Settle`, `Lease` and `Acknowledge` lock only rows of `groups`, in the order of their keys, so they cannot
+deadlock either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from app.store.log import BaseOperation
 from app.store.rollouts import is_finished, is_root
 from app.store.schema import group_changes, groups, sessions
 
-# What a session's operations need of it.
+# Statements for operations on sessions.
 
 close_head = sql.close_head.returning(sessions.c.group_id, sessions.c.root_id)
 close_idle_head = sql.close_idle_head.returning(sessions.c.group_id, sessions.c.root_id)
@@ -43,7 +43,7 @@ commit_head = sql.advance_head.values(
     ),
     engine=bindparam("by"),
 )
-"""`advance_head` of a commit: `weight` is the turn's largest version that is a number, or None; `by` its engine."""
+"""`advance_head` for a commit: `weight` is the turn's largest numeric version, or None; `by` is its engine."""
 
 
 # Settling.
@@ -86,10 +86,10 @@ _settle = (
 
 
 class Settle(BaseOperation, frozen=True):
-    """Bring the rows of groups up to date with their sessions, for up to `most` notes. True while there may be more.
+    """Update the rows of groups from their sessions, for up to `most` notes. True while there may be more.
 
-    A group that is complete no longer, because a rollout was begun in it, loses its lease; its consumer may
-    still acknowledge what it got. Not durable by itself: what a power cut undoes is there as notes again.
+    A complete group in which a new rollout begins loses its lease; its consumer may still acknowledge what it got. Not
+    durable: a power cut restores the notes too.
     """
 
     durable: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class Settle(BaseOperation, frozen=True):
 
     @property
     def session_id(self) -> str:
-        """Of no session in particular: it comes first in a batch."""
+        """It belongs to no session, so it runs alone."""
         return ""
 
     @property
@@ -112,7 +112,7 @@ class Settle(BaseOperation, frozen=True):
 
 
 class SettleGroup(BaseOperation, frozen=True):
-    """As `Settle`, of one group and all notes about it."""
+    """As `Settle`, for one group and all its notes."""
 
     durable: ClassVar[bool] = False
     group_id: str
@@ -156,7 +156,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """`lease_until` is seconds since the epoch by the database's clock; `handed_out` counts this time too."""
+    """`lease_until` is in seconds since the epoch by the database's clock; `handed_out` includes this time."""
 
     group_id: str
     lease_until: float
@@ -184,7 +184,7 @@ _lease = (
 
 
 class Lease(BaseOperation, frozen=True):
-    """Lease those of the groups, each as the caller has read and measured it, that nobody else holds by now.
+    """Lease the groups that have not changed since the caller measured them and that nobody else holds.
 
     `own_too`: also those that the consumer itself holds.
     """
@@ -234,7 +234,7 @@ _measure = (
 
 
 class Measure(BaseOperation, frozen=True):
-    """Keep the age of groups that were not handed out, so that the next to ask need not read their logs again."""
+    """Store the age of groups that were not handed out, so that the next request need not read their logs."""
 
     durable: ClassVar[bool] = False
     found: Sequence[Candidate]
@@ -260,12 +260,12 @@ _acknowledge = (
     )
     .values(acked_at=database_now())
 )
-_holder = select(groups.c.consumer, groups.c.acked_at).where(groups.c.group_id == bindparam("gid"))
+_consumer_of = select(groups.c.consumer, groups.c.acked_at).where(groups.c.group_id == bindparam("gid"))
 _any_session = select(sessions.c.session_id).where(sessions.c.group_id == bindparam("gid")).limit(1)
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """What became of each group: consumed now, consumed before, not this consumer's, never seen."""
+    """The outcome for each group: consumed now, consumed before, not leased to this consumer, unknown."""
 
     acknowledged: list[str]
     already: list[str]
@@ -274,7 +274,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 class Acknowledge(BaseOperation, frozen=True):
-    """Consumed for good, also after the lease has ended, as long as nobody else got the group."""
+    """Mark groups as consumed, also after their lease has ended, unless another consumer got them."""
 
     consumer: str
     group_ids: Sequence[str]
@@ -293,7 +293,7 @@ class Acknowledge(BaseOperation, frozen=True):
             if tx.run(_acknowledge, {"gid": group_id, "who": self.consumer}):
                 outcome.acknowledged.append(group_id)
                 continue
-            row = tx.one(_holder, {"gid": group_id})
+            row = tx.one(_consumer_of, {"gid": group_id})
             if row is None and tx.one(_any_session, {"gid": group_id}) is None:
                 outcome.unknown.append(group_id)
             elif row is not None and row[0] == self.consumer and row[1] is not None:

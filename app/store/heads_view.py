@@ -1,8 +1,8 @@
-"""Lists of sessions for people: by any of their columns, a page at a time, counted up to a bound.
+"""Lists of sessions by any column, a page at a time, counted up to a limit.
 
-A page ends at a place, the last row's value in the order and its id, and the next begins behind it: what changes
-meanwhile moves rows, but none is given twice that did not move. Only `created_at`, the group and a status by itself are
-backed by an index: another order or filter looks at every head, and no turn pays for it (see `schema.sessions`).
+A page ends at a place (the last row's value and id); the next begins after it. A row is repeated only if its value has
+changed meanwhile. Only `created_at`, the group and a status alone have an index: any other order or filter reads every
+head, so that turns need not maintain more indexes (see `schema.sessions`).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from app.store.dialect import begins_with
 from app.store.reads import SPAN
 from app.store.schema import events, open_turns, sessions
 
-Order = Literal["created_at", "updated_at", "reward", "turns", "weight_version"]
+SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version"]
 
 NULLABLE = frozenset({"reward", "weight_version"})
-"""Orders in which some sessions have no value: they come last, whichever way the others go."""
+"""Columns that may be null: such sessions come last in either direction."""
 
 COUNTED = 100_000
-"""So many sessions are counted; whether there are more is all that is said beyond."""
+"""Counting stops here; beyond it only "more" is known."""
 
 LISTED = 10_000
-"""Ids that one statement names: drivers take some thirty thousand parameters."""
+"""Ids in one statement: drivers accept some thirty thousand parameters."""
 
 
-class Row(msgspec.Struct, frozen=True):
-    """A head, and since when it has an open turn. Times are seconds since the epoch."""
+class HeadRow(msgspec.Struct, frozen=True):
+    """A head, and the time its open turn was claimed. Times are seconds since the epoch."""
 
     session_id: str
     version: int
@@ -48,13 +48,13 @@ class Row(msgspec.Struct, frozen=True):
     claimed_since: float | None = None
 
 
-_ROW = tuple(sessions.c[name] for name in Row.__struct_fields__[:-1])
+_ROW = tuple(sessions.c[name] for name in HeadRow.__struct_fields__[:-1])
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Which heads; None: any. `idle` says that they are without an open turn, and `but` names some that are not.
+class HeadFilter(msgspec.Struct, frozen=True):
+    """Conditions on heads; None: any. `idle`: without an open turn. `but`: ids to leave out.
 
-    `least_version` and `most_version` bound the weight version, `begins` is how the id does.
+    `most_version` is the largest weight version, `begins` the beginning of the id.
     """
 
     status: Literal["open", "closed", "erased"] | None = None
@@ -70,23 +70,23 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 Place = tuple[float | None, str]
-"""Where a page ended: the last row's value in the order, and its id."""
+"""The end of a page: the last row's value in the order, and its id."""
 
 
 def page(
     connection: Connection,
-    wanted: Wanted,
+    wanted: HeadFilter,
     *,
-    order: Order,
+    order: SortOrder,
     newest_first: bool,
     after: Place | None,
     limit: int,
     many: bool = True,
-) -> list[Row]:
-    """The next heads behind `after`. `newest_first`: from the largest value down.
+) -> list[HeadRow]:
+    """The next heads after `after`. `newest_first`: descending.
 
-    `many` match, and are met on a walk along the order's index, if it has one. Few would be met late: they are found
-    first, and sorted.
+    `many`: many heads match, so follow the order's index, if there is one. If few match, they are found first and then
+    sorted.
     """
     value = sessions.c[order] if many else sessions.c[order] + 0
     direction = [one.desc() if newest_first else one.asc() for one in (value, sessions.c.session_id)]
@@ -94,29 +94,29 @@ def page(
         direction[0] = direction[0].nulls_last()
     query = _filtered(select(*_ROW), wanted).order_by(*direction).limit(limit)
     if after is not None:
-        query = query.where(_behind(value, after, newest_first=newest_first, nullable=order in NULLABLE))
-    return _with_claims(connection, [Row(*row) for row in connection.execute(query)])
+        query = query.where(_after(value, after, newest_first=newest_first, nullable=order in NULLABLE))
+    return _with_claims(connection, [HeadRow(*row) for row in connection.execute(query)])
 
 
-def count(connection: Connection, wanted: Wanted) -> int:
-    """How many heads there are; COUNTED + 1 where they are more than are counted."""
+def count(connection: Connection, wanted: HeadFilter) -> int:
+    """Number of heads; COUNTED + 1 if there are more."""
     found = _filtered(select(sessions.c.session_id), wanted).limit(COUNTED + 1).subquery()
     counted: int = connection.execute(select(func.count()).select_from(found)).scalar_one()
     return counted
 
 
-def of(connection: Connection, session_ids: Sequence[str], wanted: Wanted | None = None) -> list[Row]:
-    """The heads of these sessions, those that are `wanted`; in no order."""
-    found: list[Row] = []
+def of(connection: Connection, session_ids: Sequence[str], wanted: HeadFilter | None = None) -> list[HeadRow]:
+    """The heads of these sessions that match `wanted`, in no order."""
+    found: list[HeadRow] = []
     for at in range(0, len(session_ids), SPAN):
-        query = _filtered(select(*_ROW), wanted or Wanted())
+        query = _filtered(select(*_ROW), wanted or HeadFilter())
         part = sessions.c.session_id.in_(session_ids[at : at + SPAN])
-        found += [Row(*row) for row in connection.execute(query.where(part))]
+        found += [HeadRow(*row) for row in connection.execute(query.where(part))]
     return _with_claims(connection, found)
 
 
 def claimed(connection: Connection, before: float | None, limit: int) -> list[str]:
-    """Sessions with a turn that was opened at `before` or earlier, None: at any time; the oldest first."""
+    """Sessions with a turn claimed at or before `before` (None: at any time), oldest first."""
     query = select(open_turns.c.session_id).order_by(open_turns.c.opened_at, open_turns.c.session_id).limit(limit)
     if before is not None:
         query = query.where(open_turns.c.opened_at <= before)
@@ -124,7 +124,7 @@ def claimed(connection: Connection, before: float | None, limit: int) -> list[st
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """How many sessions there are; of the open ones `changed` since a moment."""
+    """Sessions by status; `changed`: open ones that changed since a given time."""
 
     open: int
     closed: int
@@ -133,7 +133,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 def counts(connection: Connection, since: float) -> Counts:
-    """Looks at every head."""
+    """Reads every head."""
     changed = and_(sessions.c.status == "open", sessions.c.turns > 0, sessions.c.updated_at >= since)
     query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
     found = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
@@ -141,20 +141,20 @@ def counts(connection: Connection, since: float) -> Counts:
     return Counts(opened[0], closed[0], erased[0], changed=opened[1])
 
 
-class Claims(msgspec.Struct, frozen=True):
-    """Open turns, and those of sessions that have otherwise not changed since a moment."""
+class ClaimCounts(msgspec.Struct, frozen=True):
+    """Number of open turns; `newly_active`: of sessions otherwise unchanged since a given time."""
 
     all: int
     newly_active: int
 
 
-def claims(connection: Connection, since: float) -> Claims:
+def claims(connection: Connection, since: float) -> ClaimCounts:
     new = and_(open_turns.c.opened_at >= since, or_(sessions.c.updated_at < since, sessions.c.turns == 0))
     query = select(func.count(), func.sum(case((new, 1), else_=0))).select_from(
         open_turns.join(sessions, sessions.c.session_id == open_turns.c.session_id)
     )
     row = connection.execute(query).one()
-    return Claims(row[0], row[1] or 0)
+    return ClaimCounts(row[0], row[1] or 0)
 
 
 def last_seq(connection: Connection, session_id: str) -> int:
@@ -162,7 +162,7 @@ def last_seq(connection: Connection, session_id: str) -> int:
     return connection.execute(select(func.max(events.c.seq)).where(events.c.session_id == session_id)).scalar() or 0
 
 
-def _filtered(query: Select[Any], wanted: Wanted) -> Select[Any]:
+def _filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
         None if wanted.status is None else head.status == wanted.status,
@@ -179,8 +179,8 @@ def _filtered(query: Select[Any], wanted: Wanted) -> Select[Any]:
     return query.where(*(condition for condition in conditions if condition is not None))
 
 
-def _behind(value: ColumnElement[float], after: Place, *, newest_first: bool, nullable: bool) -> ColumnElement[bool]:
-    """Of heads: behind a place in the order, where those without a value stand last."""
+def _after(value: ColumnElement[float], after: Place, *, newest_first: bool, nullable: bool) -> ColumnElement[bool]:
+    """Condition on heads: after a place in the order, in which nulls come last."""
     number, session_id = after
     own_id = sessions.c.session_id
     later_id = own_id < session_id if newest_first else own_id > session_id
@@ -191,8 +191,8 @@ def _behind(value: ColumnElement[float], after: Place, *, newest_first: bool, nu
     return or_(later, value.is_(None)) if nullable else later
 
 
-def _with_claims(connection: Connection, rows: Sequence[Row]) -> list[Row]:
-    """Read behind the heads: a turn that is claimed between the two is in the next look at the session."""
+def _with_claims(connection: Connection, rows: Sequence[HeadRow]) -> list[HeadRow]:
+    """Add claim times, read after the heads; a turn claimed in between appears in the next read."""
     since: dict[str, float] = {}
     ids = [row.session_id for row in rows if row.status == "open"]
     for at in range(0, len(ids), SPAN):

@@ -1,7 +1,7 @@
-"""Waiting for PostgreSQL's order of commits to reach the present, so that a reader sees all that was acknowledged.
+"""Waits until PostgreSQL's order of commits includes all acknowledged commits.
 
-A reader stays below the oldest transaction that still runs, and with that behind what others have committed meanwhile.
-On SQLite, with one writer, the order ends in the present at any time.
+A reader stays below the oldest running transaction, so it may miss newer commits of others. SQLite has one writer, so
+its order is always complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from app.store.dialect import next_tx, oldest_tx
 from app.store.engine import Database
 
 SETTLE_S = 1.0
-"""How long is waited for transactions that run; one that takes longer hides what was committed beside it."""
+"""How long to wait for running transactions; a longer one hides commits made meanwhile."""
 
 PAUSE_S = 0.01
 

@@ -1,4 +1,4 @@
-"""Which processes are alive: one row each, renewed by one heartbeat a process."""
+"""Which processes are alive: one row each, renewed by one heartbeat per process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).valu
 
 
 def host_name() -> str:
-    """This boot of this machine and this space of process ids: they mean nothing beyond it."""
+    """Host name, boot id and pid namespace: process ids are meaningful only within them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = os.readlink("/proc/self/ns/pid")
@@ -43,17 +43,16 @@ def host_name() -> str:
 
 
 def register(tx: Tx, *, alone: bool) -> int:
-    """A new incarnation's id.
+    """Register a new incarnation; returns its id.
 
-    Others are ended where it is certain that they are dead: all of them if this process is `alone` (it
-    holds SQLite's lock), else those on this host whose process is gone. The rest fall silent and lose
-    their claims with their lease.
+    Processes known to be dead are ended: all of them if this process is `alone` (it holds SQLite's lock), else those on
+    this host that no longer run. The others lose their claims when their lease ends.
     """
     host = host_name()
     if alone:
         tx.run(_end_all, {})
     else:
-        # A container's processes often get the same pid again: ours is not yet in the table.
+        # In containers a new process often has its predecessor's pid; this process is not yet in the table.
         _end_gone(tx, host, lambda pid: pid != os.getpid() and _is_running(pid))
     row = tx.one(_register, {"at_host": host, "as_pid": os.getpid()})
     assert row is not None
@@ -61,44 +60,45 @@ def register(tx: Tx, *, alone: bool) -> int:
 
 
 def end_gone(tx: Tx) -> None:
-    """End those on this host whose process is gone, without waiting for their leases."""
+    """End processes of this host that no longer run, without waiting for their leases."""
     _end_gone(tx, host_name(), _is_running)
 
 
-def _end_gone(tx: Tx, host: str, lives: Callable[[int], bool]) -> None:
+def _end_gone(tx: Tx, host: str, is_running: Callable[[int], bool]) -> None:
     for number, pid in tx.all(_here, {"at_host": host}):
-        if not lives(pid):
+        if not is_running(pid):
             tx.run(_end, {"which": number})
 
 
-class Standing(NamedTuple):
-    """`ended`: by itself or others. `gone`: its process was on this host, and is not. `left`: seconds of its lease."""
+class IncarnationState(NamedTuple):
+    """`ended`: by itself or another process. `gone`: it ran on this host and no longer does. `left`: seconds of its
+    lease."""
 
     ended: bool
     gone: bool
     left: float
 
 
-def standing(connection: Connection, incarnation: int, lease_s: float) -> Standing:
-    """How a process stands. Of another host's only its heartbeats are known."""
+def standing(connection: Connection, incarnation: int, lease_s: float) -> IncarnationState:
+    """A process's state. Of another host's only heartbeats are known."""
     row = connection.execute(_who, {"which": incarnation, "lease_s": lease_s}).first()
     if row is None or row[2] is not None:
-        return Standing(ended=True, gone=True, left=0.0)
-    return Standing(ended=False, gone=row[0] == host_name() and not _is_running(row[1]), left=row[3])
+        return IncarnationState(ended=True, gone=True, left=0.0)
+    return IncarnationState(ended=False, gone=row[0] == host_name() and not _is_running(row[1]), left=row[3])
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:
-    """Say that this process is alive, also where another took it for dead: only its fences decide what it may write."""
+    """Renew this process's lease, even if another process took it for dead: its fences decide what it may write."""
     tx.run(_beat, {"which": incarnation})
 
 
 def end(tx: Tx, incarnation: int) -> None:
-    """An orderly stop: what this process still held is void at once."""
+    """An orderly stop: this process's claims are void at once."""
     tx.run(_end, {"which": incarnation})
 
 
 def _is_running(pid: int) -> bool:
-    """Not one that has ended, but whose parent has not asked how."""
+    """False also for a zombie process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,13 +1,13 @@
-"""Which process an SQLite file belongs to: an exclusive flock(2) on the file itself, for as long as the process has it.
+"""Reserves an SQLite file for one process: an exclusive flock(2) on the file itself, while the process has it open.
 
-On Linux a flock and the locks of fcntl(2) that SQLite takes do not see each other, so this one is in nobody's way, and
-it is on the file that is written, by whatever name that is opened. But the kernel takes a process's fcntl locks away
-when the process closes *any* descriptor of the file. So the descriptor is opened before SQLite opens the file, is
-closed after SQLite has closed it, and no child inherits it (Python opens all files close-on-exec).
+On Linux, flock and SQLite's fcntl(2) locks are independent, so this lock does not disturb SQLite, and it holds for any
+name of the file. But the kernel drops a process's fcntl locks when the process closes *any* descriptor of the file. So
+the descriptor is opened before SQLite opens the file and closed after SQLite has closed it, and no child inherits it
+(Python opens files close-on-exec).
 
-`<file>.lock` is locked as well: releases that know no other lock look there. On network file systems, and elsewhere
-than on Linux, the two kinds of lock exclude each other. There that file is all that is locked, and it is watched, as
-the database is: whoever deletes it ends the server.
+`<file>.lock` is locked too, for older releases that know only that lock. On network file systems and other systems than
+Linux the two kinds of lock exclude each other; there only `<file>.lock` is locked, and it is watched like the database:
+deleting it ends the server.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger("turnlog.lock")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
-"""File systems whose locks and shared memory SQLite's log of writes cannot rely on."""
+"""File systems whose locks and shared memory SQLite's write-ahead log cannot rely on."""
 
 _LISTED = Path("/proc/locks")
 
 
 class Held(Exception):
-    """Another process has the file; `pid` where the kernel tells."""
+    """Another process has the file; `pid` if the kernel tells."""
 
     def __init__(self, pid: int | None) -> None:
         super().__init__("another process" if pid is None else f"another process (pid {pid})")
@@ -40,14 +40,14 @@ class Held(Exception):
 
 
 class _File(NamedTuple):
-    """What a path led to, device and inode, and the descriptor that has its lock, if it is locked."""
+    """A file's identity (device, inode), and the descriptor that holds its lock, if locked."""
 
     path: Path
     identity: tuple[int, int]
     handle: int | None
 
     def lost(self) -> str | None:
-        """Why its path leads to it no more. Raises OSError."""
+        """Why the path no longer leads to this file. Raises OSError."""
         try:
             found = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -58,29 +58,29 @@ class _File(NamedTuple):
 
 
 class SqliteLock:
-    """Take it before SQLite opens the file, and release it after SQLite has closed it.
+    """Acquire before SQLite opens the file, and release after SQLite has closed it.
 
-    `create`: a file that is not there yet is made, for its user alone; otherwise only `<file>.lock` is locked then.
+    `create`: create a missing file, private to its user; otherwise only `<file>.lock` is locked then.
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self._path = path
-        self._beside = Path(f"{path.resolve()}.lock")
+        self._lock_file = Path(f"{path.resolve()}.lock")
         self._create = create
         self._locked: list[_File] = []
         self._watched: list[_File] = []
 
     def acquire(self) -> None:
-        """The file's folder is made. Raises Held, and OSError where that or the file cannot be written to."""
+        """Create the folder and lock the file. Raises Held, and OSError if either cannot be written."""
         try:
             _make(self._path.parent)
-            if sys.platform == "linux" and file_system(self._beside.parent) not in REMOTE:
+            if sys.platform == "linux" and file_system(self._lock_file.parent) not in REMOTE:
                 self._lock(self._path, create=self._create)
                 self._watched = list(self._locked)
-                self._lock_beside()
+                self._lock_lock_file()
             else:
-                self._lock(self._beside, create=True)
-                self._watched = [*self._locked, *_found(self._path)]
+                self._lock(self._lock_file, create=True)
+                self._watched = [*self._locked, *_current(self._path)]
         except BaseException:
             self.release()
             raise
@@ -90,32 +90,32 @@ class SqliteLock:
         while self._locked:
             handle = self._locked.pop().handle
             assert handle is not None
-            # A child that is being started has the descriptor for some microseconds, and with it the lock.
+            # A child that is just being started holds the descriptor, and so the lock, for some microseconds.
             fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
     def lost(self) -> str | None:
-        """Why this process has lost the file; None while it is its own. Raises OSError where that cannot be told.
+        """Why this process has lost the file; None while it has it. Raises OSError if that cannot be determined.
 
-        Costs a look at the file's name: some microseconds.
+        Costs some microseconds.
         """
         return next((reason for file in self._watched if (reason := file.lost()) is not None), None)
 
-    def _lock_beside(self) -> None:
-        """A disk without room is no reason not to start: the lock on the database itself is what counts."""
+    def _lock_lock_file(self) -> None:
+        """A full disk must not prevent the start: the lock on the database itself is what counts."""
         try:
-            self._lock(self._beside, create=True)
+            self._lock(self._lock_file, create=True)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            log.warning("%s cannot be made (%s): releases before this one are not kept off", self._beside, error)
+            log.warning("%s cannot be made (%s): releases before this one are not kept off", self._lock_file, error)
 
     def _lock(self, path: Path, *, create: bool) -> None:
-        """Until the file that was locked is the one that the path leads to: another may have taken its place."""
+        """Lock the file that the path leads to; retried if it was replaced meanwhile."""
         while True:
-            pid = holder(path)
+            pid = lock_owner(path)
             if pid is not None:
-                # Without opening it: to close it again would end the locks of what else this process has open there.
+                # Do not open the file here: closing it would drop this process's other locks on it.
                 raise Held(pid)
             try:
                 handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
@@ -128,7 +128,7 @@ class SqliteLock:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Held(holder(path)) from None
+                raise Held(lock_owner(path)) from None
             if self._locked[-1].lost() is None:
                 return
             self._locked.pop()
@@ -152,8 +152,8 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
 
 
-def _found(path: Path) -> list[_File]:
-    """The file as it is now, without a lock; nothing where there is none."""
+def _current(path: Path) -> list[_File]:
+    """The file as it is now, without a lock; empty if there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -161,10 +161,10 @@ def _found(path: Path) -> list[_File]:
     return [_File(path, (found.st_dev, found.st_ino), None)]
 
 
-def holder(path: Path) -> int | None:
-    """The process that has a flock on the file, by the kernel's list, which asks nobody.
+def lock_owner(path: Path) -> int | None:
+    """The process that holds a flock on the file, from the kernel's list.
 
-    None where nobody has, the process is in another container, or there is no list.
+    None if there is none, if the process is in another container, or if there is no list.
     """
     try:
         found = path.stat()
@@ -181,7 +181,7 @@ def holder(path: Path) -> int | None:
 
 
 def file_system(folder: Path) -> str:
-    """Its kind, of Linux's list of mounts the longest that holds the folder; empty where there is no list."""
+    """The type of the file system, from Linux's list of mounts; empty if there is no list."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

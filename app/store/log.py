@@ -1,7 +1,7 @@
-"""What can be written: one operation a class, each judged on its own inside a shared transaction.
+"""The operations that can be written: one class each, decided separately inside a shared transaction.
 
-An operation never raises for what a client may have caused; it returns an outcome that says so. So one
-that loses its fence does not fail its neighbours.
+An operation never raises for what a client may have caused; it returns an outcome instead. So one that loses its fence
+does not fail the others.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Operation(Protocol[Result]):
-    """What it is about to write: `size` is about how many bytes.
+    """One write. `size` is about how many bytes it writes.
 
-    `durable` says that an acknowledgement rests on it, `runs_inline` that it takes some tens of microseconds,
-    `is_alone` that it is of the only turn that is in flight in this process.
+    `durable`: an acknowledgement depends on it. `runs_inline`: it takes some tens of microseconds. `is_alone`: it
+    belongs to the only turn in flight in this process.
     """
 
     durable: ClassVar[bool]
@@ -49,19 +49,19 @@ class Operation(Protocol[Result]):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Nothing was written: the session's status is `status`, or None where there is no such session."""
+    """Nothing was written: the session has this `status`; None if there is no such session."""
 
     status: str | None
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """Written; `events` in their places."""
+    """The events were written, with these positions."""
 
     events: tuple[Recorded, ...]
 
 
 class StoredBlob(msgspec.Struct, frozen=True):
-    """A per-session blob's row; `data` is a compressed frame, `size` and `hash` those of the raw bytes."""
+    """A session's blob; `data` is a compressed frame, `size` and `hash` are of the raw bytes."""
 
     number: int
     kind: str
@@ -71,7 +71,7 @@ class StoredBlob(msgspec.Struct, frozen=True):
 
 
 class StoredChunk(msgspec.Struct, frozen=True):
-    """A chunk of a replay payload; its key is the fence of the turn that writes it, and `number`."""
+    """A chunk of a replay payload. Its key is its turn's fence and `number`."""
 
     number: int
     kind: str
@@ -81,12 +81,12 @@ class StoredChunk(msgspec.Struct, frozen=True):
 
 
 def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
-    """Write events at `first` and after; the caller has moved the head's version past them."""
+    """Write events from seq `first` on; the caller has advanced the head's version."""
     return append_all(tx, [(session_id, first, at, new)])[0]
 
 
 def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) -> list[Appended]:
-    """As `append` for each (session_id, first, at, new), in one statement where there are many."""
+    """As `append` for each (session_id, first, at, new), in one statement."""
     positions = tx.positions(sum(len(new) for *_, new in logs))
     rows: list[dict[str, Any]] = []
     for session_id, first, at, new in logs:
@@ -117,7 +117,7 @@ def advance_head(
 
 
 def append_after(tx: Tx, session_id: str, at: float, new: Sequence[Event], head: Row | None) -> Appended:
-    """Write events whose last is to be the version in `head`."""
+    """Write events of which the last gets the version in `head`."""
     assert head is not None, f"open turn of session {session_id} without a head"
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 
@@ -128,7 +128,7 @@ def refused(tx: Tx, session_id: str) -> Refused:
 
 
 class BaseOperation(msgspec.Struct, frozen=True):
-    """An operation that writes little and is acknowledged; those that differ say so."""
+    """Defaults for an operation: small, durable, with a transaction on a thread."""
 
     durable: ClassVar[bool] = True
     runs_inline: ClassVar[bool] = False
@@ -143,22 +143,22 @@ class BaseOperation(msgspec.Struct, frozen=True):
 
 
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
-    """End open turns that are not the caller's own; one that has ended meanwhile is passed over."""
+    """Abandon open turns of others; those that have ended meanwhile are skipped."""
     tx.lock(sql.lock_head, {"sid": session_id})
-    gone = [
+    abandoned = [
         TurnAbandoned(row[0], row[1], reason)
         for row in holders
         if tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
     ]
-    if not gone:
+    if not abandoned:
         return Appended(())
-    for event in gone:
+    for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
-    return advance_head(tx, session_id, at, gone, freed=len(gone))
+    return advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
 
 
 def tombstone(tx: Tx, session_id: str, appended: Appended) -> None:
-    """Take out the bytes that the tombstones among the events free."""
+    """Delete the bytes that the tombstones among the events free."""
     for recorded in appended.events:
         if isinstance(recorded.event, BlobsTombstoned):
             freed = recorded.event.freed

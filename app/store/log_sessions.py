@@ -1,4 +1,4 @@
-"""Writing to a session as a whole: create, reward, close, free, erase, and its snapshot."""
+"""Operations on a whole session: create, reward, close, free, erase, snapshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, Se
 from app.store import groups, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.erasure import erase_later
+from app.store.erasure import erase_remaining
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -26,7 +26,7 @@ from app.store.log import (
 
 
 class Create(BaseOperation, frozen=True):
-    """A new session. Existing where the id is taken, Refused where the root of its rollout is closed, or Circular."""
+    """Create a session. Returns Existing if the id is taken, Refused if its root is closed, or Circular."""
 
     session_id: str
     at: float
@@ -63,7 +63,7 @@ class Create(BaseOperation, frozen=True):
         return self.event.config.parent
 
     def head_row(self) -> dict[str, Any]:
-        """Of a session without a parent."""
+        """The head of a session without a parent."""
         return {
             "session_id": self.session_id,
             "version": 1,
@@ -88,11 +88,11 @@ class Existing(msgspec.Struct, frozen=True):
 
 
 class Circular(msgspec.Struct, frozen=True):
-    """The parent that was named descends from the session itself."""
+    """The named parent descends from the session itself."""
 
 
 class AssignReward(BaseOperation, frozen=True):
-    """In an open or a closed session. Where its root's reward stands, a session's own does not come to its head."""
+    """Assign a reward, to an open or closed session. If its root has a reward, the head keeps that one."""
 
     session_id: str
     at: float
@@ -115,10 +115,10 @@ class AssignReward(BaseOperation, frozen=True):
 
 
 class ShareReward(BaseOperation, frozen=True):
-    """Write the reward that a session's root has by now into the session's own log, unless it stands there.
+    """Write the current reward of a session's root into the session's own log, unless it is there.
 
-    Whoever rewards a root does this afterwards, in a transaction of its own for each session. As the reward is read
-    here, the last one stands in the end, whoever comes last.
+    Run after rewarding a root, in one transaction per session. The reward is read here, so the last one wins in any
+    order.
     """
 
     session_id: str
@@ -127,26 +127,26 @@ class ShareReward(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         root_id = rollouts.root_of(tx, self.session_id)
-        given = None if root_id is None else rollouts.last_reward(tx, root_id, of_root=False)
-        stands = rollouts.last_reward(tx, self.session_id, of_root=True)
-        if given is None or (stands is not None and _said(given) == _said(stands)):
+        root_reward = None if root_id is None else rollouts.last_reward(tx, root_id, of_root=False)
+        own_reward = rollouts.last_reward(tx, self.session_id, of_root=True)
+        if root_reward is None or (own_reward is not None and _value(root_reward) == _value(own_reward)):
             return Appended(())
         row = tx.one(groups.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
         version, group_id, _ = row
-        tx.run(sql.set_reward, {"sid": self.session_id, "value": given.reward})
+        tx.run(sql.set_reward, {"sid": self.session_id, "value": root_reward.reward})
         rollouts.note(tx, group_id, root_id)
-        event = RewardAssigned(given.reward, given.components, of_root=True)
+        event = RewardAssigned(root_reward.reward, root_reward.components, of_root=True)
         return append(tx, self.session_id, version, self.at, [event])
 
 
-def _said(event: RewardAssigned) -> tuple[float, dict[str, float]]:
+def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:
     return event.reward, event.components
 
 
 class Close(BaseOperation, frozen=True):
-    """Close an open session; its open turn ends abandoned and can no longer commit. `with_root`: as its root was."""
+    """Close an open session; its open turn is abandoned and can no longer commit. `with_root`: its root was closed."""
 
     session_id: str
     at: float
@@ -158,14 +158,14 @@ class Close(BaseOperation, frozen=True):
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
-        gone = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        abandoned = abandon(tx, self.session_id, self.at, holders, "session_closed")
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
-        return Appended(gone.events + closed.events)
+        return Appended(abandoned.events + closed.events)
 
 
 class CloseIdle(BaseOperation, frozen=True):
-    """Close an open session that has no turn in flight and has not changed since `idle_since`, nor has its rollout."""
+    """Close an open session if it and its rollout have no turn in flight and are unchanged since `idle_since`."""
 
     session_id: str
     at: float
@@ -180,10 +180,10 @@ class CloseIdle(BaseOperation, frozen=True):
 
 
 class FreeReplay(BaseOperation, frozen=True):
-    """Tombstone what a closed session has left of replay payloads.
+    """Tombstone the remaining replay payloads of a closed session.
 
-    Nothing is written at another version than that from which the event was decided. The bytes are freed by
-    `FreeChunks`, in steps.
+    Nothing is written if the version differs from the one that the event was decided for. `FreeChunks` frees the bytes,
+    in steps.
     """
 
     durable: ClassVar[bool] = False
@@ -203,9 +203,9 @@ class FreeReplay(BaseOperation, frozen=True):
 
 
 class FreeChunks(BaseOperation, frozen=True):
-    """Free the bytes of up to `most` chunks of a closed session whose payloads event `by` has tombstoned.
+    """Free the bytes of up to `most` chunks of a closed session, tombstoned by event `by`, and its refused replies.
 
-    Its refused replies go with them. True while there may be more.
+    True while there may be more.
     """
 
     durable: ClassVar[bool] = False
@@ -230,9 +230,9 @@ class FreeChunks(BaseOperation, frozen=True):
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a closed session; the log's skeleton stays.
+    """Delete the content of a closed session; its events stay.
 
-    The components of rewards up to event `components_upto` have been taken out already (`EraseComponents`).
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`).
     """
 
     session_id: str
@@ -246,17 +246,17 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
-        erase_later(tx, self.session_id, self.components_upto)
+        erase_remaining(tx, self.session_id, self.components_upto)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased
 
 
 class Settled(BaseOperation, frozen=True):
-    """What is seen of the session is on disk when this has ended, and where there is a synchronous standby on that too.
+    """After this, the visible state of the session is on disk, and on a synchronous standby if there is one.
 
-    A commit of another process can be seen before it is: its own acknowledgement waits for that, a replay must as well.
-    The row's lock is a write, whose commit waits for all that was written before.
+    Another process's commit can be visible before it is acknowledged; a replay must wait for it too. The row's lock is
+    a write, and its commit waits for all earlier ones.
     """
 
     session_id: str
@@ -266,7 +266,7 @@ class Settled(BaseOperation, frozen=True):
 
 
 class SaveSnapshot(BaseOperation, frozen=True):
-    """Replace the session's snapshot; one that is older than the stored one does no harm."""
+    """Replace the session's snapshot; an older one does no harm."""
 
     durable: ClassVar[bool] = False
     session_id: str

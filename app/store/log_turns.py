@@ -1,4 +1,4 @@
-"""Writing to a session's one open turn: claim, stage, commit, release, and abandoning those of the dead."""
+"""Operations on a session's open turn: claim, stage, commit, release, and abandoning those of dead processes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from app.store.log import (
 
 
 class Stale(msgspec.Struct, frozen=True):
-    """Nothing was claimed: the session has moved on from the expected version."""
+    """Nothing was claimed: the session is no longer at the expected version."""
 
 
 class Busy(msgspec.Struct, frozen=True):
-    """Nothing was claimed: a live process holds the session's open turn."""
+    """Nothing was claimed: a live process holds the open turn."""
 
     turn: int
     fence: int
@@ -47,11 +47,11 @@ class Busy(msgspec.Struct, frozen=True):
 
 
 class Claim(BaseOperation, frozen=True):
-    """Take the session's one open turn, at exactly the version that the caller knows, written at `last_event_at`.
+    """Claim the session's open turn, if it is at the version that the caller knows, written at `last_event_at`.
 
-    The time tells two logs apart that have as many events: after a crash of PostgreSQL claims, which are not
-    synced, may be gone, and other events in their places. A claim whose holder is dead is abandoned in the log on
-    the way; the outcome is then Stale, because the version has moved.
+    The time distinguishes logs with the same number of events: a PostgreSQL crash may lose claims, which are not
+    synced, and other events then take their places. A dead process's claim is abandoned on the way; the outcome is then
+    Stale, since the version has changed.
     """
 
     durable: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Claim(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
         if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected, "tip": self.last_event_at}):
-            return self.why_not(tx)
+            return self.failure(tx)
         tx.insert(sql.insert_open_turn, [self.open_row()])
         appended = append(tx, self.session_id, self.fence, self.at, [self.event])
         reach("in_claim")
@@ -89,7 +89,7 @@ class Claim(BaseOperation, frozen=True):
             "opened_at": self.at,
         }
 
-    def why_not(self, tx: Tx) -> Stale | Busy | Refused:
+    def failure(self, tx: Tx) -> Stale | Busy | Refused:
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return Refused(None if head is None else head[1])
@@ -100,9 +100,9 @@ class Claim(BaseOperation, frozen=True):
 
 
 class Stage(BaseOperation, frozen=True):
-    """Write chunks of an open turn ahead of its commit, so that no transaction is long; False if it is not held.
+    """Write chunks of an open turn before its commit, so that no transaction is long; False without the claim.
 
-    Whatever ends the turn without a commit takes them out again.
+    If the turn ends without a commit, they are deleted.
     """
 
     durable: ClassVar[bool] = False
@@ -125,10 +125,10 @@ class Stage(BaseOperation, frozen=True):
 
 
 class Commit(BaseOperation, frozen=True):
-    """End the open turn with what it brought, if the fence still stands; else nothing is written.
+    """Commit the open turn if its fence is still valid; else nothing is written.
 
-    `chunks` are those that have not been staged. Those that have must still be there: staging is not synced, and a
-    crash of PostgreSQL may have undone it and kept the claim. `is_alone`: no other turn is in flight in this process.
+    `chunks` are those that were not staged. Staged ones must still be there: staging is not synced, and a PostgreSQL
+    crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process.
     """
 
     session_id: str
@@ -148,9 +148,9 @@ class Commit(BaseOperation, frozen=True):
 
     @property
     def staged(self) -> set[int]:
-        """The numbers of this turn's chunks that are in the store already."""
-        brought = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
-        return brought - {chunk.number for chunk in self.chunks}
+        """The numbers of this turn's staged chunks."""
+        own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
+        return own - {chunk.number for chunk in self.chunks}
 
     def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
@@ -201,7 +201,7 @@ class Commit(BaseOperation, frozen=True):
 
 
 def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
-    """The fence: does this process still hold this open turn? If so it holds it no longer."""
+    """Release the open turn if this process still holds it under this fence; was it held?"""
     tx.lock(sql.lock_head, {"sid": session_id})
     return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
 
@@ -231,11 +231,11 @@ def _release(tx: Tx, session_id: str, fence: int, incarnation: int, at: float, e
 
 
 REFUSED_KEPT = 8
-"""Refused replies kept of a session: the newest."""
+"""How many refused replies a session keeps: the newest."""
 
 
 class Reject(BaseOperation, frozen=True):
-    """End the open turn because of its reply, the beginning of which is kept (`data`, of `reply_size` bytes)."""
+    """End the open turn because of its reply. The beginning of it (`data`) is kept; it had `reply_size` bytes."""
 
     durable: ClassVar[bool] = False
     session_id: str
@@ -262,7 +262,7 @@ class Reject(BaseOperation, frozen=True):
 
 
 class AbandonDead(BaseOperation, frozen=True):
-    """Abandon up to `most` open turns of dead processes, of sessions after `after`; returns the last id seen."""
+    """Abandon up to `most` open turns of dead processes, for sessions after `after`; returns the last id seen."""
 
     durable: ClassVar[bool] = False
     after: str
@@ -276,7 +276,7 @@ class AbandonDead(BaseOperation, frozen=True):
 
     @property
     def session_id(self) -> str:
-        """Of no session in particular: it comes first in a batch."""
+        """It belongs to no session, so it runs alone."""
         return ""
 
     def apply(self, tx: Tx) -> tuple[str | None, int]:
@@ -288,7 +288,7 @@ class AbandonDead(BaseOperation, frozen=True):
 
 
 def next_dead(connection: Connection, after: str, lease_s: float) -> str | None:
-    """The next session behind `after` with an open turn of a dead process."""
+    """The next session after `after` with an open turn of a dead process."""
     found: str | None = connection.execute(
         sql.dead_open_turns, {"after": after, "most": 1, "lease_s": lease_s}
     ).scalar()

@@ -1,4 +1,4 @@
-"""Why a database cannot be opened: one line for an operator, with what to do, and without a password."""
+"""Why a database cannot be opened: one line for an operator, with the remedy, and without a password."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def acquire(lock: SqliteLock, url: str) -> None:
 
 
 def unopened(url: str, error: BaseException) -> StartupError:
-    """What a driver's error, or the system's, means to whoever starts a server."""
+    """The start-up error for a driver's or the system's error."""
     parsed = make_url(url)
     cause = _cause(error)
     if parsed.get_backend_name() == "sqlite":
@@ -43,14 +43,14 @@ def unopened(url: str, error: BaseException) -> StartupError:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """SQLAlchemy and its adapter each put an error of their own around the driver's."""
+    """The driver's own error, without the two that SQLAlchemy and its adapter wrap around it."""
     if not isinstance(error, DBAPIError) or error.orig is None:
         return error
     return error.orig.__cause__ or error.orig
 
 
 def _file(url: URL, error: BaseException) -> tuple[str, str]:
-    """The file or folder that it is about, and what to do."""
+    """The file or folder concerned, and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if not isinstance(error, OSError) and code not in _PLACE:
         return str(sqlite_engine.file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/runbook.md)"
@@ -59,7 +59,7 @@ def _file(url: URL, error: BaseException) -> tuple[str, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Without the number and the name that the system's errors have in their text."""
+    """The message, without the number and file name that system errors add."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = (isinstance(error, OSError) and error.strerror) or str(error)

@@ -1,4 +1,4 @@
-"""The store as the service sees it: what it asks of a database and of its writer, and no more.
+"""The store as the service uses it: protocols of the database and its writer.
 
 In service they are `engine.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database in
 memory behind the same names.
@@ -19,18 +19,18 @@ from app.store.unreadable import Unreadable
 T = TypeVar("T")
 
 LOCKED_S = 10.0
-"""How long a write waits in all while another program holds the database's lock, from when it was asked for."""
+"""How long a write waits in total, from its submission, while another program locks the database."""
 
 Committed = Callable[[float], None]
-"""Takes how many seconds a COMMIT took, its sync to the disk included; on any thread."""
+"""Called with a COMMIT's duration in seconds, including the disk sync; on any thread."""
 
 
 class Database(Protocol):
-    """Transactions; what they promise stands in `engine.Database`."""
+    """Transactions; for their guarantees see `engine.Database`."""
 
     @property
     def is_sqlite(self) -> bool:
-        """Is this process the only one that has the store?"""
+        """Is this process the only one that uses the store?"""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Database(Protocol):
 
     @property
     def unreadable(self) -> Unreadable:
-        """The sessions of which it was told that they cannot be read."""
+        """The sessions known to be unreadable."""
         ...
 
     async def read(
@@ -70,6 +70,6 @@ class Database(Protocol):
 
 
 class Writer(Protocol):
-    """Where operations are handed in; what an outcome promises stands in `writer.Writer`."""
+    """Accepts operations; for the guarantees of an outcome see `writer.Writer`."""
 
     async def submit(self, operation: Operation[T]) -> T: ...

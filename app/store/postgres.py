@@ -1,11 +1,11 @@
-"""Writing to PostgreSQL: transactions straight on the driver, and what to do when the server goes away in one.
+"""Write transactions on PostgreSQL, on the driver itself, and what happens when the connection is lost.
 
-    lost before COMMIT      nothing is written: the same again on another connection
-    lost during COMMIT      the log is asked whether the transaction's last event is in it
-    not to be had           waited for, PATIENCE_S from when it was first missed; then StoreUnavailable
+    lost before COMMIT      nothing is written: repeated on another connection
+    lost during COMMIT      the log is searched for the transaction's last event
+    no connection           retried for PATIENCE_S from the first failure; then StoreUnavailable
 
-Nothing here relies on what a session of the server keeps beyond a transaction, so that a pooler may hand each
-transaction to another one.
+Nothing relies on server session state beyond a transaction, so a pooler may give each transaction another server
+session.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ T = TypeVar("T")
 log = logging.getLogger("turnlog.postgres")
 
 DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
-"""What the driver raises where SQLAlchemy does not come between, or does not translate: it raises InternalClientError
-where a server's last words reach an idle connection."""
+"""Errors that the driver raises without SQLAlchemy's translation; InternalClientError when a server closes an idle
+connection."""
 
 PATIENCE_S = 10.0
-"""How long a server that is gone is waited for before requests are answered 503: a restart, a failover."""
+"""How long to retry a lost server before requests are answered 503: enough for a restart or failover."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
 LOCK_S = 5.0
-"""How long a row that somebody else has locked is waited for."""
+"""How long to wait for a row that another transaction has locked."""
 
 STATEMENT_S = 15.0
-"""How long a statement may take until its connection counts as lost."""
+"""How long a statement may take before its connection counts as lost."""
 
 COMMIT_S = 15.0
-"""The same for a commit, which is not cancelled: PostgreSQL would call a commit that waits for a synchronous standby
-done when it is told to stop waiting."""
+"""The same for a commit. It is not cancelled: PostgreSQL would report a commit that waits for a synchronous standby as
+done."""
 
 IDLE_S = 10.0
-"""How long a frozen process keeps its rows locked."""
+"""How long a frozen process can keep its rows locked."""
 
 BEGIN = (
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
     "SET LOCAL enable_seqscan = off; SET LOCAL plan_cache_mode = force_generic_plan; "
     f"SET LOCAL lock_timeout = {LOCK_S * 1000:.0f}; SET LOCAL idle_in_transaction_session_timeout = {IDLE_S * 1000:.0f}"
 )
-"""What a writer looks up it looks up by key, which the planner of a young table, without statistics, does not believe.
-A commit is not timed by the server: it would call one that waits for a standby done."""
+"""Writers look up rows by key; without statistics the planner of a new table would choose scans. The server does not
+time out commits: it would report one that waits for a standby as done."""
 
 SYNCED = BEGIN + "; SET LOCAL synchronous_commit = on"
 NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
@@ -74,7 +74,7 @@ _event = select(events.c.data, events.c.at).where(
 
 
 class LastEvent(NamedTuple):
-    """What tells whether a transaction was committed: it is in the log, or none of the transaction is."""
+    """The last event of a transaction: it is in the log exactly if the transaction was committed."""
 
     session_id: str
     seq: int
@@ -113,8 +113,8 @@ class PostgresTx:
 
     def run(self, statement: Executable, parameters: Parameters) -> int:
         text, values = self._bind(statement, parameters)
-        said: str = self._call(lambda raw: raw.execute(text, *values, timeout=STATEMENT_S))
-        return int(said.rpartition(" ")[2])
+        status: str = self._call(lambda raw: raw.execute(text, *values, timeout=STATEMENT_S))
+        return int(status.rpartition(" ")[2])
 
     def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
         if parameters:
@@ -154,12 +154,12 @@ class PostgresTx:
     def commit(self) -> None:
         self._call(_commit)
 
-    def _call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        return self._connection.run_async(ask)
+    def _call(self, request: Callable[[Any], Awaitable[Any]]) -> Any:
+        return self._connection.run_async(request)
 
 
 async def _commit(raw: Any) -> None:
-    """COMMIT; one that takes too long loses its connection instead of being cancelled."""
+    """COMMIT. If it takes too long, its connection is closed instead of cancelling it."""
     committing = asyncio.ensure_future(raw.execute("COMMIT"))
     committing.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
@@ -171,13 +171,13 @@ async def _commit(raw: Any) -> None:
 
 
 class Patience:
-    """Waits for a server that is gone, PATIENCE_S from when anybody first missed it."""
+    """Retries while the server is lost, for PATIENCE_S from the first failure of any caller."""
 
     def __init__(self) -> None:
         self._missed_at: float | None = None
 
-    async def trying(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The attempt's result, tried again after ConnectionLost. Raises StoreUnavailable where that does not end."""
+    async def retrying(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The attempt's result, retried after ConnectionLost. Raises StoreUnavailable if that goes on."""
         clock = asyncio.get_running_loop().time
         pause, give_up_at = FIRST_PAUSE_S, math.inf
         while True:
@@ -188,7 +188,7 @@ class Patience:
                 if self._missed_at is None:
                     self._missed_at = now
                     log.warning("the database is gone (%s); waiting for it", error)
-                # Others may reach it meanwhile; who never does gives up all the same.
+                # Other callers may succeed meanwhile; one that never does gives up all the same.
                 give_up_at = min(give_up_at, self._missed_at + PATIENCE_S)
                 if now + pause > give_up_at:
                     raise StoreUnavailable(f"the database cannot be reached: {error}") from error
@@ -202,9 +202,9 @@ class Patience:
 
 
 async def answered(connection: AsyncConnection, work: Callable[[Connection], T]) -> T:
-    """The result of `work`. Raises TimeoutError where the server does not answer.
+    """The result of `work`. Raises TimeoutError if the server does not answer.
 
-    The connection is dropped then: asked to roll back, it would keep its user waiting anew.
+    The connection is dropped then: a rollback on it would wait again.
     """
     try:
         return await connection.run_sync(work)
@@ -214,7 +214,7 @@ async def answered(connection: AsyncConnection, work: Callable[[Connection], T])
 
 
 class PostgresWriter:
-    """Write transactions, each on a connection of the engine's pool. `committed` is told of durable ones."""
+    """Write transactions, each on a connection of the pool. `committed` is called after durable ones."""
 
     def __init__(self, engine: AsyncEngine, patience: Patience, committed: Committed) -> None:
         self._committed = committed
@@ -223,8 +223,8 @@ class PostgresWriter:
         self._compiler = Compiler(engine.dialect)
 
     async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
-        """Run `function`, again if need be, in one transaction. Raises what the driver raises, StoreUnavailable."""
-        return await self._patience.trying(lambda: self._once(function, durable))
+        """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
+        return await self._patience.retrying(lambda: self._once(function, durable))
 
     async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
         try:
@@ -233,7 +233,7 @@ class PostgresWriter:
             if unknown.last is None:
                 raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
             look = partial(self._holds, unknown.last)
-            if not await self._patience.trying(lambda: self._on_connection(look)):
+            if not await self._patience.retrying(lambda: self._on_connection(look)):
                 raise ConnectionLost("the connection was lost before a commit") from unknown
             result: T = unknown.result
             return result
@@ -268,10 +268,10 @@ class PostgresWriter:
         return result
 
     def _holds(self, last: LastEvent, connection: Connection) -> bool:
-        """Is the event in the log, for good?
+        """Is the event durably in the log?
 
-        The lock waits for the transaction that may still be writing it, and is a write itself: its own commit waits for
-        a synchronous standby to have all that came before, which the commit in question may not have waited for.
+        The lock waits for a transaction that may still be writing it. It is a write too, so its own commit waits until
+        a synchronous standby has all earlier commits.
         """
         tx = self._tx(connection)
         try:
@@ -291,7 +291,7 @@ class PostgresWriter:
 
 
 class PostgresAutocommit:
-    """Single statements without a transaction, on a connection that is kept: a quarter of what a read costs."""
+    """Single statements without a transaction, on a connection that is kept: a quarter of the cost of a read."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -321,7 +321,7 @@ class PostgresAutocommit:
         return PostgresTx(adapted, self._compiler).all(statement, parameters)
 
     async def _forget(self) -> None:
-        """The next statement gets another connection; this one may be in the middle of something."""
+        """Drop the connection, which may be in the middle of a statement; the next statement gets another."""
         kept, self._kept = self._kept, None
         if kept is not None:
             await kept.run_sync(_drop)
@@ -332,7 +332,7 @@ class PostgresAutocommit:
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:
-    """Roll back what an error ended; a connection that may be in the middle of something is dropped."""
+    """Roll back after an error; drop a connection that may be in the middle of a statement."""
     if isinstance(error, asyncpg.PostgresError) and not is_lost(error):
         try:
             tx.rollback()
@@ -343,7 +343,7 @@ def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> No
 
 
 def _drop(connection: Connection) -> None:
-    """End the connection without asking the server, which may not answer."""
+    """Close the connection without a request to the server, which may not answer."""
     if not connection.invalidated:
         raw = connection.connection.driver_connection
         if raw is not None:
@@ -352,11 +352,11 @@ def _drop(connection: Connection) -> None:
 
 
 _GONE = ("08", "57P", "53300", "25006")
-"""Beginnings of SQLSTATEs: connection, operator intervention, too many connections, a standby that cannot write."""
+"""SQLSTATE prefixes: connection, operator intervention, too many connections, read-only standby."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Is the server, or the way to it, gone for now? Nothing is wrong with what was asked."""
+    """Was the connection to the server lost? The request itself is not at fault."""
     origin = error.orig if isinstance(error, DBAPIError) else error
     state = getattr(origin, "sqlstate", None)
     if isinstance(state, str):
@@ -383,7 +383,7 @@ _promises = select(
 
 
 async def warn_of_weak_promises(connection: AsyncConnection) -> None:
-    """Log what would break "acknowledged means on disk", as far as it can be seen. Raises StartupError on a standby."""
+    """Warn about settings that break "acknowledged means on disk". Raises StartupError on a standby."""
     standby, fsync, synced, names, followers = (await connection.execute(_promises)).one()
     if standby:
         raise StartupError("the database is a standby, which cannot be written to: give the primary's address")

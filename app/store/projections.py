@@ -1,7 +1,7 @@
-"""What `sessions` and `open_turns` must hold of a session, derived from its log alone, and what they hold.
+"""Compares the rows of `sessions` and `open_turns` with what a session's log implies, and repairs them.
 
-Nothing here trusts a snapshot or a cache. What is read goes through `Tx`, so that the same code looks on a
-reading connection and mends inside a write transaction.
+It uses no snapshot or cache. Reads go through `Tx`, so the same code checks on a reading connection and repairs in a
+write transaction.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
 
 DERIVED = (sessions, events, open_turns)
-"""The log and the rows that are derived from it."""
+"""The log, and the tables derived from it."""
 
 
 class Log(NamedTuple):
-    """All events of a session, at least one, and the state that they fold to.
+    """All events of a session (at least one) and their fold.
 
-    `root_id` is what the logs of its line of parents say, too.
+    `root_id` also depends on the logs of its parents.
     """
 
     session: Session
@@ -42,19 +42,19 @@ class Log(NamedTuple):
 
 
 def _updated_at(log: Log) -> float:
-    """When the session last changed; that a turn was claimed is no change."""
+    """Time of the last change; a claim is not a change."""
     return next(recorded.at for recorded in reversed(log.events) if not isinstance(recorded.event, TurnOpened))
 
 
 def _weight_version(log: Log) -> int | None:
-    """The largest of its committed turns, discarded ones too, that is a number."""
+    """The largest numeric weight version of its committed turns, discarded ones too."""
     turns = (recorded.event for recorded in log.events if isinstance(recorded.event, TurnCommitted))
     versions = (version for turn in turns if (version := largest_version(turn)) is not None)
     return max(versions, default=None)
 
 
 def _engine(log: Log) -> str | None:
-    """That of its newest committed turn, live or discarded."""
+    """The engine of its newest committed turn, live or discarded."""
     turns = (recorded.event for recorded in reversed(log.events) if isinstance(recorded.event, TurnCommitted))
     return next((turn.engine for turn in turns), None)
 
@@ -62,7 +62,7 @@ def _engine(log: Log) -> str | None:
 HEAD: Mapping[str, Callable[[Log], Any]] = {
     "version": lambda log: log.session.version,
     "status": lambda log: log.session.status,
-    "open_turns": lambda log: len(_held(log)),
+    "open_turns": lambda log: len(_open_turns(log)),
     "turns": lambda log: len(log.session.turns),
     "group_id": lambda log: log.session.config.group_id,
     "reward": lambda log: None if log.session.reward is None else log.session.reward.reward,
@@ -75,24 +75,24 @@ HEAD: Mapping[str, Callable[[Log], Any]] = {
     "engine": _engine,
     "root_id": lambda log: log.root_id,
 }
-"""Every column of `sessions` but the key, and how it follows from the log."""
+"""How each column of `sessions` but the key follows from the log."""
 
 OPEN_TURN: Mapping[str, Callable[[Log, OpenTurn], Any]] = {
-    "turn": lambda log, held: held.turn,
-    "parent_turn": lambda log, held: held.parent,
-    "incarnation": lambda log, held: held.incarnation,
-    "body_hash": lambda log, held: held.body_hash,
-    "retry_key": lambda log, held: held.retry_key,
-    "adapter": lambda log, held: held.adapter,
-    "opened_at": lambda log, held: log.events[held.fence - 1].at,
+    "turn": lambda log, open_turn: open_turn.turn,
+    "parent_turn": lambda log, open_turn: open_turn.parent,
+    "incarnation": lambda log, open_turn: open_turn.incarnation,
+    "body_hash": lambda log, open_turn: open_turn.body_hash,
+    "retry_key": lambda log, open_turn: open_turn.retry_key,
+    "adapter": lambda log, open_turn: open_turn.adapter,
+    "opened_at": lambda log, open_turn: log.events[open_turn.fence - 1].at,
 }
-"""Every column of `open_turns` but the key, and how it follows from the log."""
+"""How each column of `open_turns` but the key follows from the log."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A stored value that is not the log's. `place` is `sessions.<column>` or `open_turns[<fence>].<column>`.
+    """A stored value that differs from the log's. `place` is `sessions.<column>` or `open_turns[<fence>].<column>`.
 
-    Without a column the whole row is meant, as an object of its columns: None where there is none.
+    Without a column, the whole row as an object; None if it is missing.
     """
 
     session_id: str
@@ -105,9 +105,9 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """What was found of one session. `unreadable`: why its log cannot be folded; nothing is derived then.
+    """The result for one session. `unreadable`: why its log cannot be folded; nothing is compared then.
 
-    `has_log` False: rows of which the log knows nothing; they are left as they are.
+    `has_log` False: rows without a log; they are left as they are.
     """
 
     session_id: str
@@ -155,9 +155,9 @@ _living = (
 
 
 def session_ids(connection: Connection, tables: Sequence[Table], after: str, limit: int) -> list[str]:
-    """The next ids after `after` that any of the tables holds, in the database's own order.
+    """The next ids after `after` in any of the tables, in the database's own order.
 
-    Each table is asked for a page of its own, so that a page costs no more than its sessions do.
+    Each table is read a page at a time, so that a page costs no more than its sessions.
     """
     parts = [
         select(table.c.session_id)
@@ -173,7 +173,7 @@ def session_ids(connection: Connection, tables: Sequence[Table], after: str, lim
 
 
 async def require_revision(database: Database) -> None:
-    """Raises StartupError where the database cannot be opened, or its tables are not those that this code reads."""
+    """Raises StartupError if the database cannot be opened or its schema is not that of this code."""
     try:
         found = await database.read(revision_of)
     except DBAPIError as error:
@@ -182,13 +182,13 @@ async def require_revision(database: Database) -> None:
 
 
 def read_log(tx: Tx, session_id: str) -> Log | None:
-    """The whole log, decoded and folded; None where there is none. Raises UnknownEvent, also for a gap."""
+    """The whole log, decoded and folded; None if there is none. Raises UnknownEvent, also for a gap."""
     recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
     return folded(session_id, recorded, partial(root_in_logs, tx))
 
 
 def folded(session_id: str, recorded: Sequence[Recorded], root: Callable[[str, str | None], str | None]) -> Log | None:
-    """`root` says which is the root of a session with that parent. Raises UnknownEvent."""
+    """`root` returns the root of a session with a given parent. Raises UnknownEvent."""
     session = fold(session_id, recorded)
     if session is None:
         return None
@@ -196,26 +196,26 @@ def folded(session_id: str, recorded: Sequence[Recorded], root: Callable[[str, s
 
 
 def examine(connection: Connection, session_id: str) -> Examined:
-    """Compare a session's rows with its log; on a store that is being written too.
+    """Compare a session's rows with its log, also while the store is being written.
 
-    PostgreSQL reads each statement as of its own moment, so a session that moves meanwhile can look wrong. The log
-    is read first: what differed only for that reason cannot be found a second time just as it was.
+    On PostgreSQL each statement sees its own state, so a session that changes meanwhile can seem wrong. A difference
+    counts only if it is found twice.
     """
     tx = AlchemyTx(connection)
-    found, _ = _examine(tx, session_id)
-    while not found.sound:
+    result, _ = _examine(tx, session_id)
+    while not result.sound:
         again, _ = _examine(tx, session_id)
-        if again == found:
+        if again == result:
             break
-        found = again
-    return found
+        result = again
+    return result
 
 
 def mend(tx: Tx, session_id: str) -> Examined:
-    """Write what the log says, where something else is stored; returns what was found before.
+    """Write the log's values where others are stored; returns what was found before.
 
-    A session without a log, or with one that cannot be read, is left as it is. The groups that the head named and
-    now names are noted as changed.
+    A session without a readable log is left as it is. The groups that the head named before and after are noted as
+    changed.
     """
     tx.lock(sql.lock_head, {"sid": session_id})
     found, log = _examine(tx, session_id)
@@ -235,12 +235,13 @@ def mend(tx: Tx, session_id: str) -> Examined:
 
 
 def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]:
-    """Processes that may be serving this store: incarnation, pid, host. They have beaten within `lease_s` seconds."""
+    """Processes that may be serving this store, as incarnation, pid, host: with a heartbeat in the last `lease_s`
+    seconds."""
     return [(row[0], row[1], row[2]) for row in connection.execute(_living, {"lease_s": lease_s})]
 
 
 def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
-    """Where the stored rows are not what follows from the log."""
+    """Differences between the stored rows and the log."""
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
     found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
@@ -275,7 +276,7 @@ def _named(columns: Sequence[str], row: Row | None) -> dict[str, Any] | None:
     return None if row is None else dict(zip(columns, row, strict=True))
 
 
-def _held(log: Log) -> list[OpenTurn]:
+def _open_turns(log: Log) -> list[OpenTurn]:
     return [] if log.session.open_turn is None else [log.session.open_turn]
 
 
@@ -286,7 +287,10 @@ def head_row(log: Log) -> dict[str, Any]:
 
 def open_rows(log: Log) -> dict[int, dict[str, Any]]:
     """By fence every column of `open_turns` but the key."""
-    return {held.fence: {name: derive(log, held) for name, derive in OPEN_TURN.items()} for held in _held(log)}
+    return {
+        open_turn.fence: {name: derive(log, open_turn) for name, derive in OPEN_TURN.items()}
+        for open_turn in _open_turns(log)
+    }
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What can be read: plain functions over a Core connection, for `Database.read`."""
+"""Reads: functions over a Core connection, for `Database.read`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
 SNAPSHOT_FORMAT = "session-7"
-"""Changes with the shape of `Session`; snapshots in another format are folded anew."""
+"""Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -77,8 +77,8 @@ def head(connection: Connection, session_id: str) -> Head | None:
     return None if row is None else Head(*row)
 
 
-def touch(connection: Connection, session_id: str) -> None:
-    """Look at every row of a session but not at its contents: does a write meet a damaged page of its own?"""
+def read_all_rows(connection: Connection, session_id: str) -> None:
+    """Read every row of a session without its content, to find a damaged page."""
     for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies):
         columns = [column for column in table.columns if not isinstance(column.type, Content)]
         connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
@@ -116,7 +116,7 @@ def event_rows(
 
 
 def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
-    """Raises UnknownEvent, also where a damaged page has something else in a row than an event."""
+    """Raises UnknownEvent, also if a damaged page holds something else than an event."""
     return [_recorded(row) for row in rows]
 
 
@@ -132,9 +132,9 @@ def load_events(connection: Connection, session_id: str, *, after: int = 0, limi
 
 
 def session_rows(connection: Connection, session_id: str) -> tuple[Session | None, list[EventRow]]:
-    """What a session's state is folded from: its snapshot, if any, and the events after it.
+    """A session's snapshot, if any, and the events after it.
 
-    A snapshot whose last event is not in the log, because a crash of the database took it back, counts as none.
+    A snapshot is ignored if its last event is not in the log, because a database crash undid it.
     """
     snapshot = load_snapshot(connection, session_id)
     if snapshot is not None:
@@ -145,12 +145,12 @@ def session_rows(connection: Connection, session_id: str) -> tuple[Session | Non
 
 
 def fold_rows(session_id: str, snapshot: Session | None, rows: Iterable[EventRow]) -> Session | None:
-    """The state that `session_rows` hold. Raises UnknownEvent."""
+    """The fold of `session_rows`. Raises UnknownEvent."""
     return fold(session_id, decode_events(rows), snapshot)
 
 
 def load_snapshot(connection: Connection, session_id: str) -> Session | None:
-    """A cached fold, or None; a damaged or foreign one counts as none, because the log is the truth."""
+    """A cached fold, or None; a damaged or foreign one is ignored, because the log is the truth."""
     query = select(snapshots.c.format, snapshots.c.data).where(snapshots.c.session_id == session_id)
     row = connection.execute(query).first()
     if row is None or row[0] != SNAPSHOT_FORMAT:
@@ -176,7 +176,7 @@ def load_frames(
     facts: bool = True,
     wire: bool = True,
 ) -> Frames:
-    """The stored content of some turns; None: of all, discarded ones too."""
+    """The stored content of some turns (None: of all), discarded ones too."""
     query = select(turns.c.turn, turns.c.facts if facts else null(), turns.c.wire if wire else null()).where(
         turns.c.session_id == session_id
     )
@@ -222,7 +222,7 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
 
 
 ChunkKey = tuple[int, int]
-"""A chunk within its session: the fence of the turn that brought it, and its number."""
+"""A chunk's key in its session: the fence of its turn, and its number."""
 
 
 def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, bytes | None]:
@@ -244,7 +244,7 @@ def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[
 
 
 def database_bytes(connection: Connection) -> int:
-    """How large the database is, without what it could use again."""
+    """The database's size in bytes, without free pages."""
     size: int = connection.execute(select(used_bytes())).scalar_one()
     return size
 
@@ -273,10 +273,10 @@ def closed_sessions(
     holding: bool,
     acknowledged: bool = False,
 ) -> list[tuple[float, str]]:
-    """Sessions closed until `cutoff`, behind `after` in the order of (when, id).
+    """Sessions closed at or before `cutoff`, after `after` in the order of (closed_at, id).
 
-    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: not those of a group
-    that the training feed's consumer has not acknowledged.
+    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
+    group that the training feed's consumer has not acknowledged.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
@@ -295,7 +295,7 @@ def closed_sessions(
 
 
 def holds_payload() -> ColumnElement[bool]:
-    """Of sessions: does one still hold a replay payload or a refused reply?"""
+    """Condition on sessions: still holds a replay payload or a refused reply."""
     live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
@@ -315,12 +315,12 @@ def epoch(connection: Connection) -> str:
 
 
 SYNCED = (*EXPORTED, "SessionCreated")
-"""Types of events that are on disk before anybody can see them. Claims are not: a crash of the database's machine, or a
-failover, may take them back, and then gives their places in the order to others."""
+"""Types of events that are on disk before anyone sees them. Claims are not: a crash or failover of the database may
+undo them and reuse their positions."""
 
 
 def horizon(connection: Connection) -> Position:
-    """The last place in the order below which nothing can appear any more, whatever crashes."""
+    """The last position below which nothing can appear any more, even after a crash."""
     last = (
         select(events.c.tx, events.c.position)
         .where(events.c.tx < oldest_tx(), events.c.type.in_(SYNCED))
@@ -371,5 +371,5 @@ def changed_sessions(
 
 
 def at_or_before(place: Position) -> ColumnElement[bool]:
-    """Of events: not behind `place` in the order of commits."""
+    """Condition on events: at or before `place` in the order of commits."""
     return tuple_(events.c.tx, events.c.position) <= (place.tx, place.position)

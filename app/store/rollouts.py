@@ -190,7 +190,7 @@ def count_below(connection: Connection, root_id: str, most: int) -> int:
     return connection.execute(select(func.count()).select_from(found)).scalar_one()
 
 
-class Standing(msgspec.Struct, frozen=True):
+class RootState(msgspec.Struct, frozen=True):
     """A session's root, as far as it is there."""
 
     root_id: str
@@ -198,7 +198,7 @@ class Standing(msgspec.Struct, frozen=True):
     reward: float | None
 
 
-def standing(connection: Connection, session_id: str) -> Standing | None:
+def standing(connection: Connection, session_id: str) -> RootState | None:
     """None for a session that stands for itself."""
     query = (
         select(_roots.c.session_id, _roots.c.status, _roots.c.reward)
@@ -206,7 +206,7 @@ def standing(connection: Connection, session_id: str) -> Standing | None:
         .where(sessions.c.session_id == session_id)
     )
     row = connection.execute(query).first()
-    return None if row is None else Standing(*row)
+    return None if row is None else RootState(*row)
 
 
 def members(

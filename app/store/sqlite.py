@@ -1,9 +1,9 @@
 """The one connection that writes to an SQLite file, and the thread that owns it.
 
-A durable batch runs on the thread, where its fsync holds nobody up. A small batch that needs no fsync (claims) runs on
-the event loop while the thread is idle: it takes tens of microseconds, less than handing it over and back. So does the
-commit of a turn that is alone in flight, as long as the disk is quick. The log file is checkpointed between batches,
-not inside a commit that somebody waits for.
+A durable batch runs on the thread, so that its fsync blocks nobody else. A small batch without an fsync (claims) runs
+on the event loop while the thread is idle: it takes tens of microseconds, less than a thread switch. So does the commit
+of the only turn in flight, while the disk is quick. The log file is checkpointed between batches, never inside a commit
+that a client waits for.
 """
 
 from __future__ import annotations
@@ -35,50 +35,51 @@ T = TypeVar("T")
 log = logging.getLogger("turnlog.sqlite")
 
 BUSY_POLL_S = 0.005
-"""How often a lock that somebody else holds is asked for. The thread has other things to do in between."""
+"""Interval of retries while another program holds the lock; the thread does other work in between."""
 
 QUICK_S, QUICK_SYNCS = 0.0005, 16
-"""A durable transaction of the only turn in flight runs on the event loop where the last so many took less."""
+"""A durable transaction of the only turn in flight runs on the event loop if the last QUICK_SYNCS took less than
+QUICK_S."""
 
 CHECKPOINT_BYTES = 32 << 20
-"""Bytes in the log file, roughly, after which it is moved into the database."""
+"""Size of the log file, roughly, after which it is moved into the database."""
 
 ROW_BYTES = 4096
-"""What a changed row costs the log file beside its content: about a page."""
+"""A changed row's size in the log file besides its content: about a page."""
 
 RESERVED_LOG_BYTES = 32 + 4062 * (24 + 4096)
-"""What the first segment of SQLite's shared memory indexes: a header, and as many frames of a page.
+"""What the first segment of SQLite's shared memory indexes: a header and a number of page frames.
 
-A frame more on a full disk would be in the file, but could be in no index: the next process would not have the room to
-open the file (`SQLITE_IOERR_SHMSIZE`).
+On a full disk, one more frame would be in the file but in no index, and the next process could not open the file
+(`SQLITE_IOERR_SHMSIZE`).
 """
 
 LONG_LOG_BYTES = 64 << 20
-"""A log file begins anew only while nobody reads from it. Where readers follow upon each other it grows past this, and
-the next write is kept waiting until those who read have ended."""
+"""A log file restarts only while nobody reads from it. With constant readers it grows beyond this; then the next write
+waits until current readers have ended."""
 
 READERS_END_MS = 100
-"""How long: reads take milliseconds. A backup takes longer, and does not hold up writes more than that."""
+"""How long that write waits. Reads take milliseconds; a backup takes longer and does not hold up writes."""
 
 EMPTY_TRIES = 50
 
 FREE_BYTES = 64 << 20
-"""Free space kept in the file for what is written next; more than this and a quarter of the file is given back."""
+"""Free space kept in the file for later writes; more than this and a quarter of the file is given back."""
 
 GIVE_BACK_PAGES = 1000
-"""In one step: some milliseconds."""
+"""Pages in one step: some milliseconds."""
 
 _LAST_IN_ORDER = select(events.c.position).order_by(events.c.tx.desc(), events.c.position.desc()).limit(1)
 _LAST_WRITTEN = select(events.c.position).order_by(literal_column("events.rowid").desc()).limit(1)
 
 NEVER_REACHED = 1 << 40
-"""The first position where a damaged file does not say which was the last: places must not be given out twice."""
+"""The first position if a damaged file does not tell the last one: positions must not be reused."""
 
 
 class SqliteWriter:
-    """Write transactions on the file at `path`, one at a time. `committed` is told of durable ones.
+    """Write transactions on the file at `path`, one at a time. `committed` is called after durable ones.
 
-    None is begun on a file that `lock` has lost.
+    None begins on a file that `lock` has lost.
     """
 
     def __init__(self, path: Path, committed: Committed, lock: SqliteLock) -> None:
@@ -87,9 +88,9 @@ class SqliteWriter:
         self._committed = committed
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="turnlog-writer", daemon=True)
-        self._on_thread = 0
+        self._thread_jobs = 0
         self._durable: bool | None = None
-        self._synced_s = deque([math.inf] * QUICK_SYNCS, QUICK_SYNCS)
+        self._sync_times_s = deque([math.inf] * QUICK_SYNCS, QUICK_SYNCS)
         self._checkpointed_at = 0
         self._content_bytes = 0
         self._checkpointing: asyncio.Task[None] | None = None
@@ -97,15 +98,15 @@ class SqliteWriter:
         self._tx: SqliteTx
 
     async def open(self) -> None:
-        """Raises StartupError where SQLite is too old, sqlite3.Error; it may be tried again then."""
+        """Raises StartupError if SQLite is too old, sqlite3.Error; a retry is possible."""
         if not self._thread.is_alive():
             self._thread.start()
-        await self._hop(self._open)
+        await self._run_in_thread(self._open)
 
     async def close(self) -> None:
         if self._checkpointing is not None:
             await self._checkpointing
-        await self._hop(self.connection.close)
+        await self._run_in_thread(self.connection.close)
         self._jobs.put(None)
         self._thread.join()
 
@@ -114,63 +115,63 @@ class SqliteWriter:
     ) -> T:
         """Run `function`, which writes about `size` bytes, in one transaction.
 
-        Raises StoreLocked where somebody else holds the lock `until` then, in the loop's time, by default for LOCKED_S;
-        sqlite3.Error, OSError, StoreLost. Nothing is written then.
+        Raises StoreLocked if another program still holds the lock at `until` (the loop's time; by default after
+        LOCKED_S), sqlite3.Error, OSError, StoreLost. Nothing is written then.
         """
-        if runs_inline and not self._on_thread and (not durable or self._is_disk_quick):
+        if runs_inline and not self._thread_jobs and (not durable or self._is_disk_quick):
             try:
                 result = self._transact(function, durable)
             except StoreLocked:
-                result = await self._patiently(lambda: self._transact(function, durable), until)
+                result = await self._retry_while_locked(lambda: self._transact(function, durable), until)
             if not durable:
                 return result
         else:
-            result = await self._patiently(lambda: self._transact(function, durable), until)
+            result = await self._retry_while_locked(lambda: self._transact(function, durable), until)
         self._content_bytes += size
         rows = self.connection.total_changes - self._checkpointed_at
         if self._content_bytes + rows * ROW_BYTES > CHECKPOINT_BYTES:
             self._checkpointed_at, self._content_bytes = self.connection.total_changes, 0
-            self._checkpointing = asyncio.ensure_future(self._checkpoint_beside())
+            self._checkpointing = asyncio.ensure_future(self._checkpoint_in_background())
         return result
 
     @property
     def _is_disk_quick(self) -> bool:
-        """Did each of the last commits reach the disk sooner than a thread would have been woken for it?"""
-        return max(self._synced_s) < QUICK_S
+        """Did each of the last commits take less time than waking a thread?"""
+        return max(self._sync_times_s) < QUICK_S
 
-    async def _patiently(self, transact: Callable[[], T], until: float | None) -> T:
+    async def _retry_while_locked(self, transact: Callable[[], T], until: float | None) -> T:
         clock = asyncio.get_running_loop().time
         until = clock() + LOCKED_S if until is None else until
         while True:
             try:
-                return await self._hop(transact)
+                return await self._run_in_thread(transact)
             except StoreLocked:
                 if clock() >= until:
                     raise
             await asyncio.sleep(BUSY_POLL_S)
 
-    async def _checkpoint_beside(self) -> None:
+    async def _checkpoint_in_background(self) -> None:
         try:
-            await self._hop(self._move_log)
+            await self._run_in_thread(self._move_log)
         except (sqlite3.Error, OSError) as error:
             log.warning("the log file was not moved into the database, and grows: %s", error)
 
     async def empty_log_file(self) -> None:
-        """Move everything out of the log file and cut it to nothing.
+        """Move everything out of the log file and truncate it.
 
-        A reader may hold it for a moment. Raises StoreUnavailable where one does for long.
+        Waits for readers. Raises StoreUnavailable if they take too long.
         """
         for _ in range(EMPTY_TRIES):
-            if await self._hop(lambda: self._checkpoint("TRUNCATE")):
+            if await self._run_in_thread(lambda: self._checkpoint("TRUNCATE")):
                 return
             await asyncio.sleep(0.1)
         raise StoreUnavailable("readers keep the database's log file from being emptied")
 
     async def give_back(self) -> None:
-        """Shorten the file by its free pages, beyond those that will be needed again, a few at a time."""
+        """Return free pages to the file system, except those soon needed, a few at a time."""
         more = True
         while more:
-            more = await self._hop(self._vacuum)
+            more = await self._run_in_thread(self._vacuum)
             await asyncio.sleep(0.01)
 
     def _vacuum(self) -> bool:
@@ -182,19 +183,19 @@ class SqliteWriter:
         surplus = free - max(pages // 4, FREE_BYTES // size)
         if surplus <= 0:
             return False
-        # As a script, which is stepped to its end: `execute` steps once, and that frees one page.
+        # As a script, which runs to its end: `execute` would free one page only.
         self.connection.executescript(f"PRAGMA incremental_vacuum({min(surplus, GIVE_BACK_PAGES)})")
         return bool(surplus > GIVE_BACK_PAGES)
 
-    async def _hop(self, function: Callable[[], T]) -> T:
-        """Run on the thread; until it has ended, awaited or not, the connection is the thread's alone."""
+    async def _run_in_thread(self, function: Callable[[], T]) -> T:
+        """Run on the thread. Until it has ended, awaited or not, only the thread uses the connection."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._on_thread += 1
+        self._thread_jobs += 1
         self._jobs.put((function, outcome))
         return await outcome
 
     def _work(self) -> None:
-        """The thread: one job after the other, until None. Its plain queue costs less than an executor's futures."""
+        """The thread: runs jobs until None. A plain queue costs less than an executor's futures."""
         while (job := self._jobs.get()) is not None:
             function, outcome = job
             result: Any = None
@@ -203,10 +204,10 @@ class SqliteWriter:
                 result = function()
             except BaseException as error:  # noqa: BLE001 - handed over to whoever waits for it
                 fault = error
-            outcome.get_loop().call_soon_threadsafe(self._settle, outcome, result, fault)
+            outcome.get_loop().call_soon_threadsafe(self._resolve, outcome, result, fault)
 
-    def _settle(self, outcome: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
-        self._on_thread -= 1
+    def _resolve(self, outcome: asyncio.Future[Any], result: Any, fault: BaseException | None) -> None:
+        self._thread_jobs -= 1
         if outcome.cancelled():
             return
         if fault is None:
@@ -226,7 +227,7 @@ class SqliteWriter:
             connection.close()
             raise
         try:
-            # What a predecessor erased, and died before it was out of the log file.
+            # A previous process may have died before what it erased left the log file.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.OperationalError as error:
             log.warning("the log file could not be emptied, and with it what has been erased: %s", error)
@@ -235,10 +236,9 @@ class SqliteWriter:
         self._tx = SqliteTx(connection, last + 1)
 
     def _reserve_log(self) -> None:
-        """Make the log file as long as it will be: an fsync of a file that grows takes half as long again.
+        """Extend the log file to its final length: an fsync of a growing file takes half as long again.
 
-        SQLite takes what stands behind the last valid frame for nothing, zeros as well as old frames. Where there is no
-        room it stays as it is.
+        SQLite ignores what follows the last valid frame. If there is no room, the file stays as it is.
         """
         with open(f"{self._path}-wal", "r+b", buffering=0) as file:
             end = at = file.seek(0, os.SEEK_END)
@@ -267,12 +267,12 @@ class SqliteWriter:
             raise
         if durable:
             took_s = time.perf_counter() - began
-            self._synced_s.append(took_s)
+            self._sync_times_s.append(took_s)
             self._committed(took_s)
         return result
 
     def _require_own(self) -> None:
-        """What is written to a file without its name is lost with this process. Raises StoreLost, OSError."""
+        """Writes to a file that was deleted or replaced would be lost with this process. Raises StoreLost, OSError."""
         reason = self._lock.lost()
         if reason is not None:
             raise StoreLost(reason)
@@ -297,13 +297,13 @@ class SqliteWriter:
             self.connection.execute("PRAGMA busy_timeout = 0")
 
     def _checkpoint(self, mode: str) -> bool:
-        """Was all of the log file moved?"""
+        """Was the whole log file moved?"""
         (busy, _, _) = self.connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         return not busy
 
 
 def _last_position(connection: sqlite3.Connection) -> int:
-    """The largest that was given out. The order's index and the rows are both asked, for either may be damaged."""
+    """The largest position in use. Both the order's index and the rows are read, since either may be damaged."""
     tx = SqliteTx(connection, 1)
     found: list[int] = []
     for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):

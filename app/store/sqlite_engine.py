@@ -1,4 +1,4 @@
-"""Pools of connections to an SQLite file: the usual one, and one that needs no room on the disk."""
+"""Connection pools for an SQLite file: the usual one, and a read-only one for a full disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.store.ports import LOCKED_S
 
 
 def file_of(url: URL | str) -> Path:
-    """The file, without links: SQLite keeps its log file beside the one that they lead to."""
+    """The file with links resolved: SQLite keeps its log file beside the real file."""
     return Path(make_url(url).database or "").resolve()
 
 
@@ -33,7 +33,7 @@ def create(url: URL, connections: int) -> AsyncEngine:
             for pragma in (*(FILE_PRAGMAS if is_new else ()), *PRAGMAS, READER_CACHE):
                 cursor.execute(pragma)
         except BaseException:
-            # Left open, it would keep the next one to this file from being opened in another way.
+            # Left open, it would affect how the next connection to this file can be opened.
             connection.close()
             raise
         cursor.close()
@@ -42,10 +42,10 @@ def create(url: URL, connections: int) -> AsyncEngine:
 
 
 def create_reader(url: URL, connections: int) -> AsyncEngine:
-    """For a file that cannot be opened otherwise, because there is no room for the memory that its users share.
+    """For a file that cannot be opened otherwise, because the disk has no room for the shared memory.
 
-    Each connection has an index of the log to itself. Nobody may write to the file meanwhile, and one who opens it for
-    writes in this process would get a reader as well.
+    Each connection has its own index of the log. Nobody may write to the file meanwhile; a connection for writes in
+    this process would become a reader too.
     """
     file = f"file:{quote(str(file_of(url)))}"
     engine = _engine(url.set(database=file, query={"mode": "ro", "readonly_shm": "1", "uri": "true"}), connections)

@@ -1,4 +1,4 @@
-"""The statements that write, in Core; `log.py` says when each runs."""
+"""The Core statements for writes; the operations in `log*.py` use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from app.store.schema import (
 )
 
 members = sessions.alias("members")
-"""Of a rollout, but for its root."""
+"""The sessions of a rollout, without its root."""
 
 insert_event = insert(events)
 insert_session = insert(sessions)
@@ -32,11 +32,12 @@ head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sess
     sessions.c.session_id == bindparam("sid")
 )
 lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid")).with_for_update()
-"""Whoever changes a session and its open turns locks the head first; two who differ would wait for each other."""
+"""Always lock the head before changing a session or its open turns; another order could deadlock."""
 
 
 def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
-    """Of heads: open, without an open turn, and their last event is number `expected`, written at `last_event_at`."""
+    """Conditions on a head: open, without an open turn, and its last event is number `expected`, written at
+    `last_event_at`."""
     last = exists().where(
         events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == last_event_at
     )
@@ -86,7 +87,7 @@ close_head = (
 
 
 def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
-    """Of heads: without a turn in flight and unchanged since then, it and the open sessions of which it is the root."""
+    """Condition on heads: it and its rollout's open sessions have no turn in flight and are unchanged since then."""
     of_root = and_(members.c.root_id == sessions.c.session_id, members.c.status == "open")
     busy = or_(members.c.open_turns > 0, members.c.updated_at > since)
     return and_(sessions.c.open_turns == 0, sessions.c.updated_at <= since, ~exists().where(of_root, busy))
@@ -98,7 +99,7 @@ erase_head = (
     .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "closed")
     .values(status="erased")
 )
-# While the database was away nobody could say that he is alive: a server that has just come back believes everybody.
+# No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),
     and_(incarnations.c.heartbeat_at < now() - bindparam("lease_s"), up_since() < now() - bindparam("lease_s")),

@@ -17,7 +17,7 @@ from app.store import group_reads, heads_view
 from app.store import projections as heads
 from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
-from app.store.heads_view import Row
+from app.store.heads_view import HeadRow
 from app.store.reads import SYNCED, EventRow, Position
 from app.store.schema import events
 
@@ -33,22 +33,22 @@ _rowid: ColumnElement[int] = literal_column("events.rowid", Integer)
 class Heads(NamedTuple):
     """Of each session its head, stored or derived from the log; and why there is none of the others."""
 
-    rows: dict[str, Row]
+    rows: dict[str, HeadRow]
     lost: dict[str, str]
 
-    def root_of(self, row: Row) -> str | None:
+    def root_of(self, row: HeadRow) -> str | None:
         """None for a session that stands for itself."""
         return row.root_id if row.root_id in self.rows else None
 
-    def counted_in(self, row: Row) -> str | None:
+    def counted_in(self, row: HeadRow) -> str | None:
         """The group that the session's rollout counts in."""
         return self.rows[self.root_of(row) or row.session_id].group_id
 
-    def of_root(self, root_id: str) -> list[Row]:
+    def of_root(self, root_id: str) -> list[HeadRow]:
         """The sessions of a root's agents and children."""
         return [row for row in self.rows.values() if self.root_of(row) == root_id]
 
-    def is_finished(self, root: Row) -> bool:
+    def is_finished(self, root: HeadRow) -> bool:
         """As `rollouts.is_finished`."""
         others = (row for row in self.of_root(root.session_id) if row.status != "erased")
         return (
@@ -70,14 +70,14 @@ def all_heads(connection: Connection, ids: Sequence[str] | None = None) -> Heads
         del lost[session_id]
         if log is not None:
             row = heads.head_row(log)
-            found[session_id] = Row(session_id, **{name: row[name] for name in _FIELDS})
+            found[session_id] = HeadRow(session_id, **{name: row[name] for name in _FIELDS})
     return Heads(found, lost)
 
 
-_FIELDS = tuple(name for name in Row.__struct_fields__ if name not in ("session_id", "claimed_since"))
+_FIELDS = tuple(name for name in HeadRow.__struct_fields__ if name not in ("session_id", "claimed_since"))
 
 
-def _heads(connection: Connection, ids: Sequence[str]) -> Mapping[str, Row]:
+def _heads(connection: Connection, ids: Sequence[str]) -> Mapping[str, HeadRow]:
     return {row.session_id: row for row in heads_view.of(connection, ids)}
 
 
@@ -202,10 +202,10 @@ def newest_version(connection: Connection) -> int | None:
     return max((version for version in versions if version is not None), default=None)
 
 
-def members(connection: Connection, group_ids: Collection[str]) -> dict[str, list[Row]]:
+def members(connection: Connection, group_ids: Collection[str]) -> dict[str, list[HeadRow]]:
     """The sessions of some groups' rollouts, by group, whose heads can be read or derived."""
     every = all_heads(connection)
-    found: dict[str, list[Row]] = {group_id: [] for group_id in group_ids}
+    found: dict[str, list[HeadRow]] = {group_id: [] for group_id in group_ids}
     for row in every.rows.values():
         group_id = every.counted_in(row)
         if group_id in found:

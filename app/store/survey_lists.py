@@ -12,18 +12,18 @@ from sqlalchemy import Connection, select, union
 from app.store import group_reads, reads
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.figures import Figures
-from app.store.group_reads import Lease
-from app.store.heads_view import Claims, Counts, Row, Wanted
+from app.store.group_reads import FeedLease
+from app.store.heads_view import ClaimCounts, Counts, HeadFilter, HeadRow
 from app.store.schema import chunks, groups, refused_replies
 from app.store.survey import all_heads
 
 
-def rows(connection: Connection, wanted: Wanted, ids: Sequence[str] | None = None) -> list[Row]:
+def rows(connection: Connection, wanted: HeadFilter, ids: Sequence[str] | None = None) -> list[HeadRow]:
     """Those of some sessions, or of all, that are wanted; in no order."""
     return [row for row in all_heads(connection, ids).rows.values() if _is_wanted(row, wanted)]
 
 
-def _is_wanted(row: Row, wanted: Wanted) -> bool:
+def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
     return (
         wanted.status in (None, row.status)
         and not (wanted.idle and row.claimed_since is not None)
@@ -47,11 +47,11 @@ def counts(connection: Connection, since: float) -> Counts:
     return Counts(len(opened), closed, erased, changed)
 
 
-def claims(connection: Connection, since: float) -> Claims:
+def claims(connection: Connection, since: float) -> ClaimCounts:
     """As `heads_view.claims`."""
     held = [row for row in all_heads(connection).rows.values() if row.claimed_since is not None]
     new = [row for row in held if (row.claimed_since or 0.0) >= since and (row.updated_at < since or not row.turns)]
-    return Claims(len(held), len(new))
+    return ClaimCounts(len(held), len(new))
 
 
 def figures(connection: Connection) -> Figures:
@@ -68,7 +68,7 @@ def group_ids(connection: Connection, after: str | None, limit: int) -> list[str
     return sorted(one for one in found if one is not None and (after is None or one > after))[:limit]
 
 
-def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, Lease]:
+def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
     """As `group_reads.leases`, as far as they can be read."""
     return split(connection, group_ids, group_reads.leases)[0]
 
@@ -99,7 +99,7 @@ def closed_sessions(
 
 def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> list[str]:
     """As `group_reads.holding_sessions`."""
-    found = rows(connection, Wanted(status="closed", group_id=group_id))
+    found = rows(connection, HeadFilter(status="closed", group_id=group_id))
     return list(_holding(connection, [row.session_id for row in found if (row.closed_at or 0.0) <= cutoff]))
 
 

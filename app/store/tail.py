@@ -1,4 +1,4 @@
-"""The end of the log over all sessions, for those who follow it."""
+"""The end of the log of all sessions, for readers that follow it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ START = Position(0, 0)
 
 
 class Tail(NamedTuple):
-    """What came behind a place: sessions, each once, the last event's place, and how many events there were.
+    """Events after a position: their sessions (each once), the last position, and how many events.
 
-    `holds` False: the event at that place is gone. A crash of the database took it back, or it is another store; what
-    came before it may differ, too.
+    `holds` False: the event at the given position is gone, because a database crash undid it or it is another store.
+    Earlier events may differ too.
     """
 
     session_ids: list[str]
@@ -28,7 +28,7 @@ class Tail(NamedTuple):
 
 
 def end(connection: Connection) -> Position:
-    """The place of the last event below which nothing can appear any more, but for a crash of the database."""
+    """The position of the last event below which nothing can appear any more, except after a database crash."""
     query = (
         select(events.c.tx, events.c.position)
         .where(events.c.tx < oldest_tx())
@@ -40,7 +40,7 @@ def end(connection: Connection) -> Position:
 
 
 def since(connection: Connection, after: Position, limit: int) -> Tail:
-    """What came behind `after`, at most `limit` events."""
+    """Events after `after`, at most `limit`."""
     query = (
         select(events.c.session_id, events.c.tx, events.c.position)
         .where(

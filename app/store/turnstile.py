@@ -1,4 +1,4 @@
-"""Many side by side, or one alone."""
+"""A lock that many may share, or one may hold alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import TracebackType
 
 
 class Turnstile:
-    """`async with` lets anybody in; `alone` waits until they have left, and has others wait meanwhile."""
+    """`async with` is shared; `alone` waits until all have left, and keeps others waiting meanwhile."""
 
     def __init__(self) -> None:
-        self._inside = 0
+        self._active = 0
         self._has_left = asyncio.Event()
         self._alone = asyncio.Lock()
 
@@ -20,18 +20,18 @@ class Turnstile:
         while self._alone.locked():
             async with self._alone:
                 pass
-        self._inside += 1
+        self._active += 1
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._inside -= 1
+        self._active -= 1
         self._has_left.set()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         async with self._alone:
-            while self._inside:
+            while self._active:
                 self._has_left.clear()
                 await self._has_left.wait()
             yield

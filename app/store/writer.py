@@ -1,13 +1,13 @@
-"""The one writer of a process: what waits at the same moment is committed together.
+"""The one writer of a process: operations that wait at the same time are committed together.
 
     submit ──▶ queue (bounded in count and bytes) ──▶ one transaction, one fsync ──▶ outcomes
                                                        │
-                                                       ├─▶ deferred: again in a later batch, for HELD_S
-                                                       └─▶ the file's lock is held: again, for LOCKED_S from `submit`
+                                                       ├─▶ deferred: retried in a later batch, for HELD_S
+                                                       └─▶ file is locked: retried, for LOCKED_S from `submit`
 
-An outcome is handed back only after the transaction has ended. A batch that breaks on one operation's
-fault is run again one by one, so that the fault stays with its owner. PostgreSQL takes some batches side by side
-(lanes): what waits for its disk, or a standby's, does not keep the next batch from being filled.
+An outcome is returned only after the transaction has ended. If one operation fails a batch, the batch is repeated one
+by one, so that the others succeed. PostgreSQL takes several batches at a time (lanes): while one waits for the disk or
+a standby, the next is filled.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ MAX_BATCH = 512
 """Operations in one transaction."""
 
 MAX_BATCH_BYTES = 4 << 20
-"""Bytes in one transaction: a larger one would hold the others' fsync up."""
+"""Bytes in one transaction: a larger one would delay the others' fsync."""
 
 CONFLICT_TRIES = 5
-"""How often a batch is tried that another process's transaction stood in the way of."""
+"""Attempts of a batch that conflicts with another process's transaction."""
 
 HELD_S, HELD_PAUSE_S = 5.0, 0.01
-"""How long an operation waits for its session's row while somebody else holds it, and how often it looks."""
+"""How long an operation waits while another process locks its session's row, and the interval of retries."""
 
-BRIEF = 8
-"""Brief operations that together take less than a millisecond, where no fsync is needed."""
+MAX_INLINE = 8
+"""Inline operations that together take less than a millisecond, without an fsync."""
 
 MAX_QUEUE = 10_000
 MAX_QUEUE_BYTES = 256 << 20
 WAIT_S = 5.0
-"""How long a request waits for room in the queue before it is answered 503."""
+"""How long a request waits for room in the queue before it gets a 503."""
 
 
-class Counters(msgspec.Struct):
+class WriterCounters(msgspec.Struct):
     """What the writer has done since the process began."""
 
     operations: int = 0
@@ -72,14 +72,14 @@ class _Entry(msgspec.Struct, eq=False):
 
 
 class Writer:
-    """Runs as one task from `start` to `stop`."""
+    """Runs as one task per lane from `start` to `stop`."""
 
     def __init__(self, database: Database) -> None:
-        self.counters = Counters()
+        self.counters = WriterCounters()
         self.tally = EventCounters()
         self._database = database
         self._queue: deque[_Entry] = deque()
-        self._wide: deque[_Entry] = deque()
+        self._sessionless: deque[_Entry] = deque()
         self._bytes = 0
         self._ready = asyncio.Event()
         self._room = asyncio.Condition()
@@ -91,13 +91,13 @@ class Writer:
 
     def start(self) -> None:
         lanes = self._database.lanes
-        # What is of no session in particular may wait for rows: where there are several lanes it has one to itself.
-        several = [self._wide], *([self._queue] for _ in range(lanes))
-        runs = [self._run(*queues) for queues in (several if lanes > 1 else ([self._wide, self._queue],))]
+        # Operations without a session may wait for rows; with several lanes they have one of their own.
+        lane_queues = [self._sessionless], *([self._queue] for _ in range(lanes))
+        runs = [self._run(*queues) for queues in (lane_queues if lanes > 1 else ([self._sessionless, self._queue],))]
         self._lanes = [asyncio.create_task(run, name=f"turnlog-writer-{number}") for number, run in enumerate(runs)]
 
     async def stop(self) -> None:
-        """Commit what is queued and end; what comes later is refused."""
+        """Commit what is queued and end; later operations are refused."""
         self._stopping = True
         self._ready.set()
         await asyncio.gather(*self._lanes)
@@ -105,9 +105,9 @@ class Writer:
     async def submit(self, operation: Operation[Result]) -> Result:
         """Queue `operation` and wait for its outcome.
 
-        Raises Overloaded (the queue stayed full), StoreUnavailable, StoreFull: then it is unknown only
-        whether it was written where the commit itself failed, and the log tells. Raises SessionUnreadable where a
-        page that the session needs is damaged: nothing was written.
+        Raises Overloaded (the queue stayed full), StoreUnavailable, StoreFull. Only if the commit itself failed is it
+        unknown whether the operation was written; the log tells. Raises SessionUnreadable if the session needs a
+        damaged page: nothing was written then.
         """
         if self._stopping:
             raise StoreUnavailable("the server is stopping")
@@ -119,7 +119,7 @@ class Writer:
                 raise StoreUnavailable("the server is stopping")
         entry = _Entry(operation, loop.create_future(), operation.size, until)
         if operation.is_alone and self._is_idle:
-            await self._write_here(entry)
+            await self._write_directly(entry)
         else:
             self._queue_of(entry).append(entry)
             self._bytes += entry.size
@@ -129,11 +129,11 @@ class Writer:
 
     @property
     def _is_idle(self) -> bool:
-        """Is nothing being written, and nothing waiting? Several lanes write side by side, and never seem idle."""
-        return len(self._lanes) == 1 and not (self._is_writing or self._queue or self._wide or self._deferred)
+        """Is nothing being written and nothing waiting? Several lanes are never idle."""
+        return len(self._lanes) == 1 and not (self._is_writing or self._queue or self._sessionless or self._deferred)
 
-    async def _write_here(self, entry: _Entry) -> None:
-        """One client alone need not wait for another task to wake: that is a good part of its turn's latency."""
+    async def _write_directly(self, entry: _Entry) -> None:
+        """Write in the caller's task: for a single client, waking another task is a good part of the latency."""
         self._is_writing = True
         try:
             await self._write([entry])
@@ -144,10 +144,10 @@ class Writer:
     @property
     def waiting(self) -> tuple[int, int]:
         """Operations that wait for a transaction, and their bytes."""
-        return len(self._queue) + len(self._wide) + self._deferred, self._bytes
+        return len(self._queue) + len(self._sessionless) + self._deferred, self._bytes
 
     def _queue_of(self, entry: _Entry) -> deque[_Entry]:
-        return self._queue if entry.operation.session_id else self._wide
+        return self._queue if entry.operation.session_id else self._sessionless
 
     def _is_full(self) -> bool:
         return len(self._queue) >= MAX_QUEUE or self._bytes >= MAX_QUEUE_BYTES
@@ -198,7 +198,7 @@ class Writer:
         except StoreLocked as error:
             self._give_up(batch, error)
         except StoreDamaged as error:
-            await self._around_damage(batch, error)
+            await self._isolate_damage(batch, error)
         except AppError as error:
             for entry in batch:
                 _fail(entry, error)
@@ -219,7 +219,7 @@ class Writer:
                         entry.outcome.set_result(outcome)
 
     def _give_up(self, batch: list[_Entry], error: StoreLocked) -> None:
-        """Those that have waited for as long as a write does fail; the others are the next again."""
+        """Fail the operations whose time is up; the others are next again."""
         now = asyncio.get_running_loop().time()
         for entry in reversed(batch):
             if entry.until <= now:
@@ -228,8 +228,8 @@ class Writer:
                 self._queue_of(entry).appendleft(entry)
                 self._bytes += entry.size
 
-    async def _around_damage(self, batch: list[_Entry], error: StoreDamaged) -> None:
-        """A damaged page is the business of the sessions that need it, and of nobody who waited beside them."""
+    async def _isolate_damage(self, batch: list[_Entry], error: StoreDamaged) -> None:
+        """A damaged page fails only the sessions that need it, not the others of the batch."""
         if len(batch) > 1:
             for entry in batch:
                 await self._write([entry])
@@ -237,10 +237,10 @@ class Writer:
         session_id = batch[0].operation.session_id
         try:
             if session_id:
-                look = partial(reads.touch, session_id=session_id)
-                await self._database.read(look, session_id=session_id)
-        except AppError as found:
-            _fail(batch[0], found)
+                read = partial(reads.read_all_rows, session_id=session_id)
+                await self._database.read(read, session_id=session_id)
+        except AppError as fault:
+            _fail(batch[0], fault)
         else:
             _fail(batch[0], error)
 
@@ -251,17 +251,17 @@ class Writer:
             self.tally.abandoned_dead(outcome[1])
 
     def _defer(self, entry: _Entry) -> None:
-        """Queue it again a little later: no transaction, and no lane, waits for the row that somebody holds."""
+        """Queue it again a little later: no transaction or lane waits for a row that another process has locked."""
         loop = asyncio.get_running_loop()
         entry.held_until = entry.held_until or loop.time() + HELD_S
         if loop.time() >= entry.held_until:
-            held = f"session {entry.operation.session_id}: somebody else holds its row in the database"
-            _fail(entry, StoreUnavailable(held))
+            message = f"session {entry.operation.session_id}: somebody else holds its row in the database"
+            _fail(entry, StoreUnavailable(message))
             return
         self._deferred += 1
-        loop.call_later(HELD_PAUSE_S, self._again, entry)
+        loop.call_later(HELD_PAUSE_S, self._requeue, entry)
 
-    def _again(self, entry: _Entry) -> None:
+    def _requeue(self, entry: _Entry) -> None:
         self._deferred -= 1
         self._queue.append(entry)
         self._bytes += entry.size
@@ -272,7 +272,7 @@ class Writer:
             return apply_all(tx, operations)
 
         durable = any(operation.durable for operation in operations)
-        runs_inline = len(operations) <= BRIEF and all(one.runs_inline or one.is_alone for one in operations)
+        runs_inline = len(operations) <= MAX_INLINE and all(one.runs_inline or one.is_alone for one in operations)
         for tried in range(1, CONFLICT_TRIES + 1):
             try:
                 outcomes = await self._database.write(

@@ -1,7 +1,7 @@
-"""The comparator behind `metadata.tito_session_mismatch`: stored ids beside a full rendering of the same messages.
+"""The comparator for `metadata.tito_session_mismatch`: stored ids against a full rendering of the same messages.
 
 The kinds and the fields `type`, `segment_index`, `expected_text`, `actual_text`, `detail` are those of miles'
-`TokenSeqComparator`; where a difference is (`expected_start`, `actual_start` and lengths, in tokens) is added.
+`TokenSeqComparator`; the positions of a difference (`expected_start`, `actual_start` and lengths, in tokens) are added.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from app.tito.junction import Junction
 
 _SHOWN = 8
-"""Segments that the description of a differing structure shows, from the first difference on."""
+"""How many segments the description of a structural difference shows, from the first difference on."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Ids `[start, end)` of a sequence: one special token, or all between two."""
+    """Ids `[start, end)` of a sequence: one special token, or everything between two."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Comparator:
-    """Compares sequences of one tokenizer. A difference in spelling alone (another BPE of the same text) is none."""
+    """Compares sequences of one tokenizer. Another BPE encoding of the same text is no difference."""
 
     def __init__(self, junction: Junction, special: frozenset[int], decode: Callable[[array[int]], str]) -> None:
         self._junction = junction
@@ -39,19 +39,19 @@ class Comparator:
         self._ends = junction.openings | frozenset(junction.tail[:1])
 
     def differences(self, expected: array[int], actual: array[int]) -> list[dict[str, Any]]:
-        """Where `actual`, which ends with a reply, is not `expected`, a rendering without a generation prompt.
+        """Differences between `actual`, which ends with a reply, and `expected`, rendered without a generation prompt.
 
-        Only what differs in text counts. `special_token_count`: not the same segments, so nothing more can be said;
-        `special_token_type`, `non_assistant_text`: the prompt is another; `assistant_text`: what the policy wrote is
-        not what the template makes of the message, as with reasoning that it drops.
+        Only differences in text count. `special_token_count`: the segments differ, so nothing more can be compared.
+        `special_token_type`, `non_assistant_text`: the prompt differs. `assistant_text`: the template renders the reply
+        differently from what the policy wrote, for example without reasoning.
         """
         expected, actual = self._without_ends(expected, actual)
-        segments, found = self._segments(expected), self._segments(actual)
-        if [one.special for one in segments] != [one.special for one in found]:
-            return [self._structure(expected, segments, actual, found)]
+        segments, actual_segments = self._segments(expected), self._segments(actual)
+        if [segment.special for segment in segments] != [segment.special for segment in actual_segments]:
+            return [self._structure(expected, segments, actual, actual_segments)]
         mismatches = []
-        spoken = self._spoken(expected, segments)
-        for index, (ours, theirs, assistant) in enumerate(zip(segments, found, spoken, strict=True)):
+        in_assistant = self._in_assistant(expected, segments)
+        for index, (ours, theirs, assistant) in enumerate(zip(segments, actual_segments, in_assistant, strict=True)):
             one, other = expected[ours.start : ours.end], actual[theirs.start : theirs.end]
             if one == other:
                 continue
@@ -64,7 +64,7 @@ class Comparator:
         return mismatches
 
     def _without_ends(self, expected: array[int], actual: array[int]) -> tuple[array[int], array[int]]:
-        """Less what belongs to the next prompt: a sampled role token, or what of the tail was not sampled."""
+        """Without what belongs to the next prompt: a sampled role token, or the unsampled part of the tail."""
         junction = self._junction
         if junction.stops:
             return expected, actual[:-1] if actual and actual[-1] in junction.stops else actual
@@ -87,7 +87,7 @@ class Comparator:
             segments.append(Segment(start, len(ids), False))
         return segments
 
-    def _spoken(self, ids: array[int], segments: list[Segment]) -> Iterator[bool]:
+    def _in_assistant(self, ids: array[int], segments: list[Segment]) -> Iterator[bool]:
         """For each segment: is it inside an assistant's message?"""
         opening = self._junction.opening
         inside = opened = False
@@ -104,7 +104,7 @@ class Comparator:
     def _structure(
         self, expected: array[int], ours: list[Segment], actual: array[int], theirs: list[Segment]
     ) -> dict[str, Any]:
-        """Sequences of other segments, from the first on that is another special token, or none."""
+        """The structural difference, from the first segment with another special token, or with none."""
         pairs = enumerate(zip(ours, theirs, strict=False))
         unlike = (
             index

@@ -1,4 +1,4 @@
-"""The outcome of continuing a prompt; apart, because who asks for one need not load a template engine."""
+"""The result of continuing a prompt; separate, so that importing it loads no template engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import msgspec
 
 
 class NotAnExtension(Exception):
-    """The template renders the conversation in another way than the stored tokens and what is new behind them."""
+    """The template's rendering of the conversation does not begin with the stored tokens."""
 
 
 class Extension(msgspec.Struct, frozen=True):
-    """A next prompt: the stored ids without the last `trim` of them, then `ids`."""
+    """The next prompt: the stored ids without the last `trim`, then `ids`."""
 
     trim: int
     ids: array[int]

@@ -1,4 +1,5 @@
-"""What cannot be read off a chat template, per model family; and, for a family that is named, what must be found there.
+"""Facts about model families that cannot be derived from a chat template, and, for a named family, what must be
+derived.
 
 A new family is one more row. Rows exist only for families whose real template `tests.tools.tito_check` runs.
 """
@@ -16,10 +17,10 @@ from app.errors import StartupError
 class Family(msgspec.Struct, frozen=True):
     """One row.
 
-    `pinned` are template arguments that are always passed, where the template reads them: without them it would render
-    the reasoning of earlier turns otherwise once a user message follows. `ends_with` is the text that the template puts
-    behind an assistant message, `stops` are the role tokens a generation may end with instead; None: as derived. What
-    is given here is compared with what was derived, so that a template which is not the family's stops the start.
+    `pinned` are template arguments that are always passed if the template reads them: otherwise it would change the
+    reasoning of earlier turns when a user message follows. `ends_with` is the template's text after an assistant
+    message, `stops` the role tokens that may end a generation instead; None: as derived. Given values must equal the
+    derived ones; otherwise the template is not the family's and the start fails.
     """
 
     name: str
@@ -52,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family(name: str) -> Family:
-    """The row of that name; StartupError, which names the value and what is accepted, where there is none."""
+    """The row of that name. Raises StartupError, which names the value and the accepted ones."""
     row = FAMILIES.get(name)
     if row is None:
         raise StartupError(f"TURNLOG_TITO_FAMILY={name!r}: accepted are {', '.join(FAMILIES)}")

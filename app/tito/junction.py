@@ -1,7 +1,7 @@
-"""What a chat template renders between the last token of a generated message and the next message: the junction.
+"""The junction: what a chat template renders between the last token of a generated message and the next message.
 
-It is derived by rendering a conversation whose assistant message is a word that occurs nowhere else. What stands behind
-the word is what the template puts behind any assistant message. The real history is never rendered.
+It is derived by rendering a conversation whose assistant message is a unique word: what follows the word is what the
+template puts after any assistant message. The real history is never rendered.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ASSISTANT: Message = {"role": "assistant", "content": "an answer"}
 
 
 class Junction(msgspec.Struct, frozen=True):
-    """`tail`: ids that the template puts behind an assistant message (ChatML: `<|im_end|>` and a newline), as `text`.
+    """`tail`: the ids after an assistant message (ChatML: `<|im_end|>` and a newline), whose text is `text`.
 
-    `stops`: where the tail is empty, the role tokens that begin the next message and that a generation ends with (GLM:
+    `stops`: if the tail is empty, the role tokens that begin the next message and may end a generation (GLM:
     `<|user|>`, `<|observation|>`). `opening`: an assistant message's first ids; `openings`: any message's first id.
     """
 
@@ -44,11 +44,11 @@ class Junction(msgspec.Struct, frozen=True):
         return 1 if self.stops else 0
 
     def join(self, stored: Sequence[int], ids: array[int]) -> Extension:
-        """`stored`: the last stored ids; `ids`: the tail and what is new, encoded together.
+        """`stored`: the last stored ids. `ids`: the tail and the new messages, encoded together.
 
-        What of the tail was sampled is not repeated. A role token that was sampled stays where the next message begins
-        with it and is trimmed where the next message begins with another. No other sampled token is dropped, so that
-        after a cut generation, or one that ended with some other stop token, the whole tail follows.
+        The sampled part of the tail is not repeated. A sampled role token stays if the next message begins with it, and
+        is trimmed if the next message begins with another. No other sampled token is dropped; after a cut generation,
+        or another stop token, the whole tail follows.
         """
         if self.stops and stored and stored[-1] in self.stops:
             return Extension(0, ids[1:]) if ids[:1] == array("i", stored[-1:]) else Extension(1, ids)
@@ -56,31 +56,31 @@ class Junction(msgspec.Struct, frozen=True):
         return Extension(0, ids[sampled:])
 
     def sampled_of_tail(self, stored: Sequence[int], ids: array[int]) -> int:
-        """How many of the first ids, which are the tail's, the stored ids already end with."""
+        """How many of the tail's first ids the stored ids already end with."""
         for count in range(min(len(self.tail), len(stored), len(ids)), 0, -1):
             if array("i", stored[-count:]) == ids[:count]:
                 return count
         return 0
 
 
-class Dummies:
-    """Renders new messages behind a dummy history and cuts them off it."""
+class JunctionRenderer:
+    """Renders new messages after a dummy history and cuts that off."""
 
     def __init__(self, template: Template) -> None:
         self.word = f"turnlog{secrets.token_hex(8)}"
         self._template = template
-        self.said: Message = {"role": "assistant", "content": self.word}
+        self.reply: Message = {"role": "assistant", "content": self.word}
         self._called = False
 
     def derive(self, encode: Encode, added: frozenset[int], pinned: Mapping[str, Any]) -> Junction:
-        """StartupError, in one line, where the template has no junction that could be relied on."""
+        """Raises StartupError, in one line, if the template has no reliable junction."""
         try:
             return self._derive(encode, added, pinned)
         except (NotAnExtension, InvalidRequest) as error:
             raise StartupError(f"no junction can be derived from the chat template: {error}") from error
 
     def _derive(self, encode: Encode, added: frozenset[int], pinned: Mapping[str, Any]) -> Junction:
-        text = self._behind([_USER, self.said], pinned)
+        text = self._after_reply([_USER, self.reply], pinned)
         user = self._new(text, [_USER], pinned)
         self._check_history_is_left_alone(text, user, pinned)
         roles = [encode(new)[0] for new in (user, *self._tool_results(pinned)) if new]
@@ -95,25 +95,25 @@ class Dummies:
         return Junction(text, tail, stops, opening, frozenset([*roles, *others, *opening[:1]]))
 
     def _check_history_is_left_alone(self, text: str, user: str, pinned: Mapping[str, Any]) -> None:
-        """What follows must not depend on where in the conversation it is, nor move what stands before."""
+        """The text after a message must not depend on its place, and later messages must not change earlier ones."""
         histories: list[list[Message]] = [[_USER, _ASSISTANT, _USER], [_SYSTEM, _USER]]
         for history in histories:
             try:
                 before = self._render(history, pinned)
             except InvalidRequest:
                 continue  # a template without system messages: nothing of them can move
-            whole = self._render([*history, self.said, _USER], pinned, generation_prompt=True)
+            whole = self._render([*history, self.reply, _USER], pinned, generation_prompt=True)
             if not whole.startswith(before) or self._cut(whole)[1] != text + user:
                 raise NotAnExtension("it renders a message otherwise once others follow it")
 
     def _tool_results(self, pinned: Mapping[str, Any]) -> list[str]:
-        """What a tool's result renders as, the same with and without calls before it. Empty without tool messages."""
+        """The rendering of a tool's result, the same with and without calls before it. Empty without tool messages."""
         found: list[str] = []
         for names in ((), ("first",), ("second",)):
-            said = self._calling(names)
+            reply = self._calling(names)
             try:
-                base = self._behind([_USER, said], pinned)
-                whole = self._behind([_USER, said, _TOOL], pinned, generation_prompt=True)
+                base = self._after_reply([_USER, reply], pinned)
+                whole = self._after_reply([_USER, reply, _TOOL], pinned, generation_prompt=True)
             except (InvalidRequest, NotAnExtension):
                 continue  # calls must be there, or content is left out beside them, or there are none at all
             if not whole.startswith(base):
@@ -134,11 +134,11 @@ class Dummies:
         return found
 
     def _opening(self, encode: Encode, pinned: Mapping[str, Any]) -> array[int]:
-        """What a generation prompt, a last and an earlier assistant message begin with alike."""
+        """The common beginning of a generation prompt and of an assistant message, last or earlier."""
         before = self._render([_USER], pinned)
         prompted = self._render([_USER], pinned, generation_prompt=True)[len(before) :]
-        last, _ = self._cut(self._render([_USER, self.said], pinned))
-        earlier, _ = self._cut(self._render([_USER, self.said, _USER], pinned))
+        last, _ = self._cut(self._render([_USER, self.reply], pinned))
+        earlier, _ = self._cut(self._render([_USER, self.reply, _USER], pinned))
         return _common(encode(prompted), encode(last[len(before) :]), encode(earlier[len(before) :]))
 
     def _calling(self, names: Sequence[str]) -> Message:
@@ -146,16 +146,16 @@ class Dummies:
             {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": {}}}
             for index, name in enumerate(names)
         ]
-        return {**self.said, "tool_calls": calls} if calls else self.said
+        return {**self.reply, "tool_calls": calls} if calls else self.reply
 
     def heads(self, tools: Sequence[Any] | None, arguments: Mapping[str, Any]) -> frozenset[bytes]:
-        """Digests of what may stand before the dummy's words: alone, before a generation, before each role.
+        """Digests of the possible texts before the dummy's word: alone, before a generation, before each role.
 
-        A template may treat a last message in another way (Qwen3: an empty `<think>` block); beyond that nothing may
-        change, or what is new has moved into what is stored.
+        A template may treat the last message differently (Qwen3: an empty `<think>` block). Any other change means that
+        new messages alter stored text.
         """
-        said = self._calling(("first",)) if self._called else self.said
-        endings: list[list[Message]] = [[self.said], [self.said, _USER], [said, _TOOL], [said]]
+        reply = self._calling(("first",)) if self._called else self.reply
+        endings: list[list[Message]] = [[self.reply], [self.reply, _USER], [reply, _TOOL], [reply]]
         before = self._render([_USER], arguments, tools)
         heads = set()
         for ending in endings:
@@ -171,25 +171,27 @@ class Dummies:
     def render_new(
         self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
     ) -> tuple[str, str]:
-        """What stands before the dummy's words, and the junction's text with the new messages and generation prompt."""
-        said: Message = self.said
+        """The text before the dummy's word, and the junction's text with the new messages and the generation prompt."""
+        reply: Message = self.reply
         dropped = ""
         if self._called and messages and messages[0]["role"] == "tool":
-            said = self._calling(("first",))
-            base = self._cut(self._render([_USER, said], arguments, tools))[1]
+            reply = self._calling(("first",))
+            base = self._cut(self._render([_USER, reply], arguments, tools))[1]
             dropped = base[: len(base) - len(text)]
-        head, behind = self._cut(self._render([_USER, said, *messages], arguments, tools, generation_prompt=True))
-        if not behind.startswith(dropped + text):
+        head, after_reply = self._cut(self._render([_USER, reply, *messages], arguments, tools, generation_prompt=True))
+        if not after_reply.startswith(dropped + text):
             raise NotAnExtension("the chat template ends the message before these in another way")
-        return head, behind[len(dropped) :]
+        return head, after_reply[len(dropped) :]
 
     def _new(self, text: str, messages: list[Message], arguments: Mapping[str, Any]) -> str:
-        behind = self._behind([_USER, self.said, *messages], arguments, generation_prompt=True)
-        if not behind.startswith(text):
+        after_reply = self._after_reply([_USER, self.reply, *messages], arguments, generation_prompt=True)
+        if not after_reply.startswith(text):
             raise NotAnExtension("it ends a message otherwise once another follows")
-        return behind[len(text) :]
+        return after_reply[len(text) :]
 
-    def _behind(self, messages: list[Message], arguments: Mapping[str, Any], *, generation_prompt: bool = False) -> str:
+    def _after_reply(
+        self, messages: list[Message], arguments: Mapping[str, Any], *, generation_prompt: bool = False
+    ) -> str:
         return self._cut(self._render(messages, arguments, generation_prompt=generation_prompt))[1]
 
     def _cut(self, text: str) -> tuple[str, str]:

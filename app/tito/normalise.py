@@ -1,8 +1,8 @@
-"""Messages and tools as an engine hands them to a chat template.
+"""Messages and tools as an engine passes them to a chat template.
 
 The reference is SGLang 0.5.23: its pydantic models (`entrypoints/openai/protocol.py`) decide which fields a template
-sees and in which order, its `serving_chat.py` what becomes of content and arguments. vLLM differs in the order of a
-tool's keys and reads `reasoning` beside `reasoning_content`; the latter is honoured here too.
+gets and in which order; `serving_chat.py` converts content and arguments. vLLM differs in the order of a tool's keys
+and also reads `reasoning`, which is accepted here too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ARGUMENTS = msgspec.json.Decoder()
 def messages(items: Sequence[Mapping[str, Any]], part_separator: str, first: int = 0) -> list[dict[str, Any]]:
     """Messages for a template; `part_separator` joins the text parts of a content list.
 
-    Raises Unsupported for parts that are not text and InvalidRequest for shapes no engine takes; both name the place
-    by its index in the request, where the first of `items` has the index `first`.
+    Raises Unsupported for parts that are not text and InvalidRequest for structures that no engine takes. Both name the
+    index in the request; the first of `items` has the index `first`.
     """
     return [_message(item, index, part_separator) for index, item in enumerate(items, first)]
 
@@ -35,21 +35,21 @@ def _message(item: Mapping[str, Any], index: int, part_separator: str) -> dict[s
     if role not in _ROLES:
         raise InvalidRequest(f"messages[{index}]: role must be one of {', '.join(sorted(_ROLES))}")
     separator = " " if role == "tool" else part_separator
-    seen: dict[str, Any] = {"role": role, "content": _content(item.get("content"), index, separator)}
+    message: dict[str, Any] = {"role": role, "content": _content(item.get("content"), index, separator)}
     if role == "user":
-        return seen
+        return message
     for field in _KEPT:
         if item.get(field) is not None:
-            seen[field] = item[field]
+            message[field] = item[field]
     reasoning = item.get("reasoning_content")
     if reasoning is None:
         reasoning = item.get("reasoning")
     if isinstance(reasoning, str):
-        seen["reasoning_content"] = reasoning
+        message["reasoning_content"] = reasoning
     calls = item.get("tool_calls")
     if calls is not None:
-        seen["tool_calls"] = _calls(calls, index)
-    return seen
+        message["tool_calls"] = _calls(calls, index)
+    return message
 
 
 def _content(content: Any, index: int, separator: str) -> str:
@@ -96,8 +96,8 @@ def _call(call: Any, index: int, number: int) -> dict[str, Any]:
 
 
 def _arguments(arguments: Any) -> Any:
-    """The object that JSON text holds. Other text stays text: a policy may well have written it, and SGLang's 400
-    would end the session over a reply that it gave itself; most templates render text as it stands."""
+    """The object in a JSON text. Other text stays text: the policy may have written it, and SGLang's 400 would end the
+    session over its own reply. Most templates render text unchanged."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):
@@ -110,9 +110,10 @@ def _arguments(arguments: Any) -> Any:
 
 
 def tools(items: Sequence[Any] | None, *, flat: bool) -> list[dict[str, Any]] | None:
-    """Tool schemas as SGLang's models dump them: the client's order of keys, absent defaults behind. None for none.
+    """Tool schemas as SGLang's models dump them: in the client's key order, then absent defaults. None if there are
+    none.
 
-    `flat`: without the `{"type", "function"}` wrapper, for templates that cannot take it.
+    `flat`: without the `{"type", "function"}` wrapper, for templates that do not accept it.
     """
     if not items:
         return None
@@ -143,7 +144,7 @@ def _tool(item: Any, number: int, flat: bool) -> dict[str, Any]:
 
 
 def offered(items: Sequence[Any] | None, tool_choice: Any) -> Sequence[Any] | None:
-    """The tools that a template gets to see: SGLang shows none with `"none"`, and only the one that is asked for."""
+    """The tools that a template gets: SGLang passes none for `"none"`, and only the chosen one if one is named."""
     if not items or tool_choice == "none":
         return None
     wanted = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
@@ -159,6 +160,6 @@ def _name(item: Mapping[str, Any]) -> Any:
 
 
 def arguments(chat_template_kwargs: Mapping[str, Any] | None, reasoning_effort: Any) -> dict[str, Any]:
-    """A request's template arguments: SGLang passes its `reasoning_effort` on as one, below `chat_template_kwargs`."""
+    """A request's template arguments: `chat_template_kwargs`, which override its `reasoning_effort`, as in SGLang."""
     effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
     return {**effort, **(chat_template_kwargs or {})}

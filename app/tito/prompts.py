@@ -1,4 +1,4 @@
-"""Prompts as token ids: the first whole, later ones as what follows the stored ids. Pure and thread-safe."""
+"""Prompts as token ids: the first in full, later ones as additions to the stored ids. Pure and thread-safe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.tito.compare import Comparator
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import Family
 from app.tito.families import family as family_of
-from app.tito.junction import Dummies, Junction, digest
+from app.tito.junction import Junction, JunctionRenderer, digest
 from app.tito.template import Message, Template
 
 RESERVED = frozenset(
@@ -39,13 +39,13 @@ RESERVED = frozenset(
         "truncation",
     }
 )
-"""What `apply_chat_template` takes for itself, as every name that begins with `return_`: no template's arguments."""
+"""Arguments of `apply_chat_template` itself, as are all that begin with `return_`: not a template's arguments."""
 
 _CACHED_BYTES = 64 << 10
-"""Tools and arguments of more than this are not kept: what they give is derived each time."""
+"""Tools and arguments larger than this are not cached."""
 
 _CACHED_VARIANTS = 64
-"""Pairs of tools and arguments whose heads are kept: one pair a task in most runs."""
+"""Cached pairs of tools and arguments: one per task in most runs."""
 
 _PARTS_PROBE = ("turnlog-part-one", "turnlog-part-two")
 
@@ -73,7 +73,7 @@ _PROBES: tuple[tuple[Message, ...], ...] = tuple(
     )
     for ending in ([], [{"role": "user", "content": "thanks"}])
 )
-"""Conversations in which a template that treats history by its arguments has something to treat."""
+"""Conversations that reveal whether template arguments change the history."""
 
 _JSON = msgspec.json.Encoder()
 _VARIANT = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any]])
@@ -81,20 +81,20 @@ _FLIP = msgspec.json.Decoder(tuple[list[Any] | None, dict[str, Any], dict[str, A
 
 
 class Prompts:
-    """One tokenizer with its chat template and what was derived from it.
+    """One tokenizer with its chat template and the derived junction.
 
-    Ids are `array("i")`: int32, as engines count. Cost is in the size of what is new, the tools included.
+    Ids are `array("i")`: int32, as engines count. The cost depends on the size of the new messages and the tools.
     """
 
     def __init__(self, tokenizer: Any, row: Family) -> None:
-        """Raises StartupError where the template's junction cannot be derived, or is not the family's."""
+        """Raises StartupError if the template's junction cannot be derived, or is not the family's."""
         self._backend = tokenizer.backend_tokenizer
         self._template = Template(tokenizer)
         reads = self._template.reads()
         self._pinned = {name: value for name, value in row.pinned.items() if name in reads}
         added = self._backend.get_added_tokens_decoder()
-        self._dummies = Dummies(self._template)
-        self._junction = self._dummies.derive(self._encode, frozenset(added), self._pinned)
+        self._renderer = JunctionRenderer(self._template)
+        self._junction = self._renderer.derive(self._encode, frozenset(added), self._pinned)
         _check_family(row, self._junction, self.decode)
         self._separator = "" if self._joins_parts() else " "
         self._flat_tools = self._needs_flat_tools()
@@ -105,12 +105,13 @@ class Prompts:
 
     @classmethod
     def load(cls, path_or_name: str, family: str) -> Prompts:
-        """From a folder, or a hub's name: the local cache first, then the hub. Code that a model brings is never run.
+        """Load from a folder, or by a hub's name: local cache first, then the hub. A model's own code is never run.
 
-        StartupError: no such tokenizer, no fast one, no chat template, no junction, an unknown family.
+        Raises StartupError: no such tokenizer, no fast one, no chat template, no junction, an unknown family.
         """
         row = family_of(family)
-        # One text a call leaves nothing to share out, and the package's own threads are not as nice as the caller.
+        # With one text per call there is nothing to parallelise, and the package's threads would not have the caller's
+        # niceness.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer = _tokenizer(_transformers(), path_or_name)
         if not tokenizer.is_fast:
@@ -126,7 +127,7 @@ class Prompts:
 
     @property
     def max_trim_tokens(self) -> int:
-        """How many of the last stored ids an extension may leave out: 1 where a generation ends with a role token."""
+        """How many of the last stored ids an extension may trim: 1 if a generation ends with a role token."""
         return self._junction.max_trim_tokens
 
     def first(
@@ -143,37 +144,37 @@ class Prompts:
         arguments: Mapping[str, Any],
         first: int = 0,
     ) -> Extension:
-        """What follows stored ids that end with `tail` (a reply's last token is its last), for the new `messages`.
+        """The tokens for the new `messages`, after stored ids that end with `tail`.
 
-        `first` is the index of the first of them in the request, for errors.
+        `first` is the index of the first message in the request, for errors.
 
-        Raises NotAnExtension where the template would render what is stored otherwise now that these messages follow.
+        Raises NotAnExtension if these messages change how the template renders the stored ones.
         """
         shown = normalise.messages(messages, self._separator, first)
         schemas = normalise.tools(tools, flat=self._flat_tools)
         every = {**arguments, **self._pinned}
-        head, text = self._dummies.render_new(self._junction.text, shown, schemas, every)
+        head, text = self._renderer.render_new(self._junction.text, shown, schemas, every)
         variant = _key(schemas, every)
         if digest(head) not in self._known_heads(variant):
-            self._heads.cache_clear()  # a template that writes the date has other heads after midnight
+            self._heads.cache_clear()  # A template that writes the date has other heads after midnight.
             if digest(head) not in self._known_heads(variant):
                 raise NotAnExtension("the chat template renders the messages before these otherwise")
         return self._junction.join(tail, self._encode(text))
 
     def rewrites_history(self, before: Mapping[str, Any], now: Mapping[str, Any], tools: Sequence[Any] | None) -> bool:
-        """Do the template arguments `now` render earlier messages otherwise than those `before`?
+        """Do the template arguments `now` render earlier messages differently than `before`?
 
-        Judged by conversations that hold reasoning, calls, results and a system message, without generation prompt:
-        `enable_thinking` of Qwen3 touches only the generation prompt, that of Qwen3.8 the system message.
-        InvalidRequest where the template refuses the arguments `now`.
+        Tested on conversations with reasoning, calls, results and a system message, without generation prompt:
+        `enable_thinking` of Qwen3 affects only the generation prompt, that of Qwen3.8 the system message. Raises
+        InvalidRequest if the template refuses the arguments `now`.
         """
         one, other = {**before, **self._pinned}, {**now, **self._pinned}
-        if _key(one) == _key(other):  # 1 and true are equal in Python, and not to a template
+        if _key(one) == _key(other):  # 1 and True are equal in Python, but not to a template.
             return False
         return self._rewrites(_key(normalise.tools(tools, flat=self._flat_tools), one, other))
 
     def check_arguments(self, arguments: object) -> None:
-        """InvalidRequest for `chat_template_kwargs` that are no object, or that set what is not a client's to set."""
+        """Raises InvalidRequest for `chat_template_kwargs` that are not an object, or that clients may not set."""
         if not isinstance(arguments, Mapping):
             raise InvalidRequest("chat_template_kwargs must be an object")
         for name, value in arguments.items():
@@ -190,9 +191,9 @@ class Prompts:
         tools: Sequence[Any] | None,
         arguments: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Where stored ids, which end with a reply, differ from a rendering of all messages with that reply.
+        """Differences between stored ids, which end with a reply, and a rendering of all messages.
 
-        See `compare.Comparator`; O(all tokens). InvalidRequest where the template cannot render them.
+        See `compare.Comparator`; O(all tokens). Raises InvalidRequest if the template cannot render them.
         """
         expected = self._encode(self._render(messages, tools, arguments, generation_prompt=False))
         return self._comparator.differences(expected, array("i", ids))
@@ -216,9 +217,9 @@ class Prompts:
         return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
 
     def _encode(self, text: str) -> array[int]:
-        """Special tokens are recognised, none is added: templates write their own, as engines expect.
+        """Special tokens are recognised, but none is added: templates write their own, as engines expect.
 
-        The batch call is the one that leaves offsets out: three fifths of the time for short text, a sixth for long.
+        The batch call computes no offsets: it saves three fifths of the time for short text, a sixth for long.
         """
         if not text.isascii():
             _check_text(text)
@@ -228,24 +229,23 @@ class Prompts:
         return (self._heads if len(variant) <= _CACHED_BYTES else self._derive_heads)(variant)
 
     def _derive_heads(self, variant: bytes) -> frozenset[bytes]:
-        return self._dummies.heads(*_VARIANT.decode(variant))
+        return self._renderer.heads(*_VARIANT.decode(variant))
 
     def _derive_rewrites(self, flip: bytes) -> bool:
         tools, before, now = _FLIP.decode(flip)
-        judged = False
+        rendered_any = False
         for probe in _PROBES:
             try:
                 rendered = self._template.render(probe, tools, before, generation_prompt=False)
             except InvalidRequest:
                 continue  # no system messages or no calls in this template
-            judged = True
+            rendered_any = True
             if rendered != self._template.render(probe, tools, now, generation_prompt=False):
                 return True
-        return not judged
+        return not rendered_any
 
     def _joins_parts(self) -> bool:
-        """Does the template join a content list's text parts itself? SGLang then leaves it to it, and else puts a space
-        between them."""
+        """Does the template join a content list's text parts itself? If not, SGLang joins them with a space."""
         parts = [{"type": "text", "text": text} for text in _PARTS_PROBE]
         try:
             text = self._template.render([{"role": "user", "content": parts}], None, {}, generation_prompt=False)
@@ -254,7 +254,7 @@ class Prompts:
         return "".join(_PARTS_PROBE) in text
 
     def _needs_flat_tools(self) -> bool:
-        """Does the template fail on `{"type", "function"}` and take the function alone? SGLang then sends that."""
+        """Does the template fail on `{"type", "function"}` but accept the function alone? SGLang then sends that."""
         tool = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {}}}
         for flat in (False, True):
             try:
@@ -276,7 +276,7 @@ def _check_text(text: str) -> None:
 
 
 def _key(*parts: object) -> bytes:
-    """JSON that tells variants apart and from which they are read again; a surrogate in a tool's schema is no text."""
+    """JSON that identifies a variant and from which it is decoded again; a surrogate in a tool's schema is not text."""
     try:
         return _JSON.encode(parts)
     except UnicodeEncodeError as error:
@@ -294,7 +294,7 @@ def _check_family(row: Family, junction: Junction, decode: Any) -> None:
 
 
 def _transformers() -> ModuleType:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would miss PyTorch aloud
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

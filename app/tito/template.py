@@ -1,4 +1,4 @@
-"""A chat template as a function from messages to text, and what goes wrong in one."""
+"""A chat template as a function from messages to text, and its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.errors import InvalidRequest, StartupError
 Message = Mapping[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""A tag that only `transformers` defines; it marks what an assistant wrote and changes nothing."""
+"""A tag that only `transformers` defines; it marks an assistant's text and does not change the output."""
 
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
@@ -25,11 +25,11 @@ _RENDERING_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template's own expressions raise on data they were not written for. The template is code from outside."""
+"""Errors that a template's expressions raise on unexpected data. The template is third-party code."""
 
 
 class Template:
-    """The template of a `transformers` tokenizer. Safe to use from several threads: rendering shares no state."""
+    """The template of a `transformers` tokenizer. Thread-safe: rendering shares no state."""
 
     def __init__(self, tokenizer: Any) -> None:
         source = tokenizer.chat_template
@@ -37,7 +37,7 @@ class Template:
         self._sources: tuple[str, ...] = tuple(source.values()) if isinstance(source, dict) else (source,)
 
     def reads(self) -> frozenset[str]:
-        """The names that the template takes from outside: messages, tools and its arguments."""
+        """The names that the template reads: messages, tools and its arguments."""
         environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
         try:
             parsed = [environment.parse(_GENERATION.sub("", source)) for source in self._sources]
@@ -53,18 +53,18 @@ class Template:
         *,
         generation_prompt: bool,
     ) -> str:
-        """The text; InvalidRequest where the template refuses the messages or cannot render them.
+        """The text. Raises InvalidRequest if the template refuses the messages or cannot render them.
 
-        A refusal's text is repeated only where it stands in the template itself: otherwise it may hold a prompt.
+        A refusal's text is repeated only if it is part of the template: otherwise it may contain a prompt.
         """
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **arguments
             )
         except _RENDERING_ERRORS as error:
-            said = error.message if isinstance(error, jinja2.TemplateError) else None
-            if said and any(said in source for source in self._sources):
-                raise InvalidRequest(f"the chat template refuses these messages: {said}") from None
+            refusal = error.message if isinstance(error, jinja2.TemplateError) else None
+            if refusal and any(refusal in source for source in self._sources):
+                raise InvalidRequest(f"the chat template refuses these messages: {refusal}") from None
             name = type(error).__name__
             raise InvalidRequest(f"the chat template cannot render these messages ({name})") from None
         return text

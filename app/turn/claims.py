@@ -1,4 +1,4 @@
-"""Taking a session's open turn, and releasing it."""
+"""Claims a session for a turn, and releases the claim."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from workers import codec
 log = logging.getLogger("turnlog.claims")
 
 KEPT_BYTES = 256 << 10
-"""Of a refused reply, for diagnosis."""
+"""How much of a rejected reply is kept for diagnosis."""
 
 CLAIM_TRIES = 8
-"""How often a claim is tried again because another process moved the session; more is a storm."""
+"""Attempts to claim a session that other processes keep changing."""
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.05, 1.0
-"""How often a retry looks whether the turn that it repeats, in flight in another process, has ended; and when the
-other's lease ends."""
+MIN_POLL_S, MAX_POLL_S = 0.05, 1.0
+"""Interval at which a retry checks whether the turn it repeats, in flight in another process, has ended. It doubles
+from the first to the second value."""
 
-RELEASE_AGAIN_S = 1.0
-"""Between tries to release claims that the store could not take back."""
+RELEASE_RETRY_S = 1.0
+"""Pause between attempts to release claims while the store is unavailable."""
 
 
 class Claims:
-    """The claims of this process, which is `incarnation()` to the store; `lease_s()` of silence ends those of another.
+    """The claims of this process. `incarnation()` is the process's id in the store.
 
-    `lease_left` says of another incarnation how long it keeps its claims in silence; None where they are void.
+    Other processes void these claims after `lease_s()` without a heartbeat. `lease_left(incarnation)` returns the
+    seconds until another process's claims become void, or None if they already are.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class Claims:
 
     @property
     def incarnation(self) -> int:
-        """Raises StoreFull, StoreUnavailable while this process is not registered."""
+        """Raises StoreFull, StoreUnavailable while this process is not registered in the store."""
         return self._incarnation()
 
     async def take(self, entry: CacheEntry, context: TurnContext, *, is_alone: bool = False) -> ClaimedTurn | None:
-        """Claim the session at a version at which the request fits; None if the turn is found committed.
+        """Claim the session at a version that the request fits; None if its turn is already committed.
 
         `is_alone`: no other turn is in flight in this process.
         """
         session_id, request, mark = context.session_id, context.request, context.mark
-        tries, look_s = 0, FIRST_LOOK_S
+        tries, look_s = 0, MIN_POLL_S
         while tries < CLAIM_TRIES:
             tries += 1
-            # The session may have moved since it was read: while the turn waited for a gate, others read it again.
+            # While the turn waited at a gate, the session may have changed.
             if repeated_turn(entry, mark, request) is not None:
                 return None
             plan = await self._match(entry.session, context.history)
@@ -95,10 +96,10 @@ class Claims:
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)
                 if isinstance(outcome, Busy):
-                    left = await self._in_the_way(session_id, outcome, request, mark)
+                    left = await self._check_busy(session_id, outcome, request, mark)
                     if left is not None:
-                        await asyncio.sleep(min(look_s, max(left, FIRST_LOOK_S)))
-                        tries, look_s = 0, min(2 * look_s, LONGEST_LOOK_S)
+                        await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
+                        tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
             fresh = await self._cache.refresh(session_id)
             decide.require_open(fresh.session if fresh else None, session_id)
             assert fresh is not None
@@ -110,7 +111,7 @@ class Claims:
     async def _claim(
         self, entry: CacheEntry, plan: Plan, context: TurnContext, is_alone: bool
     ) -> ClaimedTurn | Refused | Busy | None:
-        """The claim, if the session is still at its version and nobody else holds it; None where it has moved."""
+        """Claim the session at `entry`'s version; None if the session has changed since."""
         session = entry.session
         opened = decide.open_turn(
             session,
@@ -136,16 +137,16 @@ class Claims:
         if not isinstance(outcome, Appended):
             return outcome if isinstance(outcome, Refused | Busy) else None
         reach("after_claim")
-        # A crash of PostgreSQL gives the fence of a claim that it took back to the next.
+        # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
-        claimed = self._after(entry, session, outcome)
+        claimed = self._session_after(entry, session, outcome)
         rid = rid_of(session_id, fence)
         return ClaimedTurn(entry, claimed, plan, opened, fence, rid, session.last_event_at)
 
     async def _match(self, session: Session, history: RequestHistory) -> Plan | None:
-        """Where the request joins; None if the session has moved on since it was read.
+        """Where the request joins the session's history; None if the session has changed since it was read.
 
-        Raises SessionBusy, which comes before a history that does not fit, RollbackTooDeep, HistoryMismatch.
+        Raises SessionBusy (takes precedence over the others), RollbackTooDeep, HistoryMismatch.
         """
         try:
             return history.join(session)
@@ -157,18 +158,18 @@ class Claims:
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise
 
-    async def _in_the_way(self, session_id: str, held: Busy, request: Request, mark: RetryMark) -> float | None:
-        """For how long another process may keep its open turn, which the request repeats, without a sign of life.
+    async def _check_busy(self, session_id: str, busy: Busy, request: Request, mark: RetryMark) -> float | None:
+        """Seconds until the claim of another process, whose turn the request repeats, becomes void without a heartbeat.
 
-        None where it is in the way no longer: this process had failed to release it, or its own is gone. Raises
-        SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
+        None if the session can be claimed again: this process had failed to release the claim, or its owner is dead.
+        Raises SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
-        if held.incarnation == self.incarnation:
-            event = TurnAbandoned(held.turn, held.fence, "not_released")
-            await self._end(Release(session_id, held.fence, self.incarnation, self._clock(), event))
+        if busy.incarnation == self.incarnation:
+            event = TurnAbandoned(busy.turn, busy.fence, "not_released")
+            await self._write_release(Release(session_id, busy.fence, self.incarnation, self._clock(), event))
             return None
-        left = await self._lease_left(held.incarnation)
-        if left is None or mark.repeats(held.retry_key, held.body_hash, request.body_hash):
+        left = await self._lease_left(busy.incarnation)
+        if left is None or mark.repeats(busy.retry_key, busy.body_hash, request.body_hash):
             return left
         raise SessionBusy(f"session {session_id} has a turn in flight")
 
@@ -180,7 +181,7 @@ class Claims:
         detail: str | None = None,
         reply: Body | None = None,
     ) -> None:
-        """Release a claim because of what the engine answered; the beginning of `reply` is kept for diagnosis."""
+        """Release a claim after an invalid reply or an engine's error. The start of `reply` is kept for diagnosis."""
         session_id, turn, fence = claimed.session.session_id, claimed.opened.turn, claimed.fence
         if reply is None:
             await self.release(claimed, TurnRejected(turn, fence, reason, status, detail))
@@ -194,51 +195,51 @@ class Claims:
     async def fail(
         self, claimed: ClaimedTurn, error: AppError, detail: str | None = None, reply: Body | None = None
     ) -> None:
-        """Release a claim because of an error; where the client has waited for the store, beside its reply."""
+        """Release a claim after an error. If the store is unavailable, release it in the background."""
         if not isinstance(error, StoreUnavailable):
             await self.reject(claimed, error.code, None, detail, reply)
             return
         session_id, fence = claimed.session.session_id, claimed.fence
         event = TurnRejected(claimed.opened.turn, fence, error.code, None, detail)
-        self._keep_trying(Release(session_id, fence, self.incarnation, self._clock(), event), 0)
+        self._retry_release(Release(session_id, fence, self.incarnation, self._clock(), event), 0)
 
     async def abandon(self, claimed: ClaimedTurn, reason: Literal["disconnect", "not_released"]) -> None:
-        """Release a claim whose turn nobody works on any more."""
+        """Release the claim of a turn that no longer runs."""
         await self.release(claimed, TurnAbandoned(claimed.opened.turn, claimed.fence, reason))
 
     async def release(self, claimed: ClaimedTurn, event: Event) -> None:
         await self._release(Release(claimed.session.session_id, claimed.fence, self.incarnation, self._clock(), event))
 
     async def _release(self, operation: Release | Reject) -> None:
-        """A store that cannot take it is not an error of the turn: it is tried again until it can."""
+        """Release a claim. If the store is unavailable, retry in the background; the turn gets no error."""
         session_id, fence, event = operation.session_id, operation.fence, operation.event
         try:
-            await self._end(operation)
+            await self._write_release(operation)
         except SessionUnreadable:
             return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
-            self._keep_trying(Release(session_id, fence, self.incarnation, operation.at, event), RELEASE_AGAIN_S)
+            self._retry_release(Release(session_id, fence, self.incarnation, operation.at, event), RELEASE_RETRY_S)
 
-    def _keep_trying(self, operation: Release, pause_s: float) -> None:
+    def _retry_release(self, operation: Release, pause_s: float) -> None:
         self._unreleased[operation.session_id, operation.fence] = operation
         if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.create_task(self._release_again(pause_s))
+            self._releasing = asyncio.create_task(self._retry_releases(pause_s))
 
-    async def _release_again(self, pause_s: float) -> None:
+    async def _retry_releases(self, pause_s: float) -> None:
         while self._unreleased:
             await asyncio.sleep(pause_s)
-            pause_s = RELEASE_AGAIN_S
+            pause_s = RELEASE_RETRY_S
             for key, operation in list(self._unreleased.items()):
                 try:
-                    await self._end(operation)
+                    await self._write_release(operation)
                 except SessionUnreadable:
                     pass
                 except AppError:
-                    break  # The store is still not well; the first failure was logged.
+                    break  # The store is still unavailable; the first failure was logged.
                 self._unreleased.pop(key, None)
 
-    async def _end(self, operation: Release | Reject) -> None:
+    async def _write_release(self, operation: Release | Reject) -> None:
         """Raises StoreUnavailable, StoreFull."""
         session_id = operation.session_id
         reach("before_release")
@@ -251,27 +252,27 @@ class Claims:
             self._cache.drop(session_id)
 
     def appended(self, session_id: str, outcome: Appended) -> None:
-        """This process has written these events."""
+        """Apply events that this process has written to the cache, and notify the session's followers."""
         self._cache.advance(session_id, outcome.events)
         self._followers.notify(session_id)
 
-    def _after(self, entry: CacheEntry, before: Session, outcome: Appended) -> Session:
-        """The session after what was appended to `before`, which `entry` held when the write was decided."""
+    def _session_after(self, entry: CacheEntry, before: Session, outcome: Appended) -> Session:
+        """The session after `outcome` was appended to `before`, the state when the write was decided."""
         self.appended(before.session_id, outcome)
         if entry.session.version == outcome.events[-1].seq:
             return entry.session
-        # Others have moved the entry on meanwhile, or it is no longer in the cache.
+        # The entry has advanced further meanwhile, or it left the cache.
         after = fold(before.session_id, outcome.events, before)
         assert after is not None
         return after
 
     async def close(self) -> None:
-        """What could not be released by now is void with the process."""
+        """Claims that are not released by now become void when the process ends."""
         await cancelled(self._releasing)
 
 
 def repeated_turn(entry: CacheEntry, mark: RetryMark, request: Request) -> int | None:
-    """The committed turn that the request is a marked retry of."""
+    """The committed turn that the request repeats, if it is marked as a retry."""
     if mark.key is not None and mark.key in entry.keyed:
         turn = entry.session.turn(entry.keyed[mark.key])
     elif entry.session.leaf is not None:

@@ -1,4 +1,4 @@
-"""What is fixed for a whole turn: its request as it was read, and its claim."""
+"""The fixed data of a turn: its parsed request and its claim."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RequestHistory = Incoming | IncomingPrompt
 """A request's history: a chat's messages, or a completion's prompt."""
 
 
-class Template(msgspec.Struct, frozen=True):
-    """What a request has its chat template render beside messages: `offered` are those of its `tools` that it shows."""
+class TemplateInputs(msgspec.Struct, frozen=True):
+    """What a request's chat template renders besides messages. `offered` are the tools that it shows."""
 
     tools: Sequence[Any] | None
     choice: Any
@@ -34,16 +34,16 @@ class Template(msgspec.Struct, frozen=True):
 
 
 class TurnContext(msgspec.Struct, frozen=True):
-    """A request for a turn that has been let in.
+    """A parsed and admitted request for a turn.
 
-    `template` is there where the prompt is rendered here. `adapter` is the turn's, `client` are the client's headers.
-    `large` is the size in bytes of a request that is not put together on the event loop, else 0.
+    `template` is None unless the prompt is rendered here. `adapter` is the turn's LoRA adapter. `client` are the
+    client's headers. `large` is the body's size in bytes if it must not be processed on the event loop, else 0.
     """
 
     session_id: str
     request: Request
     history: RequestHistory
-    template: Template | None
+    template: TemplateInputs | None
     adapter: str | None
     client: Headers
     mark: RetryMark
@@ -55,9 +55,9 @@ class TurnContext(msgspec.Struct, frozen=True):
 
 
 class ClaimedTurn(msgspec.Struct, frozen=True):
-    """A claim that was taken. `session` is the state at the claim; while it stands, its turns cannot change.
+    """A session's claim. `session` is its state at the claim; its turns cannot change while the claim stands.
 
-    `rid` is the generation's id at the engine, `idle_since` when the session's event before the claim was written.
+    `rid` is the generation's id at the engine. `idle_since` is the time of the session's last event before the claim.
     """
 
     entry: CacheEntry

@@ -1,4 +1,4 @@
-"""A turn whose generation an engine ended before its time: what is left to ask for, and the one reply of its parts."""
+"""A generation that an engine ended early: the request for the rest, and one reply joined from all parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.fleet.engines import Answer
 from app.sessions.cache import id_text
 from app.settings import Settings
 from app.turn.context import Request
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import FIRST_ROW_NAMES, from_row
 from workers import codec, join
@@ -26,10 +26,10 @@ from workers.join_text import Stop
 from workers.parse import Rejected, Span
 
 INLINE = 96 << 10
-"""Replies of so many bytes together are joined on the loop: about a millisecond."""
+"""Replies up to this size in total are joined on the loop: about 1 ms."""
 
 COMPLETION_TOKENS = 16
-"""What both engines take for `max_tokens` in a completion that names none, as OpenAI does."""
+"""Both engines' default of `max_tokens` for completions, as OpenAI's."""
 
 _GRAMMARS = (
     "json_schema",
@@ -49,11 +49,11 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 
 
-def can_go_on(request: Request, reply: ValidatedReply) -> bool:
-    """Would an engine that is sent the tokens so far go on behind them?
+def can_continue(request: Request, reply: ValidatedReply) -> bool:
+    """Can an engine that is sent the tokens so far continue after them?
 
-    vLLM's chat takes no ids, and SGLang's looks at no images where it gets them. A grammar begins anew with each
-    request, in the middle of what it has to hold.
+    vLLM's chat route takes no token ids, and SGLang's ignores images if it gets ids. A grammar would start again in the
+    middle of the output.
     """
     if not isinstance(request, ChatRequest):
         return not _has_grammar(request)
@@ -72,14 +72,15 @@ def _has_grammar(request: Request) -> bool:
 
 
 class GeneratedPart(msgspec.Struct, frozen=True):
-    """What an engine returned, and what validation made of it."""
+    """One generation: the engine's answer, and the validated reply."""
 
     answer: Answer
     reply: ValidatedReply
 
 
-class Unfinished:
-    """`prompt` is the text of the prompt's ids, `options` what the first generation was asked for."""
+class Continuation:
+    """The parts of one turn's generation. `prompt` is the text of the prompt's ids, `options` those of the first
+    request."""
 
     def __init__(
         self, request: Request, settings: Settings, prompt: bytes, options: EngineRequestOptions, first: GeneratedPart
@@ -97,12 +98,12 @@ class Unfinished:
             protocol=request.protocol,
             prompt_tokens=result.base + result.suffix_tokens,
             stops=_stops(request),
-            keeps_stop=any(self._value(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
+            keeps_stop=any(self._param(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
             has_tools=isinstance(request, ChatRequest)
             and bool(value_of(request.tools, "tools"))
-            and self._value("tool_choice") != "none",
+            and self._param("tool_choice") != "none",
         )
-        self._take(first)
+        self._append(first)
 
     @property
     def newest(self) -> GeneratedPart:
@@ -113,22 +114,22 @@ class Unfinished:
         return sum(piece.tokens for piece in self._pieces)
 
     @property
-    def is_spent(self) -> bool:
-        """Has the client as many tokens as it wanted?"""
-        left = self._left()
+    def is_budget_spent(self) -> bool:
+        """Has the output reached the client's token limit?"""
+        left = self._tokens_left()
         return left is not None and left <= 0
 
     @property
-    def is_over(self) -> bool:
-        """Is there nothing more to ask for?"""
-        return self.newest.reply.result.finish_reason != "abort" or self._stop is not None or self.is_spent
+    def is_complete(self) -> bool:
+        """Is the generation complete?"""
+        return self.newest.reply.result.finish_reason != "abort" or self._stop is not None or self.is_budget_spent
 
     async def add(self, part: GeneratedPart) -> None:
         """Raises UpstreamInvalid."""
-        self._take(part)
-        self._stop = await self._run_in_thread(lambda: join.stopped(self._pieces, self._shape))
+        self._append(part)
+        self._stop = await self._run(lambda: join.stopped(self._pieces, self._shape))
 
-    def _take(self, part: GeneratedPart) -> None:
+    def _append(self, part: GeneratedPart) -> None:
         reply, result = part.reply, part.reply.result
         spans = [Span(span.version, span.start, span.end) for span in reply.weight_versions]
         rows = {str(payload.kind): (payload.sent, payload.stop) for payload in reply.payloads}
@@ -137,27 +138,27 @@ class Unfinished:
         output = codec.unpack(result.facts, Facts).output_ids
         self._ids = b",".join(filter(None, (self._ids, id_text(output))))
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> PromptIds:
         """The prompt and all tokens so far."""
-        return Prompt(self._ids, None)
+        return PromptIds(self._ids, None)
 
     def options(self) -> EngineRequestOptions:
-        """The rows of `routed_experts` that are not there yet."""
-        held = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
-        if not held:
+        """The first options, asking only for the rows of `routed_experts` that are still missing."""
+        stops = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
+        if not stops:
             return self._options
-        own = from_row(held[-1], self._settings.upstream_dialect)
-        return msgspec.structs.replace(self._options, own=own, first_row=held[-1])
+        own = from_row(stops[-1], self._settings.upstream_dialect)
+        return msgspec.structs.replace(self._options, own=own, first_row=stops[-1])
 
     def request(self, whole: EngineRequest) -> EngineRequest:
-        """The turn's parameters, with what is left of its budget of tokens."""
+        """The turn's request with the rest of its token budget."""
         params = {name: bytes(raw) for name, raw in _FIELDS.decode(whole.params).items()}
-        left = self._left()
+        left = self._tokens_left()
         if left is not None:
             for name in ("max_tokens", "max_completion_tokens"):
                 params.pop(name, None)
             params[self._limit()[0]] = str(left).encode()
-        least = self._value("min_tokens")
+        least = self._param("min_tokens")
         if _is_count(least):
             params["min_tokens"] = str(max(least - self.tokens, 0)).encode()
         if self.options().own:
@@ -165,60 +166,60 @@ class Unfinished:
                 params.pop(name, None)
         return msgspec.structs.replace(whole, params=join_object(params))
 
-    async def joined(self) -> Answer:
-        """All generations as one, of the engine that had the last. Raises UpstreamInvalid."""
+    async def join(self) -> Answer:
+        """Join all generations to one answer, from the last engine. Raises UpstreamInvalid."""
         finish: Literal["length"] | None = None
-        if self._stop is None and self.newest.reply.result.finish_reason == "abort" and self.is_spent:
+        if self._stop is None and self.newest.reply.result.finish_reason == "abort" and self.is_budget_spent:
             finish = "length"
-        body = await self._run_in_thread(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
-        began = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
+        body = await self._run(lambda: join.join(self._pieces, self._shape, stop=self._stop, finish=finish))
+        first = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
         answer = self.newest.answer
         reply = msgspec.structs.replace(answer.reply, body=Body([body]))
-        return msgspec.structs.replace(answer, reply=reply, dispatched=began.answer.dispatched)
+        return msgspec.structs.replace(answer, reply=reply, dispatched=first.answer.dispatched)
 
     def parts(self) -> tuple[Part, ...]:
-        """Which engine brought which tokens of the joined reply."""
+        """Which engine generated which tokens of the joined reply."""
         if len(self._pieces) == 1:
             return ()
         parts: list[Part] = []
         start = 0
         for generation, piece in zip(self._generations, self._pieces, strict=True):
-            end = min(start + piece.tokens, self._kept)
+            end = min(start + piece.tokens, self._joined_tokens)
             if end > start:
                 parts.append(Part(generation.answer.engine, start, end))
             start = end
         return tuple(parts)
 
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Those of the joined reply, as they were found for each generation: one that is unknown stays so."""
-        spans = join.versions(self._pieces, self._kept)
+        """The weight versions of the joined reply, as found for each generation; unknown ones stay unknown."""
+        spans = join.versions(self._pieces, self._joined_tokens)
         return tuple(VersionSpan(span.version, span.start, span.end) for span in spans)
 
     @property
-    def _kept(self) -> int:
-        """How many tokens the joined reply has."""
+    def _joined_tokens(self) -> int:
+        """Number of tokens in the joined reply."""
         return self.tokens if self._stop is None else self._stop.tokens
 
     def _limit(self) -> tuple[str, int | None]:
-        """The parameter that bounds the output, as both engines choose it, and the client's value."""
+        """The parameter that limits the output, as both engines choose it, and the client's value."""
         if isinstance(self._request, ChatRequest):
-            limit = self._value("max_completion_tokens")
+            limit = self._param("max_completion_tokens")
             if _is_count(limit):
                 return "max_completion_tokens", limit
         elif "max_tokens" not in self._request.params:
             return "max_tokens", COMPLETION_TOKENS
-        limit = self._value("max_tokens")
+        limit = self._param("max_tokens")
         return "max_tokens", limit if _is_count(limit) else None
 
-    def _left(self) -> int | None:
+    def _tokens_left(self) -> int | None:
         limit = self._limit()[1]
         return None if limit is None else limit - self.tokens
 
-    def _value(self, name: str) -> Any:
+    def _param(self, name: str) -> Any:
         return value_of(self._request.params.get(name), name)
 
-    async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """On a thread where the loop would wait for it. Raises UpstreamInvalid."""
+    async def _run(self, work: Callable[[], T]) -> T:
+        """Run `work`, on a thread if the replies are large. Raises UpstreamInvalid."""
         large = sum(len(piece.body) for piece in self._pieces) > INLINE
         try:
             return await asyncio.to_thread(work) if large else work()

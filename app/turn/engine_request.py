@@ -1,4 +1,4 @@
-"""What a turn sends to an engine: parameters and tools, which a session stores once, and its messages or prompt."""
+"""What a turn sends to an engine: parameters and tools (stored once per session), and messages or prompt."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from app.upstream.dialects import (
     takes_rid,
 )
 from workers import codec
-from workers.parse import REPLAY, Known
+from workers.parse import REPLAY, KnownTokens
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A prompt's ids as decimal text, joined by commas. It begins with `known` if the parent's tokens are continued.
+class PromptIds(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the parent's tokens.
 
-    `trimmed` of the parent's last tokens are left out. `extends`: it was built on the stored tokens, so that it must
-    begin with them.
+    `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on the stored tokens
+    and must begin with them.
     """
 
     text: bytes
-    known: Known | None
+    known: KnownTokens | None
     trimmed: int = 0
     extends: bool = False
 
 
 class EngineRequestOptions(msgspec.Struct, frozen=True):
-    """What a turn's request asks of the engine beyond its parameters.
+    """What a turn's request asks of the engine besides its parameters.
 
-    `own` are the raw members that Turnlog adds to this one request, `first_row` the first row of
-    `routed_experts` that is asked for, `clients` the kinds of payload that the client itself wants.
+    `own` are raw JSON members that Turnlog adds to this request only, `first_row` the first row of `routed_experts`
+    asked for, `clients` the payload kinds that the client wants.
     """
 
     rid: str
@@ -58,9 +58,9 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """A turn's request but for its messages: `params` is a JSON object, `tools` raw JSON.
+    """A turn's request without its messages: `params` is a JSON object, `tools` raw JSON.
 
-    `blobs` names where both are stored; `new_blobs` are the rows of those that are not stored yet.
+    `blobs` refers to both in the store; `new_blobs` are the rows not stored yet.
     """
 
     protocol: Protocol
@@ -70,7 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     new_blobs: tuple[StoredBlob, ...]
 
     def body(
-        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: Prompt | None
+        self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: PromptIds | None
     ) -> bytes:
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
@@ -82,9 +82,9 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def engine_request(
     session: Session, request: Request, settings: Settings, adapter: str | None, engines: DialectChoice
 ) -> EngineRequest:
-    """Store the parameters and tools once a session, however many turns send them again.
+    """The request, with parameters and tools stored once per session, however many turns repeat them.
 
-    `adapter` is the turn's, `engines` what the engines are known to speak.
+    `adapter` is the turn's. `engines` is the dialect that the engines are known to speak.
     """
     protocol = request.protocol
     dialect = settings.upstream_dialect
@@ -114,38 +114,39 @@ def engine_request(
 
 
 def options_for(
-    claimed: ClaimedTurn, request: Request, prompt: Prompt | None, settings: Settings
+    claimed: ClaimedTurn, request: Request, prompt: PromptIds | None, settings: Settings
 ) -> EngineRequestOptions:
-    """What is known at the parent need not be sent again, where the operator says that engines keep it."""
+    """The request's options. Rows that the parent has are not asked for again, if the operator says that engines keep
+    them."""
     plan = claimed.plan
     rid = claimed.rid if takes_rid(settings.upstream_dialect) else ""
     clients = asked_for(request.params)
     if "routed_experts" not in settings.replay:
         return EngineRequestOptions(rid, b"", clients_first_row(request.params), clients)
     before = claimed.session.payload(plan.parent, "routed_experts")
-    anew = not plan.base_messages or (prompt is not None and prompt.known is None)
-    if not settings.replay_incremental or before is None or anew:
+    starts_new = not plan.base_messages or (prompt is not None and prompt.known is None)
+    if not settings.replay_incremental or before is None or starts_new:
         return EngineRequestOptions(rid, b"", 0, clients)
     return EngineRequestOptions(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
 
 
 def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
-    """The adapter that a turn is for: the session's, else the request's `lora_path`, else a `model` that names one.
+    """The turn's adapter: the session's, else the request's `lora_path`, else a `model` that names one.
 
-    Raises InvalidRequest where the request names another than the session's.
+    Raises InvalidRequest if the request names another adapter than the session's.
     """
     own = session.config.adapter or None
     path = value_of(request.params.get("lora_path"), "lora_path")
-    named = _named(value_of(request.params.get("model"), "model"), fleet)
+    named = _adapter_in_model(value_of(request.params.get("model"), "model"), fleet)
     if own is None:
         return path if isinstance(path, str) and path else named
-    for name, asked in (("lora_path", path), ("model", named)):
-        if asked and asked != own:
+    for name, requested in (("lora_path", path), ("model", named)):
+        if requested and requested != own:
             raise InvalidRequest(f"{name} names another adapter than the session's, which its turns are for")
     return own
 
 
-def _named(model: Any, fleet: Fleet) -> str | None:
+def _adapter_in_model(model: Any, fleet: Fleet) -> str | None:
     """The known adapter that a `model` names, also as SGLang's `base:adapter`."""
     if not isinstance(model, str):
         return None
@@ -153,7 +154,7 @@ def _named(model: Any, fleet: Fleet) -> str | None:
 
 
 def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:
-    """The kinds of payload that the client's reply keeps, of those that it asked for."""
+    """The payload kinds that the client's reply keeps, of those that it asked for."""
     return {"auto": clients, "verbatim": REPLAY, "lean": ()}[settings.client_reply]
 
 

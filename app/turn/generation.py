@@ -1,6 +1,6 @@
-"""From a claim to a validated reply.
+"""Generates a claimed turn's reply and validates it.
 
-prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation ─▶ (an engine that was paused ended it: gate, engine, …)
+prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation ─▶ (the engine ended it early: gate, engine, …)
             ▲                     │
             └── shut meanwhile ───┘
 """
@@ -25,8 +25,8 @@ from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
 from app.fleet.engines import Answer, EngineChoice
 from app.sessions.cache import id_text
 from app.turn.context import ClaimedTurn, TurnContext
-from app.turn.continuation import GeneratedPart, Unfinished, can_go_on
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, Prompt, engine_request, options_for
+from app.turn.continuation import Continuation, GeneratedPart, can_continue
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
@@ -41,27 +41,27 @@ from workers.parse_parts import UNKNOWN_VERSION
 log = logging.getLogger("turnlog.generation")
 
 FIRST_PAUSE_S = 0.1
-"""Before an interrupted generation is sent again that was ended at once though no gate is shut; doubled each time."""
+"""Pause before a generation is continued that ended at once although no gate is shut; doubled each time."""
 
 EMPTY_TRIES = 5
-"""How often in a row that is done: three seconds in all."""
+"""Attempts of this kind in a row: three seconds in all."""
 
 
 class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply, its body and headers, and what was sent for it; `new` are the messages that are new."""
+    """A validated reply with its body and headers, and what was sent for it. `new` are the messages not stored yet."""
 
     reply: ValidatedReply
     body: Body
     headers: Headers
     request: EngineRequest
     new: Sequence[bytes]
-    prompt: Prompt | None
+    prompt: PromptIds | None
     options: EngineRequestOptions
     choice: EngineChoice
 
 
 class EngineRefusal(msgspec.Struct, frozen=True):
-    """An engine's own error, which passes to the client."""
+    """An engine's own error, which is passed to the client."""
 
     status: int
     headers: Headers
@@ -69,7 +69,7 @@ class EngineRefusal(msgspec.Struct, frozen=True):
 
 
 class Generation:
-    """The generation of one turn. `received` is the reply that is being validated: kept where it is refused."""
+    """The generation of one turn. `received` is the body being validated: it is kept if the reply is rejected."""
 
     def __init__(
         self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
@@ -82,35 +82,35 @@ class Generation:
         self._requested_at = services.clock()
 
     async def run(self) -> GeneratedTurn | EngineRefusal:
-        """Raises TurnCut, and AppError as the engine, the validation and the prompt's makers do."""
+        """Raises TurnCancelled, and AppError from the engine, the validation and the prompt."""
         context, claimed, services = self._context, self._claimed, self._services
         request, new = await services.large_bodies.run(context.large, self._request)
         messages = [*await self._stored_messages(), *new]
-        with context.flight.may_be_cut():
+        with context.flight.cancellable():
             prompt = await self._prompt(request)
             await self._pass_gate()
             choice = await services.placement.place(claimed.session, claimed.idle_since)
             if self._controlled is not None:
                 choice = await self._controlled.place(choice)
-            options, answer = await self._asked(choice, request, messages, prompt)
-        part = await self._validated(answer, new, options, prompt)
+            options, answer = await self._ask_engine(choice, request, messages, prompt)
+        part = await self._validate(answer, new, options, prompt)
         if isinstance(part, EngineRefusal):
             return part
-        made = GeneratedTurn(
+        generated = GeneratedTurn(
             part.reply, part.answer.reply.body, part.answer.reply.headers, request, new, prompt, options, choice
         )
         if part.reply.result.finish_reason == "abort":
-            found = await self._after_abort(made, part, messages)
-            if isinstance(found, EngineRefusal):
-                return found
-            made = found
-        await self._require_no_drift(made)
-        return made
+            outcome = await self._after_abort(generated, part, messages)
+            if isinstance(outcome, EngineRefusal):
+                return outcome
+            generated = outcome
+        await self._require_no_drift(generated)
+        return generated
 
     # prompt
 
     def _request(self) -> tuple[EngineRequest, list[bytes]]:
-        """The request but for its messages, and the messages that are not stored."""
+        """The request without its messages, and the messages that are not stored yet."""
         context, claimed, services = self._context, self._claimed, self._services
         request = engine_request(
             claimed.session, context.request, services.settings, context.adapter, services.engines.dialect
@@ -123,8 +123,8 @@ class Generation:
             return []
         return [await self._services.cache.messages(claimed.entry, claimed.plan.parent)]
 
-    async def _prompt(self, request: EngineRequest) -> Prompt | None:
-        """The ids to send, if any: the client's own, or those of a chat where there is a tokenizer."""
+    async def _prompt(self, request: EngineRequest) -> PromptIds | None:
+        """The token ids to send, if any: the client's own, or those of a chat if there is a tokenizer."""
         context, token_in = self._context, self._services.token_in
         if context.request.ids is not None:
             return await token_in.given(self._claimed, context.request.ids)
@@ -134,30 +134,29 @@ class Generation:
 
     # engine
 
-    async def _asked(
-        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: Prompt | None
+    async def _ask_engine(
+        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: PromptIds | None
     ) -> tuple[EngineRequestOptions, Answer]:
-        """What was asked in the end, and which engine answered how. Raises as `Engines.generate`."""
+        """Send the request; returns the final options and the engine's answer. Raises as `Engines.generate`."""
         options = options_for(self._claimed, self._context.request, prompt, self._services.settings)
-        answer = await self._sent(choice, request, options, messages, prompt)
+        answer = await self._send(choice, request, options, messages, prompt)
         if answer.reply.status == 400 and options.own:
-            # A prompt that drifted may be shorter than the row asked for, which engines refuse.
+            # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
             options = msgspec.structs.replace(options, own=b"", first_row=0)
-            answer = await self._sent(choice, request, options, messages, prompt)
+            answer = await self._send(choice, request, options, messages, prompt)
         return options, answer
 
-    async def _sent(
+    async def _send(
         self,
         choice: EngineChoice,
         request: EngineRequest,
         options: EngineRequestOptions,
         messages: Sequence[bytes],
-        prompt: Prompt | None,
+        prompt: PromptIds | None,
     ) -> Answer:
-        """The engine's answer to one request, which is sent only while the gates are open."""
+        """Send one request while the gates are open; returns the engine's answer."""
         context, claimed, services = self._context, self._claimed, self._services
-        asked = context.request
-        text = asked.text if isinstance(asked, CompletionRequest) else None
+        text = context.request.text if isinstance(context.request, CompletionRequest) else None
         body = await services.large_bodies.run(context.large, lambda: request.body(options, messages, text, prompt))
         headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
         reach("before_engine")
@@ -182,67 +181,69 @@ class Generation:
             return answer
 
     def _may_send(self) -> bool:
-        """Asked at the last moment, with a connection at hand."""
+        """Check the gates at the last moment, when a connection is ready."""
         if not self._context.gate.take():
             return False
-        self._context.flight.asked = True
+        self._context.flight.engine_asked = True
         return True
 
     async def _pass_gate(self) -> None:
-        """Wait while a gate is shut. As long as no engine was asked, nobody waits here for a client that is gone.
+        """Wait while a gate is shut. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `GatePass.wait`, SessionClosed.
         """
         context = self._context
         if context.gate.is_open:
             return
-        with contextlib.nullcontext() if context.flight.asked else context.flight.held():
+        with contextlib.nullcontext() if context.flight.engine_asked else context.flight.waiting_at_gate():
             context.stages.enter(TurnStage.GATE)
             await context.gate.wait()
             context.stages.enter(TurnStage.PREPARE)
         await self._require_still_open()
 
     async def _require_still_open(self) -> None:
-        """Raises SessionClosed: another process may have closed the session while this turn waited at a gate."""
+        """Raises SessionClosed if another process has closed the session while this turn waited at a gate."""
         session_id = self._context.session_id
         entry = await self._services.cache.current(session_id)
         decide.require_open(entry.session if entry else None, session_id)
 
     # validation
 
-    async def _validated(
-        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+    async def _validate(
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> GeneratedPart | EngineRefusal:
-        """One generation, if it is sound. Raises as `ReplyValidator.validate`."""
+        """Validate one generation. Raises as `ReplyValidator.validate`."""
         reply = msgspec.structs.replace(answer.reply, headers=http_headers.to_client(answer.reply.headers))
         if reply.status != 200:
             return EngineRefusal(reply.status, reply.headers, reply.body)
-        _require_own(reply.body, self._claimed.rid)
+        _require_own_rid(reply.body, self._claimed.rid)
         answer = msgspec.structs.replace(answer, reply=reply)
-        found = await self._accepted(answer, new, options, prompt)
+        validated = await self._validate_body(answer, new, options, prompt)
         reach("after_judged")
-        version = _own_version(answer, found)
-        self._services.engines.seen(answer.engine, version, answer.known, found.result.dialect)
-        return GeneratedPart(answer, found)
+        version = _reported_version(answer, validated)
+        self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
+        return GeneratedPart(answer, validated)
 
-    async def _accepted(
-        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: Prompt | None
+    async def _validate_body(
+        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> ValidatedReply:
         self.received = answer.reply.body
         return await self._services.validator.validate(
             self._claimed, self._context.history, new, answer, self._requested_at, options, prompt
         )
 
-    async def _require_no_drift(self, made: GeneratedTurn) -> None:
-        """Raises TokenPrefixMismatch where the prompt does not continue the stored tokens but should.
+    async def _require_no_drift(self, generated: GeneratedTurn) -> None:
+        """Raises TokenPrefixMismatch if the prompt must continue the stored tokens but does not.
 
-        It should where it was built on them, and where the session rejects drift.
+        It must if it was built on them, or if the session rejects drift.
         """
-        claimed, result = self._claimed, made.reply.result
+        claimed, result = self._claimed, generated.reply.result
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or result.base:
             return
-        if claimed.session.config.on_drift != "reject" and not (made.prompt is not None and made.prompt.extends):
+        if claimed.session.config.on_drift != "reject" and not (
+            generated.prompt is not None and generated.prompt.extends
+        ):
             return
         at = await self._services.token_in.first_difference(
             claimed, parent, lambda: memoryview(codec.unpack(result.facts, Facts).suffix_ids).cast("i")
@@ -252,63 +253,68 @@ class Generation:
             f"they differ at position {at}"
         )
 
-    # a generation that an engine ended before its time
+    # a generation that an engine ended early
 
     async def _after_abort(
-        self, made: GeneratedTurn, first: GeneratedPart, messages: Sequence[bytes]
+        self, generated: GeneratedTurn, first: GeneratedPart, messages: Sequence[bytes]
     ) -> GeneratedTurn | EngineRefusal:
-        """What becomes of a generation that an engine ended, by the session's policy.
+        """Handle a generation that an engine ended early, by the session's policy.
 
-        It goes on only if a gate was shut since it was sent: a driver that has enough samples ends the others for
-        good. `messages` are those that were sent. Raises GenerationAborted, and as `run`.
+        It is continued only if a gate was shut since it was sent: a driver that has enough samples ends the others for
+        good. `messages` are the messages that were sent. Raises GenerationAborted, and as `run`.
         """
         claimed, request, settings = self._claimed, self._context.request, self._services.settings
         policy = claimed.session.config.on_abort or settings.abort_policy
         if policy == "fail":
             raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
         if policy == "return" or not await self._context.gate.was_shut():
-            return made
-        if not can_go_on(request, first.reply):
+            return generated
+        if not can_continue(request, first.reply):
             self._services.engines.warn_of_aborts(first.answer.engine)
-            return made
-        ids = made.prompt.text if made.prompt is not None else await self._reported_ids(first.reply)
-        unfinished = Unfinished(request, settings, ids, made.options, first)
-        choice = await self._go_on(made, unfinished, messages)
+            return generated
+        ids = generated.prompt.text if generated.prompt is not None else await self._reported_ids(first.reply)
+        continuation = Continuation(request, settings, ids, generated.options, first)
+        choice = await self._continue(generated, continuation, messages)
         if isinstance(choice, EngineRefusal):
             return choice
-        answer = await unfinished.joined()
+        answer = await continuation.join()
         self._context.waiter.grow(len(answer.reply.body))
-        found = await self._accepted(answer, made.new, made.options, made.prompt)
-        reply = msgspec.structs.replace(found, parts=unfinished.parts(), weight_versions=unfinished.versions())
+        validated = await self._validate_body(answer, generated.new, generated.options, generated.prompt)
+        reply = msgspec.structs.replace(validated, parts=continuation.parts(), weight_versions=continuation.versions())
         body, headers = answer.reply.body, answer.reply.headers
-        return msgspec.structs.replace(made, reply=reply, body=body, headers=headers, choice=choice)
+        return msgspec.structs.replace(generated, reply=reply, body=body, headers=headers, choice=choice)
 
-    async def _go_on(
-        self, made: GeneratedTurn, unfinished: Unfinished, messages: Sequence[bytes]
+    async def _continue(
+        self, generated: GeneratedTurn, continuation: Continuation, messages: Sequence[bytes]
     ) -> EngineChoice | EngineRefusal:
-        """Generate what is left behind each gate, until it is whole, or was ended for good; where it was at last.
+        """Continue the generation after each pause, until it is complete or ended for good; returns the last engine
+        choice.
 
-        An engine may still be ending generations when the gate is open again: one of no tokens is tried again, after
-        a while, and not for ever. All parts have the turn's rid, by which they can be aborted: SGLang forgets a
-        request before it answers it. Raises TurnCut, and as `run`.
+        An engine may still be ending generations when the gate has opened. A part without tokens is retried after a
+        pause, a limited number of times. All parts use the turn's rid, so that they can be aborted: SGLang forgets a
+        request before it answers it. Raises TurnCancelled, and as `run`.
         """
         context = self._context
-        misses, choice = 0, made.choice
-        while not unfinished.is_over:
-            request, prompt, options = unfinished.request(made.request), unfinished.prompt(), unfinished.options()
+        misses, choice = 0, generated.choice
+        while not continuation.is_complete:
+            request, prompt, options = (
+                continuation.request(generated.request),
+                continuation.prompt(),
+                continuation.options(),
+            )
             context.stages.enter(TurnStage.GATE)
-            with context.flight.may_be_cut():
+            with context.flight.cancellable():
                 if misses:
                     await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
                 await context.gate.wait()
                 context.stages.enter(TurnStage.PREPARE)
                 await self._require_still_open()
-                choice = await self._place_again(choice, unfinished.newest.answer.engine)
-                answer = await self._sent(choice, request, options, messages, prompt)
-            part = await self._validated(answer, (), options, prompt)
+                choice = await self._place_again(choice, continuation.newest.answer.engine)
+                answer = await self._send(choice, request, options, messages, prompt)
+            part = await self._validate(answer, (), options, prompt)
             if isinstance(part, EngineRefusal):
                 return part
-            await unfinished.add(part)
+            await continuation.add(part)
             if await context.gate.was_shut():
                 misses = 0
             elif misses == EMPTY_TRIES or part.reply.result.output_tokens:
@@ -318,7 +324,7 @@ class Generation:
         return choice
 
     async def _place_again(self, choice: EngineChoice, engine: str) -> EngineChoice:
-        """The engine that has the tokens so far in its cache comes first, if it may still get turns.
+        """Prefer the engine that has the tokens so far in its cache, if it still accepts turns.
 
         Raises as `Placement.place`.
         """
@@ -330,7 +336,7 @@ class Generation:
         return msgspec.structs.replace(again, order=order, away=again.away or choice.away)
 
     async def _reported_ids(self, reply: ValidatedReply) -> bytes:
-        """The prompt's ids as text, where the engine made them itself. Raises SessionUnreadable."""
+        """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
         claimed = self._claimed
         suffix = id_text(codec.unpack(reply.result.facts, Facts).suffix_ids)
         parent = decide.token_parent(claimed.session, claimed.plan)
@@ -342,17 +348,17 @@ class Generation:
 
 _REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
 _REPLY_ID_WITHIN = 512
-"""SGLang begins a reply with its id, which is the request's `rid`."""
+"""SGLang begins a reply with its id, which is the request's `rid`; only the first bytes are searched."""
 
 
-def _own_version(answer: Answer, reply: ValidatedReply) -> str | None:
-    """The weight version that the engine told at the end, if it is another than what the turn was stamped with."""
+def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:
+    """The weight version at the end of the reply, if it differs from the one known at dispatch."""
     spans = reply.weight_versions
     return spans[-1].version if spans and spans[-1].version not in (UNKNOWN_VERSION, answer.dispatched) else None
 
 
-def _require_own(body: Body, rid: str) -> None:
-    """Raises UpstreamInvalid for a reply to another of our requests, which an engine sent on this one's connection."""
+def _require_own_rid(body: Body, rid: str) -> None:
+    """Raises UpstreamInvalid for the reply to another of our requests, sent on this one's connection."""
     found = _REPLY_ID.search(body.beginning(_REPLY_ID_WITHIN))
     if found is not None and found[1] != rid.encode():
         raise UpstreamInvalid("the reply is that of another request")

@@ -1,4 +1,4 @@
-"""Turns in flight in this process, and how a client says that a request repeats one."""
+"""Turns in flight in this process, the clients that wait for them, and how a request is marked as a retry."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import msgspec
 from app.errors import ClientGone, IdempotencyMismatch
 from app.upstream.headers import Headers
 
-CutReason = Literal["session_closed", "disconnect"]
+CancelReason = Literal["session_closed", "disconnect"]
 
 
 class RetryMark(msgspec.Struct, frozen=True):
-    """How a client says that a request repeats one: a key (hashed), or the OpenAI SDKs' retry count."""
+    """Marks a request as a retry: an idempotency key (hashed), or the OpenAI SDKs' retry count."""
 
     key: str | None = None
     is_retry: bool = False
 
     def repeats(self, key: str | None, body_hash: str, own_body: str) -> bool:
-        """Is the request with `own_body` the one with `key` and `body_hash` again? A key of its own decides alone.
+        """Does the request with `own_body` repeat the turn with `key` and `body_hash`? A request's key decides alone.
 
-        Raises IdempotencyMismatch where the key is that of another body.
+        Raises IdempotencyMismatch if the key was used with another body.
         """
         if self.key is None:
             return self.is_retry and body_hash == own_body
@@ -41,11 +41,11 @@ def hash_key(key: str) -> str:
 
 
 class TurnReply(msgspec.Struct, frozen=True):
-    """What goes back to the client: its body in parts, so that a large one need not be copied to be cut.
+    """The reply to the client. Its body is in parts, so that a large one is cut without copying.
 
-    `turn` is None for an engine's own error, which committed nothing. `replayed`: it was another request's turn, which
-    was stored or, where this one `joined` it, still in flight. `is_aborted`: an engine ended its generation.
-    `rolled_back` live turns were superseded by this one when it committed.
+    `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's turn, stored or, if
+    `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
+    this one superseded when it committed.
     """
 
     status: int
@@ -59,144 +59,147 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 class InFlightTurn:
-    """A turn in flight in this process; a marked retry joins it. `asked`: an engine may have heard of it.
+    """A turn in flight in this process; a marked retry joins it. `engine_asked`: its request may have reached an
+    engine.
 
-    `fence` is its claim's; None while it waits for one.
+    `fence` is its claim's, None until it has one. `finished` resolves to its reply if it commits, else to None.
     """
 
     def __init__(self, mark: RetryMark, body_hash: str) -> None:
         self.mark = mark
         self.body_hash = body_hash
-        self.cut: CutReason | None = None
+        self.cancel_reason: CancelReason | None = None
         self.is_held = False
-        self.asked = False
+        self.engine_asked = False
         self.fence: int | None = None
-        self._readers: list[Waiter] = []
-        self._at_work: asyncio.Task[object] | None = None
-        self.landing: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
+        self._waiters: list[Waiter] = []
+        self._task: asyncio.Task[object] | None = None
+        self.finished: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
 
-    def land(self, reply: TurnReply | None) -> None:
-        """The turn has ended, with `reply` if it committed. No cycle is left behind that would keep the reply."""
-        if not self.landing.done():
-            self.landing.set_result(reply)
-        for reader in self._readers:
-            reader.landed()
-        self._readers = []
+    def finish(self, reply: TurnReply | None) -> None:
+        """The turn has ended, with `reply` if it committed. Waiters are released, so that no cycle keeps the reply
+        alive."""
+        if not self.finished.done():
+            self.finished.set_result(reply)
+        for waiter in self._waiters:
+            waiter.turn_finished()
+        self._waiters = []
 
-    def add(self, reader: Waiter) -> None:
-        self._readers.append(reader)
+    def add(self, waiter: Waiter) -> None:
+        self._waiters.append(waiter)
         if self.is_held:
-            reader.held()
+            waiter.turn_held()
 
-    def drop(self, reader: Waiter) -> None:
-        """Where nobody else waits for the turn, it is cut off."""
-        self._readers.remove(reader)
-        if not self._readers:
-            self.cut_off("disconnect")
+    def remove(self, waiter: Waiter) -> None:
+        """If no other client waits for the turn, cancel it."""
+        self._waiters.remove(waiter)
+        if not self._waiters:
+            self.cancel("disconnect")
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While no engine may be asked: a reader that goes away is let go at once, and with the last one the turn."""
+    def waiting_at_gate(self) -> Iterator[None]:
+        """While the turn waits at a gate, clients that disconnect leave at once; the last one cancels the turn."""
         self.is_held = True
-        for reader in tuple(self._readers):
-            reader.held()
+        for waiter in tuple(self._waiters):
+            waiter.turn_held()
         try:
             yield
         finally:
             self.is_held = False
 
-    def cut_off(self, reason: CutReason) -> None:
-        """End the work on the prompt or the engine's; a turn that is past both is judged by its fence."""
-        if self.cut is None:
-            self.cut = reason
-            if self._at_work is not None:
-                self._at_work.cancel()
+    def cancel(self, reason: CancelReason) -> None:
+        """Cancel the work on the prompt or at the engine. A turn that is past both is decided by its fence."""
+        if self.cancel_reason is None:
+            self.cancel_reason = reason
+            if self._task is not None:
+                self._task.cancel()
 
     @contextlib.contextmanager
-    def may_be_cut(self) -> Iterator[None]:
-        """Work that `cut_off` ends. Raises Cut."""
-        if self.cut is not None:
-            raise TurnCut
-        self._at_work = task = asyncio.current_task()
+    def cancellable(self) -> Iterator[None]:
+        """Work that `cancel` ends. Raises TurnCancelled."""
+        if self.cancel_reason is not None:
+            raise TurnCancelled
+        self._task = task = asyncio.current_task()
         try:
             yield
         except asyncio.CancelledError:
-            if self.cut is None or task is None:
+            if self.cancel_reason is None or task is None:
                 raise
             task.uncancel()
-            raise TurnCut from None
+            raise TurnCancelled from None
         finally:
-            self._at_work = None
+            self._task = None
 
 
-def _unwatched(reader: Waiter) -> None:
-    """For clients whose going is told without being looked for."""
+def _no_watch(waiter: Waiter) -> None:
+    """For clients that report their disconnect without being watched."""
 
 
 class Waiter:
     """A client that waits for a turn, its own or one that it joined.
 
-    `grow` makes room for what it will be sent. `watch` has somebody call `hang_up` once the client is gone: most turns
-    outlive their clients, and then nobody needs to look. `token_session` is the session whose token it came with.
+    `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it is needed only at a
+    gate, since other turns go on without their client. `token_session` is the session whose token authorised the
+    request.
     """
 
     def __init__(
         self,
         grow: Callable[[int], None],
-        watch: Callable[[Waiter], None] = _unwatched,
+        watch: Callable[[Waiter], None] = _no_watch,
         token_session: str | None = None,
     ) -> None:
         self.grow = grow
         self.token_session = token_session
         self._watch = watch
         self._flight: InFlightTurn | None = None
-        self._left: asyncio.Future[None] | None = None
-        self._hung_up = False
-        self._is_gone = False
+        self._departure: asyncio.Future[None] | None = None
+        self._is_disconnected = False
+        self._has_left = False
 
     def wait_for(self, flight: InFlightTurn) -> None:
-        """This reader's own turn."""
+        """Wait for this client's own turn."""
         self._flight = flight
         flight.add(self)
 
     async def join(self, flight: InFlightTurn) -> TurnReply | None:
-        """Somebody else's turn that this reader's request repeats: its reply, if it committed.
+        """Wait for another request's turn that this request repeats; returns its reply if it commits.
 
-        Raises ClientGone where the reader leaves: nobody is there for whom the turn could be tried again.
+        Raises ClientGone if the client leaves first.
         """
         self.wait_for(flight)
-        self._left = asyncio.get_running_loop().create_future()
-        await asyncio.wait((flight.landing, self._left), return_when=asyncio.FIRST_COMPLETED)
-        if self._is_gone:
+        self._departure = asyncio.get_running_loop().create_future()
+        await asyncio.wait((flight.finished, self._departure), return_when=asyncio.FIRST_COMPLETED)
+        if self._has_left:
             raise ClientGone("the client went away while it waited for a turn that it had joined")
-        return flight.landing.result()
+        return flight.finished.result()
 
-    def held(self) -> None:
-        """The flight has begun to be held, or is when this reader comes to it."""
-        if self._hung_up:
+    def turn_held(self) -> None:
+        """The turn waits at a gate."""
+        if self._is_disconnected:
             self.leave()
         else:
             self._watch(self)
 
-    def hang_up(self) -> None:
-        """The client has gone: a flight that is held lets go of it, any other one goes on until `leave`."""
-        self._hung_up = True
+    def client_disconnected(self) -> None:
+        """The client has disconnected. Leave a turn that waits at a gate; any other turn goes on until `leave`."""
+        self._is_disconnected = True
         if self._flight is not None and self._flight.is_held:
             self.leave()
 
-    def landed(self) -> None:
-        """The flight has landed: there is nothing left to be cut off."""
+    def turn_finished(self) -> None:
+        """The turn has ended; it cannot be cancelled any more."""
         self._flight = None
 
     def leave(self) -> None:
-        """Nothing is to be done for this client any more."""
+        """Stop waiting, for good."""
         flight, self._flight = self._flight, None
-        self._is_gone = True
-        if self._left is not None and not self._left.done():
-            self._left.set_result(None)
+        self._has_left = True
+        if self._departure is not None and not self._departure.done():
+            self._departure.set_result(None)
         if flight is not None:
-            flight.drop(self)
+            flight.remove(self)
 
 
-class TurnCut(Exception):
-    """The work was ended by `Flight.cut_off`."""
+class TurnCancelled(Exception):
+    """The turn was cancelled by `InFlightTurn.cancel`."""

@@ -1,4 +1,4 @@
-"""Work on large request bodies, which the event loop would wait for: on a thread instead, one at a time."""
+"""Processes large request bodies on a thread, one at a time, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any, TypeVar
 from workers import scan
 
 INLINE_BYTES = 512 << 10
-"""A request up to this is read on the loop: a millisecond and a half, less than half a turn of this size."""
+"""Requests up to this size are parsed on the loop: 1.5 ms, less than half of such a turn."""
 
 INLINE_VALUES = 8000
-"""A body that may hold more is not for the loop, however small: a message of its own for every two takes 25 ms."""
+"""Bodies that may hold more JSON values are parsed on a thread, however small: many tiny messages take 25 ms."""
 
 BYTES_A_SECOND = 100 << 10
-"""A body goes after all that come within so long after it as it has bytes by this: 16 MiB after 160 seconds' others."""
+"""A body waits for smaller ones that arrive within size / BYTES_A_SECOND seconds: 160 seconds for 16 MiB."""
 
 T = TypeVar("T")
 
 
 def large_bytes(body: bytes) -> int:
-    """A body's size where the loop must not read it itself, else 0."""
+    """The body's size if the loop must not parse it itself, else 0."""
     return 0 if len(body) <= INLINE_BYTES and not scan.may_exceed(body, INLINE_VALUES) else len(body)
 
 
 class LargeBodies:
-    """One at a time: threads that hold the interpreter in turns would add up to one long wait of the loop.
+    """Runs one job at a time: several threads that hold the GIL would block the loop for long.
 
-    Shorter bodies go first: one of 12 MiB may take two seconds, which an ordinary turn does not wait for many times.
+    Shorter bodies go first: one of 12 MiB may take two seconds, which an ordinary turn must not wait for repeatedly.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class LargeBodies:
         self._numbers = itertools.count()
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """At once and here if the size is 0."""
+        """Run `work` on a thread in its turn; inline if `size` is 0."""
         if not size:
             return work()
         await self._enter(size)
         task = asyncio.create_task(asyncio.to_thread(work))
         task.add_done_callback(self._leave)
-        # A thread cannot be stopped: where the request has gone, the next one still waits for its end.
+        # A thread cannot be stopped. If the request is cancelled, the next one still waits for its end.
         return await asyncio.shield(task)
 
     async def _enter(self, size: int) -> None:
@@ -53,24 +53,24 @@ class LargeBodies:
             self._is_busy = True
             return
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        heapq.heappush(self._waiting, (loop.time() + size / BYTES_A_SECOND, next(self._numbers), turn))
+        admission = loop.create_future()
+        heapq.heappush(self._waiting, (loop.time() + size / BYTES_A_SECOND, next(self._numbers), admission))
         try:
-            await turn
+            await admission
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._let_next_in()
+            if admission.done() and not admission.cancelled():
+                self._admit_next()
             raise
 
     def _leave(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
-            task.exception()  # whose request has gone, nobody asks for it
-        self._let_next_in()
+            task.exception()  # Marks it as retrieved: a cancelled request does not read it.
+        self._admit_next()
 
-    def _let_next_in(self) -> None:
+    def _admit_next(self) -> None:
         while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
+            admission = heapq.heappop(self._waiting)[2]
+            if not admission.done():
+                admission.set_result(None)
                 return
         self._is_busy = False

@@ -1,8 +1,7 @@
-"""Which engine a session's turns go to, and how long it stays there.
+"""Which engine a session's turns go to.
 
-A session keeps its engine, which has its prefix in its cache, while it is used: the binding is an event, written with
-the commit of the turn that was the first there. Any engine can go on from the stored history, so an engine that is gone
-costs a prefill and nothing else.
+A session keeps its engine, which has its prefix cached, while it is used. The binding is an event, written in the
+commit of the first turn there. Any engine can continue from the stored history, so a lost engine costs only a prefill.
 """
 
 from __future__ import annotations
@@ -32,34 +31,34 @@ class Placement:
         self._clock = clock
 
     async def place(self, session: Session, idle_since: float) -> EngineChoice:
-        """`idle_since`: when the session was last used. Raises NoUpstream, StoreUnavailable."""
+        """`idle_since`: time of the session's last event. Raises NoUpstream, StoreUnavailable."""
         affinity = session.affinity
         if affinity is None:
             parent = session.config.parent
-            near = None if parent is None else await self._engine_of(parent)
-            return EngineChoice(self._engines.order(session.session_id, near))
+            preferred = None if parent is None else await self._engine_of(parent)
+            return EngineChoice(self._engines.order(session.session_id, preferred))
         if self._is_expired(affinity, idle_since):
             return EngineChoice(self._engines.order(session.session_id), "expired")
         order = self._engines.order(session.session_id, affinity.engine)
-        return EngineChoice(order, self._engines.why_not(affinity.engine))
+        return EngineChoice(order, self._engines.why_unavailable(affinity.engine))
 
     async def _engine_of(self, session_id: str) -> str | None:
-        """A sub-agent's first prompt is mostly its parent's: so is its engine. Raises StoreUnavailable."""
+        """The engine of a sub-agent's parent: their prompts share a prefix. Raises StoreUnavailable."""
         try:
             entry = await self._cache.current(session_id)
         except SessionUnreadable as error:
-            log.warning("a sub-agent is placed without regard to its parent: %s", error)
+            log.warning("a sub-agent is placed without its parent's engine: %s", error)
             return None
         return None if entry is None or entry.session.affinity is None else entry.session.affinity.engine
 
     def _is_expired(self, affinity: Affinity, idle_since: float) -> bool:
-        """One that a client controls has a time to live of its own."""
+        """A binding that a client controls has its own time to live."""
         return affinity.control is None and self._ttl_s is not None and self._clock() - idle_since > self._ttl_s
 
     def binding(self, session: Session, choice: EngineChoice, engine: str) -> AffinityBound | AffinityReleased | None:
-        """What a commit says of the engine that answered; None where that is the one the session has.
+        """The binding event for the engine that answered; None if the session is bound to it already.
 
-        An engine that was to be the first and is not the one that answered refused the connection: it is `dead`.
+        If the first choice did not answer, it refused the connection: the cause is `dead`.
         """
         if choice.control is not None:
             return choice.control.binding(session, engine)

@@ -1,4 +1,4 @@
-"""What the turns of one process work with."""
+"""The services that all turns of a process share."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     absent   go to the bound engine                                -
     close    unbind; go to the engine once more                    tell the engine, once
 
-What stands in between is in the store (`store.affinities`), so that whoever outlives a process finishes what it began.
+The state between these steps is in the store (`store.affinities`): another process can finish what a dead one began.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ log = logging.getLogger("turnlog.session_control")
 
 T = TypeVar("T")
 
-LOOK_S = 0.05
-"""How often a turn looks whether another one is done with the name."""
+NAME_POLL_S = 0.05
+"""Interval at which a turn checks whether another one has released the name."""
 
 TICK_S, TICKS_A_SWEEP = 0.25, 4
-"""Between looks at this process's own turns, and how many of those until the store is looked through."""
+"""Interval of the check of this process's own turns, and how many of those between two sweeps of the store."""
 
 SLIDES_A_TIMEOUT = 3
-"""How often a running turn says so before its name would expire."""
+"""How often a running turn extends its name's lifetime before the name would expire."""
 
-AGAIN_S = 1.0
-"""Between tries to write what an engine has been told already."""
+WRITE_RETRY_S = 1.0
+"""Pause between attempts to write what an engine has been told already."""
 
 STOP_S = 5.0
-"""How long a stopping process goes on telling engines; what is left then is found by the next."""
+"""How long a stopping process goes on telling engines; the rest is found by another process."""
 
 
 class SessionControls:
-    """The names that turns of this process use, `incarnation()` to the store, and those that it ends for others.
+    """The names that turns of this process use, and those that it ends for others.
 
-    `lease_s()` of silence end another process.
+    `incarnation()` is this process's id in the store. Another process is dead after `lease_s()` without a heartbeat.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SessionControls:
         self._opted_in = settings.engine_sessions
         self._in_use: Counter[str] = Counter()
         self._turns: dict[str, ControlledTurn] = {}
-        self._beside: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
 
@@ -95,46 +95,48 @@ class SessionControls:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-session-control")
 
     async def stop(self) -> None:
-        """Engines are told what is due to them; what cannot be told by now is left to another process."""
+        """Tell engines what is due; what cannot be told in time is left to another process."""
         await cancelled(self._watching)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                while self._beside:
-                    await asyncio.wait(set(self._beside))
-        await cancelled(*self._beside)
+                while self._background:
+                    await asyncio.wait(set(self._background))
+        await cancelled(*self._background)
 
     def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
-        """A turn that holds its session's claim; to be `finish`ed."""
-        made = self._turns[session_id] = ControlledTurn(self, control, session_id)
+        """Begin a turn that holds its session's claim; call `finish` on it in the end."""
+        turn = self._turns[session_id] = ControlledTurn(self, control, session_id)
         self._in_use[control.session_id] += 1
-        return made
+        return turn
 
     def finished(self, turn: ControlledTurn) -> None:
         del self._turns[turn.session_id]
-        self._free(turn.control.session_id)
+        self._stop_using(turn.control.session_id)
 
     def session_closed(self, session_id: str, ended: Sequence[int]) -> None:
-        """The session is closed: end what it used last, once its turn here has ended.
+        """The session was closed: end the name that it used last, after its turn here has ended.
 
-        A session that is known to have no such affinity need not be looked for.
+        A cached session without such an affinity needs no look-up.
         """
         known = self._cache.known(session_id)
         if known is None or session_id in self._turns or (known.affinity is not None and known.affinity.control):
-            self._start(self._end_of(session_id))
+            self._create_task(self._end_used_by(session_id))
 
     async def submit(self, operation: Operation[T]) -> T:
         return await self._writer.submit(operation)
 
-    def holding(self) -> frozenset[str]:
-        """The engines that may hold sessions: the operator says so, and they have not said that they cannot."""
+    def session_engines(self) -> frozenset[str]:
+        """The engines that may hold sessions: enabled by the operator, and not known to lack the routes."""
         everywhere = self._opted_in == ALL
         members = self.engines.members.values()
         return frozenset(
-            one.url for one in members if one.sessions is not False and (everywhere or one.url in self._opted_in)
+            member.url
+            for member in members
+            if member.sessions is not False and (everywhere or member.url in self._opted_in)
         )
 
-    def learn(self, engine: str, holds: bool) -> None:
-        """Whether an engine holds sessions, which is forgotten when it is restarted."""
+    def note_support(self, engine: str, holds: bool) -> None:
+        """Remember whether an engine can hold sessions. It is forgotten when the engine restarts."""
         member = self.engines.members.get(engine)
         if member is None or member.sessions is holds:
             return
@@ -142,52 +144,52 @@ class SessionControls:
         if not holds:
             log.warning("%s cannot hold sessions: session_control binds names to it, and opens nothing there", engine)
 
-    def beside(self, control_id: str, work: Awaitable[None]) -> asyncio.Task[None]:
-        """Do it whatever becomes of the turn; nobody else ends the name meanwhile."""
+    def run_in_background(self, control_id: str, work: Awaitable[None]) -> asyncio.Task[None]:
+        """Run `work` in the background, independent of the turn. Nobody else ends the name meanwhile."""
         self._in_use[control_id] += 1
-        return self._start(self._using(control_id, work))
+        return self._create_task(self._run_using(control_id, work))
 
     @contextlib.contextmanager
-    def waiting(self, control_id: str) -> Iterator[None]:
-        """Who waits for a name does not use it: what is left of a turn that was cut off can be ended meanwhile."""
-        self._free(control_id)
+    def not_using(self, control_id: str) -> Iterator[None]:
+        """A turn that waits for a name does not use it, so that a cancelled turn's leftovers can be ended meanwhile."""
+        self._stop_using(control_id)
         try:
             yield
         finally:
             self._in_use[control_id] += 1
 
-    async def tell(self, ending: Ending) -> None:
-        """Tell the engine, and say that it has been told."""
+    async def close_at_engine(self, ending: Ending) -> None:
+        """Tell the engine to close the session, and write that it was told."""
         await self.calls.close(ending.engine, ending.control_id)
-        await self.written(store.Ended(ending.control_id, self.incarnation))
+        await self.write_with_retry(store.EngineTold(ending.control_id, self.incarnation))
 
-    async def written(self, operation: Operation[T]) -> T:
-        """Tried again until the store can take it: nobody waits for it."""
+    async def write_with_retry(self, operation: Operation[T]) -> T:
+        """Write an operation, with retries until the store accepts it. Nobody waits for it."""
         while True:
             try:
                 return await self._writer.submit(operation)
             except AppError as error:
                 log.warning("an affinity could not be written yet: %s", error)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(WRITE_RETRY_S)
 
-    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
+    def _create_task(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
-        self._beside.add(task)
-        task.add_done_callback(self._beside.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
         return task
 
-    async def _using(self, control_id: str, work: Awaitable[None]) -> None:
+    async def _run_using(self, control_id: str, work: Awaitable[None]) -> None:
         try:
             await work
         finally:
-            self._free(control_id)
+            self._stop_using(control_id)
 
-    def _free(self, control_id: str) -> None:
+    def _stop_using(self, control_id: str) -> None:
         self._in_use[control_id] -= 1
         if not self._in_use[control_id]:
             del self._in_use[control_id]
 
-    async def _end_of(self, session_id: str) -> None:
+    async def _end_used_by(self, session_id: str) -> None:
         running = self._turns.get(session_id)
         if running is not None:
             await running.over.wait()
@@ -200,7 +202,7 @@ class SessionControls:
             log.warning("what session %s used last could not be looked up, it will expire: %s", session_id, error)
             return
         async with self._ending:
-            self._tell_all(await self.written(end))
+            self._close_all(await self.write_with_retry(end))
 
     async def _watch(self) -> None:
         tick = 0
@@ -217,7 +219,7 @@ class SessionControls:
             await asyncio.sleep(TICK_S)
 
     async def _slide(self) -> None:
-        """Names do not expire while a turn that uses them runs."""
+        """Extend the names that running turns use, so that they do not expire."""
         now = asyncio.get_running_loop().time()
         running = [turn for turn in self._turns.values() if turn.slides_at <= now]
         if running:
@@ -227,23 +229,23 @@ class SessionControls:
 
     async def _sweep(self) -> None:
         lease_s = self.lease_s()
-        found = await self._database.read(lambda connection: store.due(connection, lease_s))
-        if not any(row.may_be_ended(self.incarnation, self._in_use) for row in found):
+        rows = await self._database.read(lambda connection: store.due(connection, lease_s))
+        if not any(row.may_be_ended(self.incarnation, self._in_use) for row in rows):
             return
         async with self._ending:
             due = store.EndDue(self.incarnation, lease_s, frozenset(self._in_use))
-            self._tell_all(await self._writer.submit(due))
+            self._close_all(await self._writer.submit(due))
 
-    def _tell_all(self, endings: Sequence[Ending]) -> None:
-        """From here on their names are in use; whoever looks for names that are not has to wait until then."""
+    def _close_all(self, endings: Sequence[Ending]) -> None:
+        """Their names are in use from now on: a turn that wants one waits until the engine was told."""
         for ending in endings:
-            self.beside(ending.control_id, self.tell(ending))
+            self.run_in_background(ending.control_id, self.close_at_engine(ending))
 
 
 class ControlledTurn:
-    """One turn of a session, and what it asks of the engine that holds it.
+    """One turn with session control, and the name that it uses.
 
-    `state` is that of the name as far as this turn has to do with it: `elsewhere` says that others have changed it.
+    `_state` is the name's state as far as this turn is concerned; `elsewhere`: another process has changed it.
     """
 
     def __init__(self, controls: SessionControls, control: SessionControl, session_id: str) -> None:
@@ -253,7 +255,7 @@ class ControlledTurn:
         self.slides_at = float("inf")
         self._controls = controls
         self._state: Literal["unbound", "bound", "opening", "closing", "released", "elsewhere"] = "unbound"
-        self._has_asked = False
+        self._has_acquired = False
         self._engine = ""
         self._timeout_s = 0.0
         self._aborts: Collection[asyncio.Task[None]] = ()
@@ -268,61 +270,62 @@ class ControlledTurn:
         self.slides_at = now + self._timeout_s / SLIDES_A_TIMEOUT if self._state == "bound" else float("inf")
 
     async def place(self, ordinary: EngineChoice) -> EngineChoice:
-        """Where the turn goes, instead of where it would go without control. Raises StoreUnavailable, Overloaded."""
-        await self._use(ordinary.order.first)
+        """Choose the turn's engine; `ordinary` is the choice without session control. Raises StoreUnavailable,
+        Overloaded."""
+        await self._acquire(ordinary.order.first)
         if self._state == "unbound":
             return ordinary
         order = self._controls.engines.order(self.session_id, self._engine)
         return msgspec.structs.replace(ordinary, order=order, control=self)
 
-    async def _use(self, candidate: str) -> None:
-        """Ask for the name until nobody else is at it; a new binding would be to `candidate`."""
+    async def _acquire(self, candidate: str) -> None:
+        """Request the name until no other turn uses it; a new binding would be to `candidate`."""
         controls = self._controls
         while True:
-            used = await controls.submit(
+            outcome = await controls.submit(
                 store.Use(
                     self.control,
                     self.session_id,
                     controls.incarnation,
                     controls.lease_s(),
                     candidate,
-                    controls.holding(),
+                    controls.session_engines(),
                 )
             )
-            if used.state == "ending":
-                ending = Ending(self.control.session_id, used.engine)
-                await asyncio.shield(controls.beside(ending.control_id, controls.tell(ending)))
-            elif used.state == "held":
-                with controls.waiting(self.control.session_id):
-                    await asyncio.sleep(LOOK_S)
+            if outcome.state == "ending":
+                ending = Ending(self.control.session_id, outcome.engine)
+                await asyncio.shield(controls.run_in_background(ending.control_id, controls.close_at_engine(ending)))
+            elif outcome.state == "held":
+                with controls.not_using(self.control.session_id):
+                    await asyncio.sleep(NAME_POLL_S)
             else:
                 break
-        self._state, self._engine, self._timeout_s = used.state, used.engine, used.timeout_s
-        self._has_asked = True
+        self._state, self._engine, self._timeout_s = outcome.state, outcome.engine, outcome.timeout_s
+        self._has_acquired = True
         self.has_slid()
 
     async def prepare(self, engine: str) -> None:
-        """The turn is about to be sent to `engine`. Raises NotSent, SessionOpenFailed, StoreUnavailable."""
+        """Prepare `engine` before the turn is sent to it. Raises NotSent, SessionOpenFailed, StoreUnavailable."""
         if engine != self._engine and self._state in ("bound", "opening"):
             await self._move(engine)
         if self._state == "opening":
             await self._open(engine)
 
     async def _move(self, engine: str) -> None:
-        """The bound engine is gone: bind the name to this one. A session that it held is of no more use."""
+        """The bound engine cannot be reached: bind the name to this one. A session at the old engine is useless now."""
         controls, old = self._controls, self._engine
-        moved = await controls.submit(store.Move(*self._key, old, engine, controls.holding()))
+        moved = await controls.submit(store.Move(*self._key, old, engine, controls.session_engines()))
         if moved is None:
             self._state = "elsewhere"
             return
         if self._state == "bound":
-            self._cause = controls.engines.why_not(old) or "dead"
+            self._cause = controls.engines.why_unavailable(old) or "dead"
         self._engine, self._state = engine, "opening" if moved.opening else "bound"
         if moved.left:
-            controls.beside(self.control.session_id, controls.calls.close(old, self.control.session_id))
+            controls.run_in_background(self.control.session_id, controls.calls.close(old, self.control.session_id))
 
     async def _open(self, engine: str) -> None:
-        """Where it is unknown whether the engine did, or the turn is cut off meanwhile, `finish` ends it."""
+        """Have the engine open its session. If the result is unknown, or the turn is cancelled, `finish` ends it."""
         controls, control_id = self._controls, self.control.session_id
         try:
             holds = await controls.calls.open(engine, control_id, self._timeout_s)
@@ -332,13 +335,13 @@ class ControlledTurn:
             await controls.submit(store.NotOpened(*self._key))
             self._state = "unbound"
             raise
-        controls.learn(engine, holds)
+        controls.note_support(engine, holds)
         is_mine = await controls.submit(store.Opened(*self._key, holds))
         self._state = "bound" if is_mine else "elsewhere"
         self.has_slid()
 
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None:
-        """What the turn's commit says of the engine that answered."""
+        """The binding event of the turn's commit, for the engine that answered."""
         if self._state in ("closing", "released"):
             return None if session.affinity is None else AffinityReleased("closed")
         if session.affinity == Affinity(engine, self.control.session_id):
@@ -346,27 +349,27 @@ class ControlledTurn:
         return AffinityBound(engine, self._cause if session.affinity else "control", self.control.session_id)
 
     def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
-        """The turn has ended, however it did; `aborts` may still have to end its generation."""
+        """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
         self._aborts = aborts
-        if self._state in ("opening", "closing") or (self.control.action == "close" and not self._has_asked):
-            self._controls.beside(self.control.session_id, self._end())
+        if self._state in ("opening", "closing") or (self.control.action == "close" and not self._has_acquired):
+            self._controls.run_in_background(self.control.session_id, self._end())
         self.over.set()
         self._controls.finished(self)
 
     async def aborted(self) -> None:
-        """The engine has been told to end the turn's generation, if need be."""
+        """Wait until the engine has been told to abort the turn's generation, if it must be."""
         if self._aborts:
             await asyncio.wait(self._aborts)
 
     async def _end(self) -> None:
-        """Also where the turn came to nothing before it was sent: that it closes the name stands."""
+        """Close the name even if the turn failed before it was sent."""
         await self.aborted()
-        if not self._has_asked:
+        if not self._has_acquired:
             try:
-                await self._use("")
+                await self._acquire("")
             except AppError as error:
                 log.warning("name %s could not be closed, it will expire: %s", self.control.session_id, error)
                 return
-        ending = await self._controls.written(store.End(*self._key))
+        ending = await self._controls.write_with_retry(store.End(*self._key))
         if ending is not None:
-            await self._controls.tell(ending)
+            await self._controls.close_at_engine(ending)

@@ -1,6 +1,7 @@
-"""Where a turn's time goes, and what the last minute of turns was like.
+"""Time of a turn by stage, and statistics of the last minute.
 
-A turn is in one stage at any moment, so its stages add up to the time from its request's last byte to its reply's:
+A turn is in exactly one stage at any moment. Its stages add up to the time from the last byte of the request to
+the last byte of the reply:
 
     claim ─▶ (gate ─▶) prepare ─▶ (gate ─▶) engine ─▶ validate ─▶ commit ─▶ reply
                           ▲                             │
@@ -19,13 +20,13 @@ import msgspec
 from app.domain.events import Timing
 
 MonotonicClock = Callable[[], float]
-"""Seconds by a clock that neither jumps nor goes back."""
+"""A monotonic clock, in seconds."""
 
 
 class TurnStage(IntEnum):
-    """`gate`: held back by a pause. `claim`: until the claim was on disk, parsing and matching included. `prepare`:
-    making the prompt and placing it. `engine`: from dispatch to the reply's last byte. `validate`: judging the reply.
-    `commit`: until the turn is on disk. `reply`: until the last byte was handed to the connection."""
+    """`gate`: waiting while a gate is shut. `claim`: parsing, matching and writing the claim. `prepare`: building the
+    prompt and choosing an engine. `engine`: from dispatch to the reply's last byte. `validate`: validating the reply.
+    `commit`: writing the turn to disk. `reply`: sending the reply, until the last byte is handed to the connection."""
 
     GATE = 0
     CLAIM = 1
@@ -37,10 +38,9 @@ class TurnStage(IntEnum):
 
 
 class Stages:
-    """One turn's time by stage; a stage that it is in more than once adds up. It begins in `claim`.
+    """Time of one turn by stage, beginning in `claim`; repeated stages add up.
 
-    Of a turn that committed, `request_bytes` and `reply_bytes` (the engine's) are as received, `stored_bytes` what its
-    content takes in the store.
+    For a committed turn: `request_bytes` and `reply_bytes` (from the engine) as received, `stored_bytes` as stored.
     """
 
     __slots__ = ("_at", "_clock", "reply_bytes", "request_bytes", "seconds", "stage", "stored_bytes")
@@ -55,18 +55,18 @@ class Stages:
         self.stored_bytes = 0
 
     def begin(self) -> None:
-        """The request is here as a whole: time counts from now on."""
+        """The request has arrived completely: time counts from now on."""
         self._at = self._clock()
 
     def enter(self, stage: TurnStage) -> None:
-        """The stage before ends now."""
+        """End the current stage and begin the next."""
         now = self._clock()
         self.seconds[self.stage] += now - self._at
         self._at = now
         self.stage = stage
 
     def end(self) -> None:
-        """The stage that the turn is in ends now."""
+        """End the current stage."""
         self.enter(self.stage)
 
     @property
@@ -76,43 +76,43 @@ class Stages:
 
     @property
     def overhead(self) -> float:
-        """Turnlog's own part: all but waiting for a gate and for the engine."""
+        """Turnlog's own part: all but the stages `gate` and `engine`."""
         return self.total - self.seconds[TurnStage.GATE] - self.seconds[TurnStage.ENGINE]
 
     def timing(self) -> Timing:
-        """What the log keeps, which is written before the commit has ended."""
+        """What the log keeps: it is written before the commit ends, so without the later stages."""
         gate, claim, prepare, engine, validate = (round(seconds * 1e6) for seconds in self.seconds[: TurnStage.COMMIT])
         return Timing(gate, claim, prepare, engine, validate)
 
 
 COMMITTED = "committed"
 ABORTED = "aborted"
-"""Committed as well, with a generation that an engine ended before its time."""
+"""Committed, but an engine ended the generation early."""
 
 REPLAYED, JOINED = "replayed", "joined"
-"""A retry that got the stored reply, or waited for the turn in flight."""
+"""A retry that got the stored reply, or that waited for the turn in flight."""
 
 ENGINE_ERROR = "engine_error"
-"""An engine's own 4xx or 5xx, which passed to the client."""
+"""An engine's own 4xx or 5xx, passed to the client."""
 
 OUTCOMES = (COMMITTED, ABORTED, REPLAYED, JOINED, ENGINE_ERROR)
-"""How a request for a turn ends, if not with an `AppError`, whose code is its outcome then."""
+"""How a request for a turn ends; an `AppError` has its code as outcome instead."""
 
 NEW_TURNS = frozenset((COMMITTED, ABORTED))
 
-WELL = frozenset((COMMITTED, ABORTED, REPLAYED, JOINED))
-"""Outcomes with which a client got its turn."""
+SUCCEEDED = frozenset((COMMITTED, ABORTED, REPLAYED, JOINED))
+"""Outcomes in which the client got its turn."""
 
 WINDOW_S = 60
 
 PER_OCTAVE = 8
-"""Slots in which times are counted between one and twice it: a percentile is right to about 5 %."""
+"""Histogram slots per factor of two: a percentile is accurate to about 5 %."""
 
 SLOT_ZERO_S = 1e-6
 
 
 class _Second(msgspec.Struct):
-    """What ended in one second. Times are counted by slot."""
+    """The turns that ended in one second. Times are counted by histogram slot."""
 
     number: int = -1
     turns: int = 0
@@ -121,10 +121,10 @@ class _Second(msgspec.Struct):
     errors: Counter[str] = msgspec.field(default_factory=Counter)
 
 
-class RecentTurns(msgspec.Struct, frozen=True):
-    """The last minute, or as much of it as there was; None where no turn was committed.
+class RecentTurnsSummary(msgspec.Struct, frozen=True):
+    """Statistics of the last minute, or since the start if shorter; None where no turn was committed.
 
-    `errors` are those of the minute by code (`engine_error`: the engine's own), `errors_total` all since the start.
+    `errors` counts the minute's errors by code (`engine_error`: the engine's own), `errors_total` all since the start.
     """
 
     turns_per_s: float
@@ -136,8 +136,8 @@ class RecentTurns(msgspec.Struct, frozen=True):
     errors_total: dict[str, int]
 
 
-class Recent:
-    """The turns that ended within the last minute, in this process."""
+class RecentTurnStats:
+    """Statistics of the turns that ended in this process within the last minute."""
 
     def __init__(self, clock: MonotonicClock) -> None:
         self._clock = clock
@@ -146,25 +146,25 @@ class Recent:
         self._errors: Counter[str] = Counter()
 
     def turn_ended(self, outcome: str, stages: Stages) -> None:
-        """A reply has left, or an error. `outcome` is one of `OUTCOMES`, or the code of an `AppError`."""
+        """A reply or an error was sent. `outcome` is one of `OUTCOMES`, or an `AppError`'s code."""
         second = self._second(int(self._clock()))
         if outcome in NEW_TURNS:
             second.turns += 1
             second.overhead[_slot(stages.overhead)] += 1
             second.engine[_slot(stages.seconds[TurnStage.ENGINE])] += 1
-        elif outcome not in WELL:
+        elif outcome not in SUCCEEDED:
             second.errors[outcome] += 1
             self._errors[outcome] += 1
 
     def _second(self, number: int) -> _Second:
-        place = number % len(self._seconds)
-        second = self._seconds[place]
+        index = number % len(self._seconds)
+        second = self._seconds[index]
         if second.number != number:
-            second = self._seconds[place] = _Second(number)
+            second = self._seconds[index] = _Second(number)
         return second
 
-    def summary(self) -> RecentTurns:
-        """Of the seconds that are whole, and of the one that has begun."""
+    def summary(self) -> RecentTurnsSummary:
+        """Includes the second that has only begun."""
         now = self._clock()
         kept = [second for second in self._seconds if now - WINDOW_S < second.number + 1]
         overhead: Counter[int] = Counter()
@@ -175,7 +175,7 @@ class Recent:
             engine.update(second.engine)
             errors.update(second.errors)
         elapsed = min(max(now - self._began, 1.0), float(WINDOW_S))
-        return RecentTurns(
+        return RecentTurnsSummary(
             turns_per_s=sum(second.turns for second in kept) / elapsed,
             overhead_p50_ms=_percentile_ms(overhead, 0.5),
             overhead_p99_ms=_percentile_ms(overhead, 0.99),
@@ -191,7 +191,7 @@ def _slot(seconds: float) -> int:
 
 
 def _percentile_ms(slots: Counter[int], share: float) -> float | None:
-    """In the middle of the slot in which so much of the whole is reached."""
+    """The middle of the slot that holds the percentile `share`, in ms."""
     left = math.ceil(share * slots.total())
     for slot in sorted(slots):
         left -= slots[slot]

@@ -1,7 +1,7 @@
-"""The prompt of a turn as token ids: given by the client, or built here from the stored ids and what is new.
+"""The prompt of a turn as token ids: given by the client, or built from the stored ids and the new messages.
 
-Tokenising runs on threads of its own, so that the event loop answers others meanwhile; a template is rendered by
-Python and so shares the interpreter with the loop, a tokenizer does not.
+Tokenising runs on its own threads. A template is rendered in Python and shares the GIL with the event loop; a tokenizer
+does not.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from app.sessions.cache import SessionCache, id_text
 from app.store import reads
 from app.tito import normalise
 from app.tito.extension import NotAnExtension
-from app.turn.context import ClaimedTurn, Request, Template
-from app.turn.engine_request import EngineRequest, Prompt, template_arguments
+from app.turn.context import ClaimedTurn, Request, TemplateInputs
+from app.turn.engine_request import EngineRequest, PromptIds, template_arguments
 from workers.codec import CorruptContent
-from workers.parse import Known
+from workers.parse import KnownTokens
 
 if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
 THREADS = 2
-"""More would only wait for each other: rendering holds the interpreter, and encoding uses cores of its own."""
+"""More threads would not help: rendering holds the GIL, and encoding uses cores of its own."""
 
 SMALL = 32 << 10
-"""Messages of so many bytes take about a millisecond; they have threads of their own, not to wait for long prompts."""
+"""Messages up to this size take about 1 ms. They have their own threads, so that they do not wait for long prompts."""
 
 NICENESS = 10
-"""Of the tokenizer's threads, on Linux: where they share a core with the event loop, it waits for them no more."""
+"""Niceness of the tokenizer's threads (Linux only), so that the event loop goes first on a shared core."""
 
 TAIL = 64
-"""How many of the last stored ids a junction may look at."""
+"""How many of the last stored ids a junction examines."""
 
 T = TypeVar("T")
 
@@ -54,20 +54,20 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class TokenIn:
-    """`prompts` is None in capture mode: then only clients send ids."""
+    """Builds prompts as token ids. `prompts` is None in capture mode, where only clients send ids."""
 
     def __init__(self, cache: SessionCache, prompts: Prompts | None) -> None:
         self._cache = cache
         self.prompts = prompts
-        self._threads = ThreadPoolExecutor(THREADS, "tokenizer", initializer=_yield_to_others)
-        self._brief = ThreadPoolExecutor(THREADS, "tokenizer-brief")
+        self._threads = ThreadPoolExecutor(THREADS, "tokenizer", initializer=_lower_priority)
+        self._short_threads = ThreadPoolExecutor(THREADS, "tokenizer-short")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._brief.shutdown(wait=False, cancel_futures=True)
+        self._short_threads.shutdown(wait=False, cancel_futures=True)
 
-    def template_of(self, request: Request) -> Template | None:
-        """What the prompt of a chat will be rendered with; None where none will be. Raises InvalidRequest."""
+    def template_of(self, request: Request) -> TemplateInputs | None:
+        """The template inputs of a chat's prompt; None if it is not rendered here. Raises InvalidRequest."""
         if self.prompts is None or request.ids is not None or not isinstance(request, ChatRequest):
             return None
         template = _template(request.params, request.tools)
@@ -76,62 +76,62 @@ class TokenIn:
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
         return template
 
-    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> Prompt:
-        """The client's own ids. Raises TokenPrefixMismatch where the session rejects drift, and SessionUnreadable."""
+    async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> PromptIds:
+        """The client's own ids. Raises TokenPrefixMismatch if the session rejects drift, and SessionUnreadable."""
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is None or not parent.token_count:
-            return Prompt(ids.text, None)
+            return PromptIds(ids.text, None)
         if _begins_with(ids.text, parent):
-            return Prompt(ids.text, _known(parent))
+            return PromptIds(ids.text, _known(parent))
         if claimed.session.config.on_drift == "reject":
             at = await self.first_difference(claimed, parent, lambda: map(int, ids.text.split(b",")))
             raise TokenPrefixMismatch(
                 f"input_ids do not continue the {parent.token_count} stored tokens: they differ at position {at}"
             )
-        return Prompt(ids.text, None)
+        return PromptIds(ids.text, None)
 
     async def built(
-        self, claimed: ClaimedTurn, template: Template, incoming: Incoming, sending: EngineRequest
-    ) -> Prompt:
+        self, claimed: ClaimedTurn, template: TemplateInputs, incoming: Incoming, engine_request: EngineRequest
+    ) -> PromptIds:
         """The ids of a chat's prompt.
 
-        Raises InvalidRequest (what the template refuses), TokenPrefixMismatch (a session that rejects drift, stored
-        tokens that are not those of the log), and SessionUnreadable.
+        Raises InvalidRequest (refused by the template), TokenPrefixMismatch (the session rejects drift, or the stored
+        tokens are not those of the log), and SessionUnreadable.
         """
         assert self.prompts is not None
         parent = decide.token_parent(claimed.session, claimed.plan)
         if parent is not None and parent.token_count:
             try:
-                return await self._extended(claimed, parent, incoming, sending, template)
+                return await self._extend(claimed, parent, incoming, engine_request, template)
             except NotAnExtension as error:
                 if claimed.session.config.on_drift == "reject":
                     raise TokenPrefixMismatch(
                         f"the prompt cannot continue the {parent.token_count} stored tokens: {error}"
                     ) from error
-        messages = await self._history(claimed, incoming)
+        messages = await self._all_messages(claimed, incoming)
         size = sum(len(memoryview(raw)) for raw in incoming.raws)
-        text = await self._run(size, _first_text, self.prompts, messages, template.offered, template.arguments)
-        return Prompt(text, None)
+        text = await self._run(size, _whole_prompt_text, self.prompts, messages, template.offered, template.arguments)
+        return PromptIds(text, None)
 
     async def mismatch(
         self, session: Session, leaf: Turn, tokens: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """The comparator's findings for all tokens and messages after turn `leaf`.
+        """The comparator's findings for all tokens and messages up to turn `leaf`.
 
-        Raises InvalidRequest where the template cannot render them, SessionUnreadable.
+        Raises InvalidRequest if the template cannot render them, SessionUnreadable.
         """
         assert self.prompts is not None
         template = await self._rendered_with(session, leaf)
         return await self._run(SMALL + 1, self.prompts.mismatch, tokens, messages, template.offered, template.arguments)
 
-    async def _rendered_with(self, session: Session, turn: Turn) -> Template:
-        """What the first prompt of the turn's segment was rendered with. Raises SessionUnreadable."""
+    async def _rendered_with(self, session: Session, turn: Turn) -> TemplateInputs:
+        """The template inputs of the first prompt of the turn's segment. Raises SessionUnreadable."""
         first = session.token_chain(turn.number)[0]
         blobs = await self._blobs(session.session_id, first)
         return _template(_FIELDS.decode(blobs[first.params]), None if first.tools is None else blobs[first.tools])
 
     async def _blobs(self, session_id: str, turn: Turn) -> dict[int, bytes]:
-        """A turn's parameters and tools by their numbers. Raises SessionUnreadable."""
+        """A turn's parameters and tools by blob number. Raises SessionUnreadable."""
         numbers = {number for number in (turn.params, turn.tools) if number is not None}
         try:
             return await self._cache.database.read(
@@ -141,26 +141,33 @@ class TokenIn:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 
     async def first_difference(self, claimed: ClaimedTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
-        """The first position at which a prompt that continues nothing differs from the stored tokens.
+        """The first position at which the prompt's ids differ from the stored tokens.
 
-        `given` makes its ids, on a thread. Raises SessionUnreadable.
+        `given` returns the prompt's ids; it runs on a thread. Raises SessionUnreadable.
         """
         stored = await self._cache.tokens(claimed.entry, parent.number)
 
         def compared() -> int:
             pairs = zip_longest(map(int, stored.split(b",")), given())
-            return next((at for at, (one, other) in enumerate(pairs) if one != other), parent.token_count)
+            return next(
+                (at for at, (stored_id, given_id) in enumerate(pairs) if stored_id != given_id), parent.token_count
+            )
 
         return await asyncio.to_thread(compared)
 
-    async def _extended(
-        self, claimed: ClaimedTurn, parent: Turn, incoming: Incoming, sending: EngineRequest, template: Template
-    ) -> Prompt:
-        """The stored tokens and what is new. Raises NotAnExtension, and as `built`."""
+    async def _extend(
+        self,
+        claimed: ClaimedTurn,
+        parent: Turn,
+        incoming: Incoming,
+        engine_request: EngineRequest,
+        template: TemplateInputs,
+    ) -> PromptIds:
+        """The stored tokens and the new messages' tokens. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
-        await self._require_same_template(claimed.session, parent, sending, template)
+        await self._require_same_template(claimed.session, parent, engine_request, template)
         stored = await self._cache.tokens(claimed.entry, parent.number)
-        tail = [int(one) for one in stored.rsplit(b",", TAIL)[-TAIL:]]
+        tail = [int(token) for token in stored.rsplit(b",", TAIL)[-TAIL:]]
         base = claimed.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
         size = sum(len(memoryview(raw)) for raw in incoming.raws[base:])
@@ -173,21 +180,21 @@ class TokenIn:
                 raise TokenPrefixMismatch(f"the {parent.token_count} stored tokens are not those of the log")
             stored = stored.rsplit(b",", extension.trim)[0]
             text = stored + b","
-            known = Known(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
+            known = KnownTokens(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
         added = id_text(extension.ids.tobytes())
-        return Prompt(stored + b"," + added if added else stored, known, extension.trim, extends=True)
+        return PromptIds(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
     async def _require_same_template(
-        self, session: Session, parent: Turn, sending: EngineRequest, template: Template
+        self, session: Session, parent: Turn, engine_request: EngineRequest, template: TemplateInputs
     ) -> None:
-        """Tools stand in front of the history, and template arguments may change it: are they those of its beginning?
+        """Require the tools and template arguments that the history began with: both may change its tokens.
 
-        A `tool_choice` of "none" takes no tools out of what is stored. Raises NotAnExtension for other tools,
-        InvalidRequest for arguments that would rewrite what is stored.
+        A `tool_choice` of "none" removes no tools from stored tokens. Raises NotAnExtension for other tools,
+        InvalidRequest for arguments that would change what is stored.
         """
         assert self.prompts is not None
         first = session.token_chain(parent.number)[0]
-        if first.params == sending.blobs.params and first.tools == sending.blobs.tools:
+        if first.params == engine_request.blobs.params and first.tools == engine_request.blobs.tools:
             return
         before = await self._rendered_with(session, parent)
         kept = template.choice == "none" and template.tools == before.tools
@@ -198,8 +205,8 @@ class TokenIn:
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
 
-    async def _history(self, claimed: ClaimedTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
-        """All messages: the stored ones as they are stored."""
+    async def _all_messages(self, claimed: ClaimedTurn, incoming: Incoming) -> list[Mapping[str, Any]]:
+        """All messages, the stored ones in their stored form."""
         new = [incoming.message(index) for index in range(claimed.plan.base_messages, len(incoming))]
         if not claimed.plan.base_messages:
             return new
@@ -207,33 +214,33 @@ class TokenIn:
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
     async def _run(self, size: int, work: Callable[..., T], *arguments: Any) -> T:
-        """Work on messages of so many bytes."""
-        threads = self._brief if size <= SMALL else self._threads
+        """Run `work` on messages of `size` bytes, on a thread."""
+        threads = self._short_threads if size <= SMALL else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
 
-def _first_text(
+def _whole_prompt_text(
     prompts: Prompts, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, arguments: Mapping[str, Any]
 ) -> bytes:
-    """A whole prompt as the text of its ids, which for a long one is work for a thread as well."""
+    """A whole prompt as the text of its ids; runs on a thread."""
     return id_text(prompts.first(messages, tools, arguments).tobytes())
 
 
-def _yield_to_others() -> None:
-    """Let the event loop's thread run first; elsewhere than on Linux threads have no niceness of their own."""
+def _lower_priority() -> None:
+    """Lower the thread's priority. Only Linux has a niceness per thread."""
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
-def added_text(prompt: Prompt, base: int, output_ids: bytes) -> bytes:
-    """The text of a turn's own tokens: those that its prompt adds to the `base` known ones, and its output."""
+def added_text(prompt: PromptIds, base: int, output_ids: bytes) -> bytes:
+    """The text of a turn's own tokens: what its prompt adds to the `base` known ones, and its output."""
     start = prompt.known.text_bytes if base and prompt.known is not None else 0
     return b",".join(part for part in (prompt.text[start:], id_text(output_ids)) if part)
 
 
 def _begins_with(text: bytes, parent: Turn) -> bool:
-    """Are the first of these ids the tokens after turn `parent`, by the log's hash?"""
+    """Do these ids begin with the tokens after turn `parent`, by the log's hash?"""
     size = parent.tokens_text_bytes
     if len(text) + 1 < size:
         return False
@@ -243,11 +250,11 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
     return hasher.hexdigest() == parent.tokens_hash
 
 
-def _known(parent: Turn) -> Known:
-    return Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+def _known(parent: Turn) -> KnownTokens:
+    return KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
-def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> Template:
+def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw | None) -> TemplateInputs:
     """Raises InvalidRequest."""
     tools = value_of(raw_tools, "tools") or None
     if tools is not None and not isinstance(tools, list):
@@ -255,4 +262,4 @@ def _template(params: Mapping[str, msgspec.Raw], raw_tools: bytes | msgspec.Raw 
     choice = value_of(params.get("tool_choice"), "tool_choice")
     effort = value_of(params.get("reasoning_effort"), "reasoning_effort")
     arguments = normalise.arguments(template_arguments(params), effort)
-    return Template(tools, choice, normalise.offered(tools, choice), arguments)
+    return TemplateInputs(tools, choice, normalise.offered(tools, choice), arguments)

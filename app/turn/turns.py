@@ -1,16 +1,16 @@
-"""The turns of one process: who is in flight, and one turn from its request to its reply.
+"""The turns of one process, and the steps of one turn from its request to its reply.
 
-    step        state on disk behind it                      after a crash there
-    read        as before                                    the retry is a new turn
-    join        as before: a retry waits for the turn in flight, or gets the stored reply
-    gate        as before: while a gate is shut, no claim stands
-    claim       open_turns row, TurnOpened                   the dead claim is abandoned, the retry generates anew
-    generate    same (`generation.py`)                       same
+    step        state on disk after it                   after a crash there
+    read        unchanged                                the retry is a new turn
+    join        unchanged: a retry waits for the turn in flight, or gets the stored reply
+    gate        unchanged: while a gate is shut, there is no claim
+    claim       open_turns row, TurnOpened               the dead claim is abandoned, the retry generates again
+    generate    same (`generation.py`)                   same
     commit      TurnCommitted, content, no open_turns row    the retry gets the stored reply
-    refusal     TurnRejected, no open_turns row              the retry generates anew
+    refusal     TurnRejected, no open_turns row          the retry generates again
 
-No transaction is open and no lock is held while an engine works. The claim keeps two turns of a session apart; its
-fence keeps out one that comes too late.
+No transaction is open and no lock is held while an engine works. The claim prevents two turns of a session at the
+same time; its fence rejects a commit that comes too late.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from app.store.log import Refused, StoredChunk, size_of
 from app.store.log_sessions import Settled
 from app.store.log_turns import Commit, Stage
 from app.turn.claims import repeated_turn
-from app.turn.context import ClaimedTurn, Request, RequestHistory, Template, TurnContext
+from app.turn.context import ClaimedTurn, Request, RequestHistory, TemplateInputs, TurnContext
 from app.turn.engine_request import adapter_of, shown_kinds
 from app.turn.generation import EngineRefusal, GeneratedTurn, Generation
-from app.turn.in_flight import InFlightTurn, RetryMark, TurnCut, TurnReply, Waiter
+from app.turn.in_flight import InFlightTurn, RetryMark, TurnCancelled, TurnReply, Waiter
 from app.turn.large_bodies import large_bytes
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
@@ -61,7 +61,7 @@ from app.upstream.dialects import asked_for, takes_rid
 from app.upstream.headers import Headers
 
 STAGE_BYTES = 512 << 10
-"""Chunks of more than this are written before the commit: about two milliseconds of one transaction."""
+"""Payload chunks larger than this together are written before the commit: about 2 ms of one transaction."""
 
 
 class Turns:
@@ -78,23 +78,23 @@ class Turns:
         return len(self._in_flight)
 
     def held(self) -> dict[str, bool]:
-        """Sessions whose turn waits here at a gate; does it have its claim already?"""
+        """Sessions whose turn waits here at a gate; True if the turn has its claim already."""
         return {name: flight.fence is not None for name, flight in self._in_flight.items() if flight.is_held}
 
     def close(self, session_id: str, ended: Sequence[int]) -> None:
-        """The session was closed, which ended turns under these fences: end the work on them, here or elsewhere."""
+        """The session was closed, which ended the turns with these fences: cancel their work, here or elsewhere."""
         flight = self._in_flight.get(session_id)
         if flight is not None:
-            flight.cut_off("session_closed")
+            flight.cancel("session_closed")
         for fence in ended:
             if flight is None or flight.fence != fence:
                 self._abort(rid_of(session_id, fence))
 
     async def drain(self, grace_s: float) -> None:
-        """Wait for the turns in flight, at most `grace_s`; what is left then is abandoned with the process."""
-        landing = [flight.landing for flight in self._in_flight.values()]
-        if landing:
-            await asyncio.wait(landing, timeout=grace_s)
+        """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
+        finished = [flight.finished for flight in self._in_flight.values()]
+        if finished:
+            await asyncio.wait(finished, timeout=grace_s)
         for task in self._aborting:
             task.cancel()
 
@@ -108,11 +108,11 @@ class Turns:
         waiter: Waiter,
         stages: Stages,
     ) -> TurnReply:
-        """One turn. Raises AppError in the order 404, 400, 409, 400 (history), then what the engine did."""
+        """Take one turn. Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures."""
         try:
             return await self._take(session_id, protocol, body, client, mark, waiter, stages)
         except (InvalidRequest, SessionBusy, IdempotencyMismatch):
-            # Another process may have closed the session, which comes before anything that is wrong with a request.
+            # If another process has closed the session, that error takes precedence.
             entry = await self._services.cache.current(session_id)
             decide.require_open(entry.session if entry else None, session_id)
             raise
@@ -127,19 +127,19 @@ class Turns:
         waiter: Waiter,
         stages: Stages,
     ) -> TurnReply:
-        """Read the request, find out whether it repeats a turn, and if not take a turn."""
+        """Parse the request; join or replay the turn that it repeats, or take a new turn."""
         services = self._services
         large = large_bytes(body)
         entry = await self._open_entry(session_id)
-        request = await services.large_bodies.run(large, lambda: _parsed(protocol, body, not large))
-        adapter = self._admitted(request, entry.session, waiter.token_session)
+        request = await services.large_bodies.run(large, lambda: _parse(protocol, body, not large))
+        adapter = self._admit(request, entry.session, waiter.token_session)
         while True:
             history, template = await services.large_bodies.run(large, lambda: self._read(request, entry.session))  # noqa: B023
             in_flight = self._in_flight.get(session_id)
             if in_flight is not None:
-                reply = await self._joined(in_flight, session_id, request, mark, waiter)
+                reply = await self._join(in_flight, session_id, request, mark, waiter)
             elif (repeated := repeated_turn(entry, mark, request)) is not None:
-                reply = await self._replayed(session_id, repeated, request, waiter)
+                reply = await self._replay(session_id, repeated, request, waiter)
             else:
                 services.engines.require_some()
                 gate = services.gates.arrive(adapter)
@@ -147,7 +147,7 @@ class Turns:
                 context = TurnContext(
                     session_id, request, history, template, adapter, client, mark, waiter, stages, flight, gate, large
                 )
-                reply = await self._taken(entry, context)
+                reply = await self._take_new(entry, context)
             if reply is not None:
                 return reply
             entry = await self._open_entry(session_id)
@@ -161,9 +161,9 @@ class Turns:
         assert entry is not None
         return entry
 
-    def _admitted(self, request: Request, session: Session, token_session: str | None) -> str | None:
-        """The turn's adapter. Raises Unsupported for a chat's own ids where engines ignore them, InvalidRequest,
-        Forbidden for what `token_session`, whose token came with the request, may not ask for."""
+    def _admit(self, request: Request, session: Session, token_session: str | None) -> str | None:
+        """The turn's adapter. Raises Unsupported for a chat's token ids at engines that ignore them, InvalidRequest,
+        and Forbidden for what `token_session`, the session of the request's token, may not ask for."""
         settings = self._services.settings
         if settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
             raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
@@ -172,8 +172,9 @@ class Turns:
             require_own(request, session.session_id, token_session, settings.session_params)
         return adapter
 
-    def _read(self, request: Request, session: Session) -> tuple[RequestHistory, Template | None]:
-        """Its history, and what its prompt will be rendered with, if it will. Raises InvalidRequest, Unsupported."""
+    def _read(self, request: Request, session: Session) -> tuple[RequestHistory, TemplateInputs | None]:
+        """The request's history, and the template inputs if the prompt is rendered here. Raises InvalidRequest,
+        Unsupported."""
         history: RequestHistory
         if isinstance(request, ChatRequest):
             history = Incoming(request.messages, session.config.matcher)
@@ -184,17 +185,17 @@ class Turns:
 
     # join or replay
 
-    async def _joined(
+    async def _join(
         self, flight: InFlightTurn, session_id: str, request: Request, mark: RetryMark, waiter: Waiter
     ) -> TurnReply | None:
-        """The reply of a turn in flight that the request repeats; None if that did not commit. Raises SessionBusy."""
+        """The reply of the turn in flight, which the request repeats; None if it did not commit. Raises SessionBusy."""
         if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
             raise SessionBusy(f"session {session_id} has a turn in flight")
-        joined = await waiter.join(flight)
-        return None if joined is None else msgspec.structs.replace(joined, replayed=True, joined=True)
+        reply = await waiter.join(flight)
+        return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
-    async def _replayed(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
-        """A committed turn's reply, to the byte, unless the session was closed meanwhile."""
+    async def _replay(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
+        """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
         cache, writer = self._services.cache, self._services.writer
         entry = await cache.current(session_id)
         session = decide.require_open(entry.session if entry else None, session_id)
@@ -208,46 +209,46 @@ class Turns:
 
     # gate and claim
 
-    async def _taken(self, entry: CacheEntry, context: TurnContext) -> TurnReply | None:
-        """A turn of its own; None where the claim finds that it is committed already."""
+    async def _take_new(self, entry: CacheEntry, context: TurnContext) -> TurnReply | None:
+        """Take a new turn; None if the claim finds that the turn is already committed."""
         flight, stages, services = context.flight, context.stages, self._services
         context.waiter.wait_for(flight)
         reply: TurnReply | None = None
         try:
             if not context.gate.admits_at_once:
                 stages.enter(TurnStage.GATE)
-                await self._held_back(context.gate, flight, context.session_id)
+                await self._wait_at_gate(context.gate, flight, context.session_id)
                 stages.enter(TurnStage.CLAIM)
             claimed = await services.claims.take(entry, context, is_alone=len(self._in_flight) == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
                 stages.enter(TurnStage.PREPARE)
-                reply = await self._settled(context, claimed)
+                reply = await self._run_claimed(context, claimed)
             return reply
         finally:
             del self._in_flight[context.session_id]
-            flight.land(reply if reply is not None and reply.turn is not None else None)
+            flight.finish(reply if reply is not None and reply.turn is not None else None)
 
-    async def _held_back(self, gate: GatePass, flight: InFlightTurn, session_id: str) -> None:
-        """Before the claim, so that none stands while a gate is shut.
+    async def _wait_at_gate(self, gate: GatePass, flight: InFlightTurn, session_id: str) -> None:
+        """Wait before the claim, so that no claim exists while a gate is shut.
 
         Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
         """
         try:
-            with flight.held(), flight.may_be_cut():
+            with flight.waiting_at_gate(), flight.cancellable():
                 await gate.wait()
-        except TurnCut:
-            raise _why_cut(flight, session_id) from None
+        except TurnCancelled:
+            raise _cancel_error(flight, session_id) from None
 
     # generate, commit, or release the claim
 
-    async def _settled(self, context: TurnContext, claimed: ClaimedTurn) -> TurnReply:
-        """A turn that holds its claim: whatever happens, its end is a commit, a refusal or a release."""
+    async def _run_claimed(self, context: TurnContext, claimed: ClaimedTurn) -> TurnReply:
+        """Run a claimed turn. Whatever happens, it ends with a commit, a rejection or a release."""
         services, control = self._services, context.request.control
         controlled = None if control is None else services.controls.turn(control, context.session_id)
         is_settled = False
         try:
-            reply = await self._generated(context, claimed, controlled)
+            reply = await self._generate_and_commit(context, claimed, controlled)
             is_settled = True
             return reply
         except AppError:
@@ -257,36 +258,36 @@ class Turns:
             if not is_settled:
                 await services.claims.abandon(claimed, "not_released")
             if controlled is not None:
-                controlled.finish(frozenset(self._aborting) if context.flight.cut else frozenset())
+                controlled.finish(frozenset(self._aborting) if context.flight.cancel_reason else frozenset())
 
-    async def _generated(
+    async def _generate_and_commit(
         self, context: TurnContext, claimed: ClaimedTurn, controlled: ControlledTurn | None
     ) -> TurnReply:
         claims = self._services.claims
         generation = Generation(self._services, context, claimed, controlled)
         try:
-            made = await generation.run()
-        except TurnCut:
-            raise await self._cut(context.flight, claimed) from None
+            generated = await generation.run()
+        except TurnCancelled:
+            raise await self._cancelled(context.flight, claimed) from None
         except AppError as error:
             await claims.fail(claimed, error, str(error), generation.received)
             raise
-        if isinstance(made, EngineRefusal):
-            await claims.reject(claimed, "engine_error", made.status)
-            return TurnReply(made.status, made.headers, made.body.pieces)
+        if isinstance(generated, EngineRefusal):
+            await claims.reject(claimed, "engine_error", generated.status)
+            return TurnReply(generated.status, generated.headers, generated.body.pieces)
         stages = context.stages
         stages.enter(TurnStage.COMMIT)
-        await self._commit(context, claimed, made)
+        await self._commit(context, claimed, generated)
         stages.enter(TurnStage.REPLY)
-        return self._reply(claimed, made)
+        return self._reply(claimed, generated)
 
-    async def _cut(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:
-        """The turn was ended from outside: tell the engine, release the claim, and say why."""
-        if flight.asked:
+    async def _cancelled(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:
+        """The turn was cancelled: tell the engine, release the claim, and return the error."""
+        if flight.engine_asked:
             self._abort(claimed.rid)
-        if flight.cut != "session_closed":
+        if flight.cancel_reason != "session_closed":
             await self._services.claims.abandon(claimed, "disconnect")
-        return _why_cut(flight, claimed.session.session_id)
+        return _cancel_error(flight, claimed.session.session_id)
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
@@ -295,11 +296,12 @@ class Turns:
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
 
-    async def _commit(self, context: TurnContext, claimed: ClaimedTurn, made: GeneratedTurn) -> None:
-        """On disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable, StoreFull."""
+    async def _commit(self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn) -> None:
+        """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
+        StoreFull."""
         services, session_id = self._services, claimed.session.session_id
-        result, chunks = made.reply.result, stored_chunks(made.reply.result)
-        context.stages.reply_bytes = len(made.body)
+        result, chunks = generated.reply.result, stored_chunks(generated.reply.result)
+        context.stages.reply_bytes = len(generated.body)
         context.stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
         events = decide.commit_turn(
             claimed.session,
@@ -307,9 +309,9 @@ class Turns:
             claimed.fence,
             claimed.plan,
             context.history,
-            made.reply,
-            blobs=made.request.blobs,
-            binding=services.placement.binding(claimed.session, made.choice, made.reply.engine),
+            generated.reply,
+            blobs=generated.request.blobs,
+            binding=services.placement.binding(claimed.session, generated.choice, generated.reply.engine),
             timing=context.stages.timing(),
         )
         try:
@@ -321,8 +323,8 @@ class Turns:
                 events,
                 result.facts,
                 result.wire,
-                made.request.new_blobs,
-                await self._staged(claimed, chunks),
+                generated.request.new_blobs,
+                await self._stage(claimed, chunks),
                 is_alone=len(self._in_flight) == 1,
             )
             reach("before_commit")
@@ -335,19 +337,19 @@ class Turns:
         if isinstance(outcome, Refused):
             services.cache.drop(session_id)
             if outcome.status == "open":
-                # The claim is still held where only what was staged is gone.
+                # The session still has the claim if only its staged chunks are gone.
                 await services.claims.reject(claimed, ClaimLost.code)
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         services.claims.appended(session_id, outcome)
-        prompt = made.prompt
+        prompt = generated.prompt
         tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
-        messages = b",".join((*made.new, result.message))
+        messages = b",".join((*generated.new, result.message))
         services.cache.remember(session_id, claimed.opened.turn, messages, tokens)
         services.cache.snapshot_if_due(claimed.fence - 1, session_id)
 
-    async def _staged(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Write large chunks ahead of the commit, a few at a time; returns those that are left for it."""
+    async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Write large chunks before the commit, one at a time; returns the chunks that the commit must write."""
         if size_of(chunks) <= STAGE_BYTES:
             return chunks
         services, session_id = self._services, claimed.session.session_id
@@ -359,26 +361,26 @@ class Turns:
 
     # reply
 
-    def _reply(self, claimed: ClaimedTurn, made: GeneratedTurn) -> TurnReply:
-        """The engine's reply, without the payloads that the client did not ask for."""
-        shown: Collection[str] = shown_kinds(made.options.clients, self._services.settings)
-        result = made.reply.result
+    def _reply(self, claimed: ClaimedTurn, generated: GeneratedTurn) -> TurnReply:
+        """The engine's reply without the payloads that the client did not ask for."""
+        shown: Collection[str] = shown_kinds(generated.options.clients, self._services.settings)
+        result = generated.reply.result
         hidden = [(place.start, place.end) for place in result.places if place.kind not in shown]
         return TurnReply(
             200,
-            made.headers,
-            made.body.without(hidden),
+            generated.headers,
+            generated.body.without(hidden),
             turn=claimed.opened.turn,
             is_aborted=result.finish_reason == "abort",
             rolled_back=len(claimed.plan.discarded),
         )
 
 
-def _why_cut(flight: InFlightTurn, session_id: str) -> AppError:
-    if flight.cut == "session_closed":
+def _cancel_error(flight: InFlightTurn, session_id: str) -> AppError:
+    if flight.cancel_reason == "session_closed":
         return SessionClosed(f"session {session_id} was closed during the turn")
     return ClientGone("the client disconnected, which ended its turn")
 
 
-def _parsed(protocol: Protocol, body: bytes, holds_few: bool) -> Request:
-    return parse_chat(body, holds_few) if protocol == "chat" else parse_completion(body, holds_few)
+def _parse(protocol: Protocol, body: bytes, has_few_values: bool) -> Request:
+    return parse_chat(body, has_few_values) if protocol == "chat" else parse_completion(body, has_few_values)

@@ -1,8 +1,7 @@
-"""From an engine's reply to what is committed: judged inline or in the pool, its payloads numbered.
+"""Validates an engine's reply, inline or in a worker process, and numbers its payloads' chunks.
 
-Handing a body to another process costs about a third of a millisecond, and so does judging one of some tens
-of KiB: smaller ones are judged where they are. What makes a reply slow to judge is its triples and ids, not
-its bytes; a base64 payload weighs little.
+Sending a body to another process takes about a third of a millisecond, as long as validating some tens of KiB inline;
+smaller ones are validated inline. The cost is in logprob triples and ids; base64 payloads are cheap.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store.log import StoredChunk
 from app.turn.context import ClaimedTurn, RequestHistory
-from app.turn.engine_request import EngineRequestOptions, Prompt
+from app.turn.engine_request import EngineRequestOptions, PromptIds
 from app.upstream.body import Body
 from app.upstream.dialects import returns
 from workers import job
 from workers.job import Job, WorkerResult
-from workers.parse import REPLAY, Known, PromptDiffers, Rejected
+from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.payloads import Chunk, Parent, Want
 from workers.pool import Crashed, PoolError
 
 PAYLOAD_LIGHTER = 16
-"""How much cheaper a byte of a base64 payload is to judge than one of triples (measured: 0.3 and 5 ms a MiB)."""
+"""How much cheaper a byte of base64 payload is to validate than one of triples (measured: 0.3 and 5 ms per MiB)."""
 
 
 class Workers(Protocol):
-    """Where a large reply is judged: `workers.pool.Pool`."""
+    """Validates large replies: `workers.pool.Pool`."""
 
     async def run(self, job: bytes, *pieces: bytes | bytearray | memoryview) -> bytes: ...
 
@@ -57,7 +56,7 @@ class ReplyValidator:
         answer: Answer,
         requested_at: float,
         options: EngineRequestOptions,
-        prompt: Prompt | None,
+        prompt: PromptIds | None,
     ) -> ValidatedReply:
         """`prompt` is what was sent as ids. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash, Overloaded."""
         reply = answer.reply
@@ -73,7 +72,7 @@ class ReplyValidator:
             protocol=claimed.opened.protocol,
             sent=b"" if prompt is None else prompt.text + b",",
         )
-        result = await self._worked(work, answer, sum(map(len, new)))
+        result = await self._run_job(work, answer, sum(map(len, new)))
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
         return ValidatedReply(
@@ -88,8 +87,8 @@ class ReplyValidator:
             dispatched=answer.dispatched,
         )
 
-    async def _worked(self, work: Job, answer: Answer, new_bytes: int) -> WorkerResult:
-        """Here where the reply is light, else in a worker."""
+    async def _run_job(self, work: Job, answer: Answer, new_bytes: int) -> WorkerResult:
+        """Run the job inline if the reply is light, else in a worker."""
         engine, body = answer.engine, answer.reply.body
         try:
             if is_light(body, new_bytes, self._settings.inline_max_bytes):
@@ -106,9 +105,9 @@ class ReplyValidator:
 
     def _want(self, claimed: ClaimedTurn, kind: str, options: EngineRequestOptions) -> Want:
         of_experts = kind == "routed_experts"
-        # Rows that a client left out by its own wish are not known to be the parent's.
-        on_faith = of_experts and options.first_row > 0 and not options.own
-        parent = None if on_faith else _parent(claimed.session, claimed.plan.parent, cast(ReplayKind, kind))
+        # If the client left out rows itself, they are not known to be the parent's.
+        is_unchecked = of_experts and options.first_row > 0 and not options.own
+        parent = None if is_unchecked else _parent(claimed.session, claimed.plan.parent, cast(ReplayKind, kind))
         return Want(
             kind=kind,
             required=kind in self._settings.replay
@@ -120,7 +119,8 @@ class ReplyValidator:
 
 
 def is_light(body: Body, new_bytes: int, limit: int) -> bool:
-    """Does judging the body, and compressing `new_bytes` of messages, cost no more than `limit` bytes of triples?"""
+    """Does validating the body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of
+    triples?"""
     weight = len(body) + new_bytes
     if weight <= limit:
         return limit > 0
@@ -131,17 +131,17 @@ def is_light(body: Body, new_bytes: int, limit: int) -> bool:
 
 
 def _has_images(history: RequestHistory) -> bool:
-    """Engines count an image's tokens in their own ways."""
+    """Engines count image tokens differently."""
     return isinstance(history, Incoming) and has_more_than_text(history.raws)
 
 
-def _known(claimed: ClaimedTurn) -> Known | None:
+def _known(claimed: ClaimedTurn) -> KnownTokens | None:
     parent = decide.token_parent(claimed.session, claimed.plan)
-    return None if parent is None else Known(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+    return None if parent is None else KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
 
 
 def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
-    """What a new payload's rows are compared with."""
+    """The parent's payload, with whose rows a new payload's are compared."""
     payload = session.payload(number, kind)
     if payload is None or not payload.chunks:
         return None
@@ -150,7 +150,7 @@ def _parent(session: Session, number: int, kind: ReplayKind) -> Parent | None:
 
 
 def _payload_refs(fence: int, result: WorkerResult) -> tuple[PayloadRef, ...]:
-    """The payloads as the log names them; their new chunks are numbered through within the turn."""
+    """The payloads as stored in events; their new chunks are numbered within the turn."""
     numbers = itertools.count()
     return tuple(
         PayloadRef(
@@ -171,7 +171,7 @@ def _chunk_ref(fence: int, number: int, chunk: Chunk) -> ChunkRef:
 
 
 def stored_chunks(result: WorkerResult) -> list[StoredChunk]:
-    """The rows of the payloads' new chunks, in the order of their numbers."""
+    """The payloads' new chunks, in the order of their numbers."""
     new = [(payload.kind, one) for payload in result.payloads for one in payload.new]
     return [
         StoredChunk(number, kind, one.chunk.size, one.chunk.hash, one.frame) for number, (kind, one) in enumerate(new)
@@ -179,7 +179,7 @@ def stored_chunks(result: WorkerResult) -> list[StoredChunk]:
 
 
 def _versions(result: WorkerResult, dispatched: str | None) -> tuple[VersionSpan, ...]:
-    """An engine that does not say its weight version has the one that it was known to have."""
+    """Tokens without a reported weight version get the one known at dispatch."""
     known = UNKNOWN_VERSION if dispatched is None else dispatched
     return tuple(
         VersionSpan(known if span.version == UNKNOWN_VERSION else span.version, span.start, span.end)

@@ -1,1 +1,1 @@
-"""The engines: how they are asked, and what of their answer is theirs to say."""
+"""The only HTTP client to engines: requests, replies and dialects."""

@@ -1,4 +1,4 @@
-"""An engine's reply in the pieces it came in: a large one is never joined, so it is in memory once."""
+"""An engine's reply in the pieces received: a large one is never joined, so it is in memory only once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 
 class Body:
-    """`len(body)` bytes in `pieces`, none of them empty."""
+    """`len(body)` bytes in non-empty `pieces`."""
 
     def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
         self.pieces = pieces
@@ -33,12 +33,12 @@ class Body:
         return b"".join(self.slices(0, size))
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes | memoryview]:
-        """The pieces with null for the values at these ranges [start, end); everything else is untouched."""
+        """The pieces with null in place of the values at these ranges [start, end); everything else is unchanged."""
         if not ranges:
             return self.pieces
         parts: list[bytes | memoryview] = []
-        done = 0
+        copied = 0
         for start, end in sorted(ranges):
-            parts += [*self.slices(done, start), b"null"]
-            done = end
-        return [*parts, *self.slices(done, len(self))]
+            parts += [*self.slices(copied, start), b"null"]
+            copied = end
+        return [*parts, *self.slices(copied, len(self))]

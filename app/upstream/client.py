@@ -22,16 +22,16 @@ from app.upstream.body import Body
 from app.upstream.headers import Headers
 
 KEEPALIVE_S = 4.0
-"""Idle connections are dropped before the engines' servers (uvicorn: 5 s) close them under our feet."""
+"""Idle connections are closed before the engines' servers close them (uvicorn: 5 s)."""
 
-MAPPED = 4 << 20
-"""Bytes of a reply that is worth memory of its own."""
+MMAP_BYTES = 4 << 20
+"""Replies larger than this get their own memory map."""
 
-UNASKED_TRIES = 256
-"""Idle connections that may have gone bad at once, before an engine counts as one that cannot be talked to."""
+BAD_CONNECTION_TRIES = 256
+"""How many bad idle connections are discarded before an engine counts as unreachable."""
 
 PIECE = 256 << 10
-"""A larger body is sent in pieces of so many bytes, so that other requests run between them."""
+"""A larger body is sent in pieces of this size, so that other requests run in between."""
 
 
 PATHS = (
@@ -40,17 +40,17 @@ PATHS = (
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
 )
-"""All that an engine is ever asked for. Nothing of a client's request is part of a path."""
+"""All paths that are ever requested from an engine. No part of a client's request becomes part of a path."""
 
 SMALL = 4 << 20
-"""Bytes at most of a reply that nobody counts: to anything but a turn."""
+"""Largest reply to anything but a turn; its memory is not accounted."""
 
 Grow = Callable[[int], None]
-"""Takes a number of bytes that are about to be in memory; raises where there is no room for them."""
+"""Called with a number of bytes before they are held in memory; raises if there is no room."""
 
 
 def _unbounded(size: int) -> None:
-    """For small replies, which nobody counts."""
+    """For small replies, whose memory is not accounted."""
 
 
 def _always() -> bool:
@@ -84,37 +84,37 @@ class TooLarge(EngineError):
 
 
 class Withheld(Exception):
-    """Nothing was sent: at the last moment, with a connection at hand, it should not be any more."""
+    """Nothing was sent: `may_send` refused when a connection was ready."""
 
 
 _may_send: ContextVar[Callable[[], bool]] = ContextVar("may_send")
-"""Asked by the request that a task is sending: aiohttp hands its requests nothing of their caller's."""
+"""Read by the request that a task sends: aiohttp passes nothing of the caller's to it."""
 
 
-class _Unasked(aiohttp.ClientError):
-    """An idle connection has brought bytes that answer no request; nothing was sent on it."""
+class _UnsolicitedData(aiohttp.ClientError):
+    """An idle connection received bytes that answer no request; nothing was sent on it."""
 
 
-def _has_come(transport: asyncio.BaseTransport | None) -> bool:
-    """Has the connection bytes that nobody has read yet, or its end?"""
+def _has_input(transport: asyncio.BaseTransport | None) -> bool:
+    """Has the connection unread bytes, or was it closed?"""
     sock = None if transport is None else transport.get_extra_info("socket")
     if sock is None:
         return False
-    waiting = select.poll()
-    waiting.register(sock.fileno(), select.POLLIN)
-    return bool(waiting.poll(0))
+    poller = select.poll()
+    poller.register(sock.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
 
 
 class _Request(aiohttp.ClientRequest):
-    """Is not sent where an answer waits already: aiohttp would take that for this request's, whosever it is.
+    """Not sent if the connection already has input: aiohttp would take that for this request's answer.
 
-    Nor where its caller will not have it sent by now: to connect may have taken seconds.
+    Nor if `may_send` refuses by now: connecting may have taken seconds.
     """
 
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
-        if conn.protocol is not None and (conn.protocol.should_close or _has_come(conn.protocol.transport)):
+        if conn.protocol is not None and (conn.protocol.should_close or _has_input(conn.protocol.transport)):
             conn.close()
-            raise _Unasked
+            raise _UnsolicitedData
         if not _may_send.get(_always)():
             raise Withheld
         return await super().send(conn)
@@ -147,7 +147,7 @@ class EngineClient:
         grow: Grow = _unbounded,
         may_send: Callable[[], bool] | None = None,
     ) -> EngineReply:
-        """`grow` is told of the reply's bytes before they are read, `may_send` asked right before the first is sent.
+        """Calls `grow` with the reply's size before it is read, and `may_send` right before anything is sent.
 
         Raises NotSent, Lost, TimedOut, TooLarge; Withheld.
         """
@@ -168,11 +168,11 @@ class EngineClient:
     async def _request(
         self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
     ) -> EngineReply:
-        """On the next connection where an idle one, which aiohttp then closes, cannot be used."""
+        """Send a request, on another connection if an idle one is bad; aiohttp then closes that one."""
         if not url.partition("?")[0].endswith(PATHS):
             raise ValueError("an engine is not asked for such a path")
-        for _ in range(UNASKED_TRIES):
-            with contextlib.suppress(_Unasked):
+        for _ in range(BAD_CONNECTION_TRIES):
+            with contextlib.suppress(_UnsolicitedData):
                 return await self._request_once(method, url, headers, data(), grow)
         raise NotSent("every connection brings bytes before it is asked")
 
@@ -182,10 +182,10 @@ class EngineClient:
                 method, url, data=data, headers=headers, allow_redirects=False
             ) as response:
                 body = await self._read(response, grow)
-                # As HTTP spells them (RFC 9110, section 5.5); aiohttp's own strings may hold what no encoding takes.
+                # Decoded as HTTP defines them (RFC 9110, section 5.5); aiohttp's own strings may not be encodable.
                 headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
                 return EngineReply(response.status, headers, body)
-        except _Unasked:
+        except _UnsolicitedData:
             raise
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise NotSent(type(error).__name__) from error
@@ -201,8 +201,8 @@ class EngineClient:
             if length > limit:
                 raise TooLarge(f"{length} bytes")
             grow(length)
-            if length > MAPPED:
-                return await _mapped(response, length)
+            if length > MMAP_BYTES:
+                return await _read_to_mmap(response, length)
         pieces: list[bytes] = []
         size = 0
         async for piece in response.content.iter_any():
@@ -215,10 +215,10 @@ class EngineClient:
         return Body(pieces)
 
 
-async def _mapped(response: aiohttp.ClientResponse, length: int) -> Body:
-    """A very large reply in memory of its own, which the system has back as soon as it is done with.
+async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:
+    """A very large reply in its own memory map, returned to the system as soon as it is released.
 
-    Freed pieces would stay with the process's allocator. The pages come as they are written, not all at once.
+    Freed pieces would stay with the process's allocator. Pages are allocated as they are written.
     """
     area = mmap.mmap(-1, length)
     at = 0
@@ -235,11 +235,11 @@ async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
 
 
 def _keepalive_socket(address: Any) -> socket.socket:
-    """TCP keepalive notices an engine that vanished during an hour's generation."""
+    """TCP keepalive detects an engine that vanished during a long generation."""
     family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
         if hasattr(socket, option):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return made
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return sock

@@ -1,12 +1,12 @@
-"""What Turnlog orders of engines: to pause, to go on, to end a generation.
+"""Commands to engines: pause, continue, abort a generation.
 
-    order                   SGLang                          vLLM (its development mode)
+    command                 SGLang                          vLLM (its development mode)
     pause, mode abort       POST /pause_generation abort    POST /pause?mode=abort
       in_place, retract       with the same mode              keep
-    go on                   POST /continue_generation       POST /resume
-    end a generation        POST /abort_request by rid      has no such route
+    continue                POST /continue_generation       POST /resume
+    abort a generation      POST /abort_request by rid      has no such route
 
-Where the dialect is not known, SGLang's route is tried and, if there is none, vLLM's.
+If the dialect is unknown, SGLang's route is tried and, if it is missing, vLLM's.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from app.upstream.headers import to_control
 
 ABORT_S, RESUME_S = 5.0, 5.0
 PAUSE_S = 30.0
-"""SGLang says that it has paused when nothing runs any more, for which it looks once a second."""
+"""SGLang answers when nothing runs any more, which it checks once a second."""
 
 AT_ONCE = 16
-"""Orders to one engine at a time."""
+"""Concurrent commands to one engine."""
 
 _PAUSE_VLLM = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 
 
 class EngineControl:
-    """`dialect`: what the operator says that all engines speak; `known`, below, what one was seen to speak.
+    """`dialect` is the operator's setting for all engines; `known`, below, the dialect observed of one.
 
-    Orders can be given twice, so one whose connection broke is. What comes back is None, or why the engine did not take
-    the order.
+    Commands are idempotent, so one is repeated if its connection was lost. Methods return None, or why the engine did
+    not obey.
     """
 
     def __init__(self, client: EngineClient, dialect: DialectChoice, api_key: str | None) -> None:
@@ -45,36 +45,36 @@ class EngineControl:
         self._headers = to_control(api_key)
 
     async def pause(self, url: str, mode: PauseMode, known: Literal["sglang", "vllm"] | None = None) -> str | None:
-        """Hold all generations, new ones too; `abort` ends those that run."""
+        """Hold all generations, new ones too; `abort` ends running ones."""
         sglang = ("/pause_generation", {"mode": mode})
-        return await self._either(url, sglang, f"/pause?mode={_PAUSE_VLLM[mode]}", known, PAUSE_S)
+        return await self._in_dialect(url, sglang, f"/pause?mode={_PAUSE_VLLM[mode]}", known, PAUSE_S)
 
     async def resume(self, url: str, known: Literal["sglang", "vllm"] | None = None) -> str | None:
-        """Let them go on; nothing to an engine that is not paused."""
-        return await self._either(url, ("/continue_generation", {}), "/resume", known, RESUME_S)
+        """Continue all generations; no effect on an engine that is not paused."""
+        return await self._in_dialect(url, ("/continue_generation", {}), "/resume", known, RESUME_S)
 
     async def abort(self, url: str, rids: Sequence[str]) -> dict[str, str | None]:
-        """End these generations; one that the engine does not have is nothing to it.
+        """Abort these generations; unknown ones are ignored.
 
-        Where one order gets no answer, those that wait behind it are not sent: each would wait as long.
+        If one request gets no answer, the remaining ones are not sent: each would wait as long.
         """
         if self._dialect == "vllm":
             return dict.fromkeys(rids, "vLLM has no route that ends one generation")
         slots = asyncio.Semaphore(AT_ONCE)
-        silence: str | None = None
+        no_answer: str | None = None
 
         async def one(rid: str) -> str | None:
-            nonlocal silence
+            nonlocal no_answer
             async with slots:
-                if silence is not None:
-                    return silence
+                if no_answer is not None:
+                    return no_answer
                 status, error = await self._post(url, "/abort_request", {"rid": rid, "abort_all": False}, ABORT_S)
-                silence = error if status is None else silence
+                no_answer = error if status is None else no_answer
             return "it has no /abort_request" if status == 404 else error
 
         return dict(zip(rids, await asyncio.gather(*map(one, rids)), strict=True))
 
-    async def _either(
+    async def _in_dialect(
         self, url: str, sglang: tuple[str, object], vllm: str, known: Literal["sglang", "vllm"] | None, within_s: float
     ) -> str | None:
         dialect = known if self._dialect == "auto" else self._dialect
@@ -86,16 +86,16 @@ class EngineControl:
         return "it has no route for this" if status == 404 and dialect is None else error
 
     async def _post(
-        self, url: str, path: str, body: object, within_s: float, *, again: bool = True
+        self, url: str, path: str, body: object, within_s: float, *, may_retry: bool = True
     ) -> tuple[int | None, str | None]:
-        """The status, if there was an answer, and what is wrong with it."""
+        """The status, if there was an answer, and the error, if any."""
         data = b"" if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(within_s):
                 reply = await self._client.post(url + path, data, self._headers)
         except Lost as error:
-            if again:
-                return await self._post(url, path, body, within_s, again=False)
+            if may_retry:
+                return await self._post(url, path, body, within_s, may_retry=False)
             return None, f"{path}: {error}"
         except EngineError as error:
             return None, f"{path}: {error}"

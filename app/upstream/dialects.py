@@ -1,13 +1,13 @@
 """What each engine must be asked for so that a reply holds every token's id and logprob.
 
 SGLang returns them in `meta_info` with `return_meta_info` and `logprobs`, the prompt's ids with
-`return_prompt_token_ids`. vLLM returns both with `return_token_ids`, and needs `top_logprobs` to be a
-number: an explicit null empties its logprobs. Asked for all of it, each engine answers its own; so
-`auto` asks for all and the reply's shape tells which engine it was.
+`return_prompt_token_ids`. vLLM returns both with `return_token_ids`, and needs a number for `top_logprobs`: an explicit
+null empties its logprobs. Each engine ignores the other's parameters, so `auto` sends all, and the reply's structure
+tells which engine it is.
 
-Replay payloads: SGLang returns `routed_experts` for `return_routed_experts` and, in newer builds,
-`indexer_topk` for `return_indexer_topk`; vLLM returns `routed_experts` where it was started to. Each can
-leave out the first rows, under a name of its own.
+Replay payloads: SGLang returns `routed_experts` for `return_routed_experts` and, in newer builds, `indexer_topk` for
+`return_indexer_topk`; vLLM returns `routed_experts` if it was started so. Each can leave out the first rows, with a
+parameter of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
 
 
 _COMPLETION: Mapping[str, bytes] = {"return_token_ids": b"true", "return_weight_versions": b"true"}
-"""Of either engine; with a number for `logprobs`, 0 for the sampled token's alone."""
+"""For completions on either engine, with a number for `logprobs`; 0 returns only the sampled token's."""
 
 _RETURN = {"routed_experts": "return_routed_experts", "indexer_topk": "return_indexer_topk"}
 _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
@@ -46,7 +46,7 @@ _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
 }
 
 FIRST_ROW_NAMES = _FIRST_ROW["auto"]
-"""The parameters that leave out the first rows of `routed_experts`, of either engine."""
+"""Either engine's parameter to leave out the first rows of `routed_experts`."""
 
 
 def complete(
@@ -55,15 +55,15 @@ def complete(
     replay: Collection[str] = (),
     protocol: Protocol = "chat",
 ) -> dict[str, bytes]:
-    """The client's parameters as raw JSON, with what Turnlog needs in place of the client's own wish.
+    """The client's parameters as raw JSON, with those that Turnlog needs.
 
-    `replay` are the kinds of payload that Turnlog itself wants; which rows of them is then its own to say.
+    `replay` are the payload kinds that Turnlog needs; it then also decides which rows.
     """
     fields = {name: bytes(raw) for name, raw in params.items()}
     fields.update(_COMPLETION if protocol == "completions" else _NEEDED[dialect])
     if protocol == "completions":
-        asked = fields.get("logprobs", b"null")
-        fields["logprobs"] = asked if asked.isdigit() else b"0"
+        logprobs = fields.get("logprobs", b"null")
+        fields["logprobs"] = logprobs if logprobs.isdigit() else b"0"
     elif dialect != "sglang" and fields.get("top_logprobs", b"null") == b"null":
         fields["top_logprobs"] = b"0"
     for kind in replay:
@@ -76,41 +76,41 @@ def complete(
 
 
 def for_adapter(fields: Mapping[str, bytes], adapter: str, dialect: DialectChoice) -> dict[str, bytes]:
-    """A request's fields as an engine must get them to generate with this adapter.
+    """A request's fields for a generation with this adapter.
 
-    SGLang takes it from `lora_path`, but from behind the colon of `model` first, so nothing may stand there; vLLM takes
-    it from `model`. Each ignores the other's, so one of which it is not known which it is (`auto`) gets both.
+    SGLang reads it from `lora_path`, but prefers a name after the colon of `model`, so that is removed; vLLM reads it
+    from `model`. Each ignores the other's field, so an unknown engine (`auto`) gets both.
     """
-    asked, name = dict(fields), msgspec.json.encode(adapter)
+    request, name = dict(fields), msgspec.json.encode(adapter)
     if dialect != "sglang":
-        asked["model"] = name
-    elif "model" in asked:
-        asked["model"] = _base_model(asked["model"])
+        request["model"] = name
+    elif "model" in request:
+        request["model"] = _base_model(request["model"])
     if dialect == "vllm":
-        asked.pop("lora_path", None)
+        request.pop("lora_path", None)
     else:
-        asked["lora_path"] = name
-    return asked
+        request["lora_path"] = name
+    return request
 
 
 def _base_model(raw: bytes) -> bytes:
-    """`model` without what SGLang would take for an adapter."""
+    """`model` without the part that SGLang would take for an adapter."""
     model = msgspec.json.decode(raw)
     return msgspec.json.encode(model.partition(":")[0]) if isinstance(model, str) and ":" in model else raw
 
 
 def returns(kind: str, dialect: DialectChoice, protocol: Protocol) -> bool:
-    """Can a kind of payload be asked for? vLLM knows no `indexer_topk`, nor do SGLang's completions."""
+    """Can this kind of payload be asked for? vLLM has no `indexer_topk`, nor have SGLang's completions."""
     return kind == "routed_experts" or (dialect != "vllm" and protocol == "chat")
 
 
 def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:
-    """The kinds of replay payload that the client itself asked for."""
+    """The kinds of replay payload that the client asked for."""
     return frozenset(kind for kind, name in _RETURN.items() if bytes(params.get(name, b"")) == b"true")
 
 
 def clients_first_row(params: Mapping[str, msgspec.Raw]) -> int:
-    """From which row on the client asked for `routed_experts`; 0 for what is no row, which the engine will refuse."""
+    """The first row of `routed_experts` that the client asked for; 0 for an invalid value, which the engine rejects."""
     for name in FIRST_ROW_NAMES:
         text = bytes(params.get(name, b""))
         if text.isdigit() and len(text) < 10:
@@ -119,10 +119,10 @@ def clients_first_row(params: Mapping[str, msgspec.Raw]) -> int:
 
 
 def from_row(row: int, dialect: DialectChoice) -> bytes:
-    """What asks an engine for `routed_experts` from a row on: raw members of the request's object."""
+    """Raw members of the request's object that ask for `routed_experts` from a row on."""
     return b"".join(f',"{name}":{row}'.encode() for name in _FIRST_ROW[dialect])
 
 
 def takes_rid(dialect: DialectChoice) -> bool:
-    """Does the engine know a generation by the request's `rid`? vLLM has no such field."""
+    """Does the engine identify a generation by the request's `rid`? vLLM has no such field."""
     return dialect != "vllm"

@@ -1,4 +1,4 @@
-"""An engine's error that is compressed although nobody asked for that, as proxies before engines send it."""
+"""Unpacks compressed errors, which proxies before engines send unasked."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply
 
 LIMIT = 1 << 20
-"""Bytes of an error once it is unpacked; a larger one is replaced by a line that says so."""
+"""Largest unpacked error in bytes; a larger one is replaced by a message."""
 
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 _NAMES = frozenset({"gzip", "x-gzip", "deflate"})
 
 
 def encoding_of(reply: EngineReply) -> str:
-    """`identity` where none is named."""
+    """The content encoding; `identity` if none is given."""
     given = (value for name, value in reply.headers if name.lower() == "content-encoding")
     return next(given, "identity").strip().lower() or "identity"
 
 
 def plain_error(reply: EngineReply) -> EngineReply:
-    """The same status and headers with the body unpacked; a body that cannot be unpacked becomes an error of ours.
+    """The same status and headers with the body unpacked, or replaced by an error of ours if it cannot be.
 
-    What the client needs most, the status and `Retry-After`, does not hang on the body.
+    The client still gets what matters most: the status and `Retry-After`.
     """
     encoding = encoding_of(reply)
     unpacked = _unpacked(reply.body.joined()) if encoding in _NAMES else None
@@ -40,10 +40,10 @@ def plain_error(reply: EngineReply) -> EngineReply:
 
 
 def _unpacked(data: bytes) -> bytes | None:
-    """None for what is damaged, unfinished, empty or too large."""
+    """The unpacked data; None if it is damaged, incomplete, empty or too large."""
     reader = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
-        found = reader.decompress(data, LIMIT)
+        unpacked = reader.decompress(data, LIMIT)
     except zlib.error:
         return None
-    return found if found and reader.eof else None
+    return unpacked if unpacked and reader.eof else None

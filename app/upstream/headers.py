@@ -1,4 +1,4 @@
-"""Which headers pass, each way: an allowlist both times."""
+"""Which headers are passed on, by an allowlist in each direction."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterable
 
 FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage"})
-"""What of the client's headers an engine gets: tracing. Never credentials or cookies."""
+"""The client's headers that an engine gets: tracing. Never credentials or cookies."""
 
 PASSED = frozenset(
     {"content-type", "content-language", "retry-after", "retry-after-ms", "vary", "server-timing", "traceresponse"}
 )
 PASSED_PREFIXES = ("x-", "openai-", "anthropic-", "engine-", "sglang-", "vllm-", "inference-", "ratelimit-", "request-")
-"""What of an engine's headers a client gets: what it is and when to come again, and what nobody but clients of such
-engines reads. Not what our own server says (`Server`, `Date`, framing), nor what browsers act on (cookies, CORS,
+"""An engine's headers that a client gets: the content's description, retry times, and headers for clients of such
+engines. Not those that our own server sets (`Server`, `Date`, framing), nor those that browsers act on (cookies, CORS,
 redirects, caching)."""
 
 NOT_PASSED = frozenset(
@@ -30,10 +30,10 @@ NOT_PASSED_PREFIXES = (
     "x-permitted-",
     "x-dns-",
 )
-"""Of those, what we say ourselves, what browsers act on, and what has a proxy before us serve files of its own."""
+"""Exceptions: headers that we set ourselves, that browsers act on, or that make a proxy serve its own files."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""In no header's value (RFC 9110, section 5.5); a server rather ends a reply than send one that has it."""
+"""Not allowed in a header's value (RFC 9110, section 5.5); a server would abort a reply with them."""
 
 _NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 
@@ -54,13 +54,13 @@ def to_engine(client: Iterable[tuple[str, str]], session_id: str, api_key: str |
 
 
 def to_control(api_key: str | None) -> Headers:
-    """For what Turnlog asks an engine of its own accord, and of no session."""
+    """Headers for requests that belong to no session."""
     headers = [("content-type", "application/json"), ("accept-encoding", "identity")]
     return headers + ([("authorization", f"Bearer {api_key}")] if api_key else [])
 
 
 def to_client(engine: Iterable[tuple[str, str]]) -> Headers:
-    """Of the engine's own headers those that pass, names in lower case, less those named by Connection."""
+    """The engine's headers that are passed on, names in lower case, without those listed in Connection."""
     named = [(name.lower(), value) for name, value in engine]
     listed = {token.strip().lower() for name, value in named if name == "connection" for token in value.split(",")}
     return [

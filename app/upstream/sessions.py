@@ -1,7 +1,6 @@
-"""Sessions that an engine holds by itself: SGLang's `/open_session` and `/close_session`.
+"""Sessions held by an engine: SGLang's `/open_session` and `/close_session`.
 
-No request ever says `session_params`: such a session appends what it is sent, so that a whole history would be
-there twice.
+No request uses `session_params`: such a session appends each request, so that the whole history would be doubled.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from app.upstream.headers import to_control
 log = logging.getLogger("turnlog.engine_sessions")
 
 CAPACITY = 1 << 20
-"""Characters that an engine makes room for; SGLang requires a number and has no bound for one."""
+"""The session's capacity in characters; SGLang requires a number without an upper limit."""
 
 GRACE_S = 30.0
-"""An engine ends a session by itself so much later than Turnlog does: Dynamo's contract."""
+"""An engine's own timeout of a session is longer than Turnlog's by this: Dynamo's contract."""
 
 OPEN_S, CLOSE_S = 15.0, 10.0
-"""How long an engine may take to open a session, for which a turn waits, and to close one, for which none does."""
+"""Timeouts for opening a session, for which a turn waits, and for closing one, for which none does."""
 
 
 class OpenUnknown(SessionOpenFailed):
@@ -32,17 +31,17 @@ class OpenUnknown(SessionOpenFailed):
 
 
 class EngineSessions:
-    """What engines are told of their sessions."""
+    """Opens and closes engines' sessions."""
 
     def __init__(self, client: EngineClient, api_key: str | None) -> None:
         self._client = client
         self._headers = to_control(api_key)
 
     async def open(self, base_url: str, control_id: str, timeout_s: float) -> bool:
-        """False where the engine has no such sessions. Raises NotSent, SessionOpenFailed, OpenUnknown.
+        """Open a session; False if the engine has no such sessions. Raises NotSent, SessionOpenFailed, OpenUnknown.
 
-        A 400 says that there is a session of this id, or anything else; which of them tells a second try, after a
-        close. What is left of an earlier time may end at any moment.
+        A 400 may mean that a session with this id exists, perhaps left from an earlier time. So it is closed, and
+        opening is tried once more.
         """
         status = await self._open(base_url, control_id, timeout_s)
         if status == 400:
@@ -65,7 +64,7 @@ class EngineSessions:
             raise OpenUnknown(f"{base_url} did not say whether it opened session {control_id}") from error
 
     async def close(self, base_url: str, control_id: str) -> None:
-        """Asked once; an engine that cannot be told ends the session by its own timeout."""
+        """Close a session, with one attempt; otherwise the engine's own timeout ends it."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 status = (await self._post(base_url + "/close_session", {"session_id": control_id})).status

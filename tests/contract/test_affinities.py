@@ -11,7 +11,20 @@ from sqlalchemy import select, update
 
 from app.domain.control import Action, SessionControl
 from app.store import affinities
-from app.store.affinities import End, EndDue, Ended, Ending, EndOf, Move, Moved, NotOpened, Opened, Slide, Use, Used
+from app.store.affinities import (
+    End,
+    EndDue,
+    Ending,
+    EndOf,
+    EngineTold,
+    Move,
+    Moved,
+    NotOpened,
+    Opened,
+    Slide,
+    Use,
+    Used,
+)
 from app.store.dialect import now
 from app.store.schema import affinities as table
 from app.store.writer import Writer
@@ -141,7 +154,7 @@ async def test_what_a_dead_process_was_opening_is_ended_before_it_is_opened_anew
     assert await others.use(by="two") == Used("unbound")
     assert await others.use("open", by="two", at=B) == Used("ending", A)
     assert await names.use("open", by="three") == Used("held")
-    await others.store.submit(Ended("c", others.me))
+    await others.store.submit(EngineTold("c", others.me))
     assert await others.use("open", by="two", at=B) == Used("opening", B, 300)
     assert not await names.opened("one")
 
@@ -155,7 +168,7 @@ async def test_close_unbinds_at_once_and_is_told_when_the_turn_has_ended(names: 
     assert await names.end() == Ending("c", A)
     assert await names.end() is None
     assert await others.use("open", by="two") == Used("held")
-    await names.store.submit(Ended("c", names.me))
+    await names.store.submit(EngineTold("c", names.me))
     assert await names.row() is None
 
 
@@ -220,7 +233,7 @@ async def test_an_expired_name_is_ended_before_it_is_opened_anew(names: Names) -
     await names.expire()
     assert await names.use() == Used("unbound")
     assert await names.use("open", at=B) == Used("ending", A)
-    await names.store.submit(Ended("c", names.me))
+    await names.store.submit(EngineTold("c", names.me))
     assert (await names.use("open", at=B)).engine == B
 
 
@@ -241,7 +254,7 @@ async def test_who_dies_while_it_tells_an_engine_is_replaced(names: Names, other
     assert await names.end_due() == [Ending("c", A)]
     await end_incarnation(names.store.database, names.me)
     assert await others.end_due() == [Ending("c", A)]
-    await names.store.submit(Ended("c", names.me))
+    await names.store.submit(EngineTold("c", names.me))
     assert await others.row() == ("ending", A, True)
 
 

@@ -11,7 +11,7 @@ from helpers.store import LEASE_S, Store
 
 from app.domain.control import Action, SessionControl
 from app.domain.fleet import EngineListed
-from app.fleet.engines import EngineChoice, Engines, Order
+from app.fleet.engines import EngineChoice, EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
@@ -68,7 +68,7 @@ def turn(controls: SessionControls, action: Action | None) -> ControlledTurn:
 
 async def sent(of: ControlledTurn, url: str) -> None:
     """All but the generation."""
-    place = await of.place(EngineChoice(Order(url, list)))
+    place = await of.place(EngineChoice(EngineOrder(url, list)))
     if place.control is not None:
         await place.control.prepare(url)
 

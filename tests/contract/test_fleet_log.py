@@ -349,7 +349,7 @@ async def test_a_lease_that_was_made_longer_is_the_longer_one(states: Sequence[F
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.fleet.pauses.AGAIN_S", 1.0)
+    monkeypatch.setattr("app.fleet.pauses.SECOND_SWEEP_S", 1.0)
     rid = rid_of("s", 2)
     await postgres_store.create("s")
     with SimulatorProcess() as engine:

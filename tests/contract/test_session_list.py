@@ -196,7 +196,7 @@ async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypat
     row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
-    counted = await store.database.read(lambda connection: heads_view.count(connection, heads_view.Wanted()))
+    counted = await store.database.read(lambda connection: heads_view.count(connection, heads_view.HeadFilter()))
     assert counted == 4
 
 

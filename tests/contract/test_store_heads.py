@@ -11,7 +11,7 @@ from helpers.store import Store, add_incarnation, commit, end_incarnation, relea
 
 from app.domain.session import Session
 from app.store import heads_view, reads
-from app.store.heads_view import Wanted
+from app.store.heads_view import HeadFilter
 from app.store.log import Appended
 
 pytestmark = pytest.mark.anyio
@@ -89,7 +89,7 @@ async def test_heads_are_listed_newest_first_and_paged(store: Store) -> None:
     async def page(after: tuple[float, str] | None = None, limit: int = 10, **wanted: Any) -> list[str]:
         rows = await store.database.read(
             lambda c: heads_view.page(
-                c, Wanted(**wanted), order="created_at", newest_first=True, after=after, limit=limit
+                c, HeadFilter(**wanted), order="created_at", newest_first=True, after=after, limit=limit
             )
         )
         return [row.session_id for row in rows]

@@ -18,7 +18,7 @@ from sqlalchemy.engine import make_url
 from app.errors import StartupError, StoreLost
 from app.store import lock
 from app.store.engine import Database, sqlite_lock
-from app.store.lock import Held, SqliteLock, holder
+from app.store.lock import Held, SqliteLock, lock_owner
 from app.store.log import Appended
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only <file>.lock is locked")
@@ -104,7 +104,7 @@ def test_a_release_that_knows_only_the_file_beside_is_respected(sqlite_url: str)
         with pytest.raises(Held) as held:
             SqliteLock(file_of(sqlite_url)).acquire()
         assert held.value.pid == os.getpid()
-        assert holder(file_of(sqlite_url)) is None, "what was locked already is free again"
+        assert lock_owner(file_of(sqlite_url)) is None, "what was locked already is free again"
 
 
 def test_it_keeps_such_a_release_off(sqlite_url: str) -> None:
@@ -204,7 +204,7 @@ async def test_where_only_the_file_beside_can_be_locked_it_is_watched(
     monkeypatch.setattr(lock, "file_system", lambda folder: "nfs")
     database = Database(sqlite_url)
     await database.open()
-    assert holder(file_of(sqlite_url)) is None
+    assert lock_owner(file_of(sqlite_url)) is None
     async with Store.over(database) as store:
         await store.create("before")
         with pytest.raises(Held):

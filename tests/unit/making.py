@@ -28,7 +28,7 @@ from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
 from workers.job import WorkerResult
-from workers.parse import Known, token_text
+from workers.parse import KnownTokens, token_text
 
 SESSION = "s"
 
@@ -62,7 +62,7 @@ def validated(
 ) -> ValidatedReply:
     """A reply whose prompt and output are `tokens`: `base` of them the parent's, the last `output` sampled."""
     text = token_text(tokens)
-    sequence = Known(len(tokens), len(text), hashlib.sha256(text).hexdigest())
+    sequence = KnownTokens(len(tokens), len(text), hashlib.sha256(text).hexdigest())
     counts = (base, len(tokens) - base - output, output)
     result = WorkerResult("sglang", b"", *counts, sequence, finish_reason, [], b"", b"", [], [])
     return ValidatedReply(result, "http://engine", 0.0, message_hash, **rest)

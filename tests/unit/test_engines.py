@@ -112,7 +112,7 @@ async def test_slow_engines_get_new_sessions_last_but_keep_theirs(client: Engine
     engines.members[C].in_flight = 9
     assert engines.order("s").first == C
     assert engines.order("s", B).first == B
-    assert engines.why_not(A) is engines.why_not(B) is None
+    assert engines.why_unavailable(A) is engines.why_unavailable(B) is None
 
 
 async def test_draining_and_dead_engines_come_last_but_come(client: EngineClient) -> None:
@@ -121,7 +121,7 @@ async def test_draining_and_dead_engines_come_last_but_come(client: EngineClient
     engines.members[A].health = "dead"
     engines.members[C].in_flight = 50
     assert list(engines.order("s")) == list(engines.order("s", A)) == list(engines.order("s", B)) == [C, B, A]
-    assert [engines.why_not(url) for url in (A, B, C, "http://d")] == ["dead", "draining", None, "listed"]
+    assert [engines.why_unavailable(url) for url in (A, B, C, "http://d")] == ["dead", "draining", None, "listed"]
 
 
 async def test_without_an_engine_there_is_no_order(client: EngineClient) -> None:
@@ -150,10 +150,10 @@ async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineCli
     async with listening() as engine:
         engine.go.set()
         engines = over(client, gone, engine.url)
-        engines.news.clear()
+        engines.changed.clear()
         assert await asked(engines, gone, engine.url) == engine.url
-        assert engines.news.is_set()
-        assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_look] == [(gone, True)]
+        assert engines.changed.is_set()
+        assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_check] == [(gone, True)]
         with pytest.raises(UpstreamUnreachable):
             await asked(engines, gone)
     assert [member.in_flight for member in engines.members.values()] == [0, 0]
@@ -165,7 +165,7 @@ async def test_a_lost_connection_goes_nowhere_else(client: EngineClient) -> None
         engines = over(client, first.url, second.url)
         with pytest.raises(UpstreamUnreachable):
             await asked(engines, first.url, second.url)
-    assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_look] == [(first.url, False)]
+    assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_check] == [(first.url, False)]
     assert second.asked == []
 
 
@@ -253,5 +253,5 @@ async def test_the_engines_dialect_is_known_once_all_speak_the_same(client: Engi
         engines.seen(url, None, None, dialect)  # type: ignore[arg-type]
         found.append(engines.dialect)
     engines.members[A].is_refusing = True
-    engines.members[A].answers()
+    engines.members[A].answered()
     assert [*found, engines.dialect] == ["auto", "auto", "auto", "sglang", "auto"]

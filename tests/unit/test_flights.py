@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from app.turn.in_flight import InFlightTurn, RetryMark, TurnCut
+from app.turn.in_flight import InFlightTurn, RetryMark, TurnCancelled
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_u
             cleaned.append(True)
 
     async def cut_work() -> int:
-        with pytest.raises(TurnCut), flight.may_be_cut():
+        with pytest.raises(TurnCancelled), flight.cancellable():
             await work()
         task = asyncio.current_task()
         assert task is not None
@@ -34,10 +34,10 @@ async def test_a_second_reason_to_end_the_work_does_not_interrupt_its_cleaning_u
 
     task = asyncio.create_task(cut_work())
     await working.wait()
-    flight.cut_off("disconnect")
+    flight.cancel("disconnect")
     await ending.wait()
-    flight.cut_off("session_closed")
+    flight.cancel("session_closed")
     may_end.set()
     assert await task == 0, "cancellations that nobody took back"
     assert cleaned == [True]
-    assert flight.cut == "disconnect"
+    assert flight.cancel_reason == "disconnect"

@@ -94,7 +94,7 @@ class Watched:
 
     async def look(self, times: int = 1) -> str:
         for _ in range(times):
-            await self.watch.look_at(self.engine.url)
+            await self.watch.check(self.engine.url)
             self.member.failed_at = 0.0  # as if time had passed
         return self.member.health
 
@@ -205,28 +205,28 @@ async def test_a_known_vllm_is_not_asked_for_what_it_does_not_have() -> None:
 
 async def test_ready_asks_the_engines_of_which_nothing_is_known() -> None:
     async with watched({"/health": (200, b"")}) as found:
-        assert await found.watch.any_lives()
+        assert await found.watch.any_alive()
         asked = len(found.engine.asked)
-        assert await found.watch.any_lives()
+        assert await found.watch.any_alive()
         assert len(found.engine.asked) == asked
         found.member.health = "dead"
-        assert not await found.watch.any_lives()
+        assert not await found.watch.any_alive()
         found.engines.serve([])
-        assert not await found.watch.any_lives()
+        assert not await found.watch.any_alive()
 
 
 async def test_looks_are_spread_and_never_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "EVERY_S", 0.6)
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.6)
     async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
         started: list[tuple[float, str]] = []
         loop = asyncio.get_running_loop()
-        look_at = found.watch.look_at
+        look_at = found.watch.check
 
         def noted(url: str) -> asyncio.Task[None]:
             started.append((loop.time(), url))
             return look_at(url)
 
-        monkeypatch.setattr(found.watch, "look_at", noted)
+        monkeypatch.setattr(found.watch, "check", noted)
         found.engines.serve([EngineListed(f"{found.engine.url}/{number}") for number in range(6)])
         found.watch.start()
         while len(started) < 6:
@@ -236,8 +236,8 @@ async def test_looks_are_spread_and_never_two_at_once(monkeypatch: pytest.Monkey
 
 
 async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "EVERY_S", 60.0)
-    monkeypatch.setattr(health, "AGAIN_S", 0.6)
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 60.0)
+    monkeypatch.setattr(health, "RECHECK_S", 0.6)
     async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
         found.watch.start()
         while found.member.health == "unknown":

@@ -16,7 +16,7 @@ from replies import PLACE, body_of, drop, put
 from workers import codec, job, payloads
 from workers.codec import Facts, Wire
 from workers.job import WINDOW, Job, WorkerResult
-from workers.parse import REPLAY, Known, Rejected, token_text
+from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import Want
 
 EXPERTS, POSITIONS = Want("routed_experts"), Want("indexer_topk")
@@ -38,7 +38,7 @@ SPELLINGS = {
 }
 
 
-def a_job(*wants: Want, dialect: Any = "auto", known: Known | None = None) -> Job:
+def a_job(*wants: Want, dialect: Any = "auto", known: KnownTokens | None = None) -> Job:
     return Job(dialect, known, list(wants), [b'{"role":"user"}'], [("a", "b")], 200, "rid", b"")
 
 
@@ -329,7 +329,7 @@ def test_rows_behind_a_prompt_that_drifted_are_not_joined_to_the_parents() -> No
     first = done_of(sglang(TEXT)).payloads[0]
     parent = payloads.Parent(0, 4, 2, [new.chunk for new in first.new])
     text = token_text([9, 9, 9])
-    strange = Known(3, len(text), "0" * 64)
+    strange = KnownTokens(3, len(text), "0" * 64)
     body = sglang('"' + base64.b64encode(bytes(8)).decode() + '"', put("choices.0.prompt_token_ids", [1, 2, 3, 4]))
     done = done_of(body, Want("routed_experts", start=4, parent=parent), known=strange)
     [stored] = done.payloads

@@ -15,7 +15,7 @@ def failing(member: Member, *times: float) -> Member:
 
 def test_three_failures_in_a_row_are_a_death() -> None:
     member = Member("http://a")
-    member.lives("healthy", 100.0)
+    member.succeeded("healthy", 100.0)
     failing(member, 101.0, 102.0)
     assert (member.health, member.since, member.last_error) == ("healthy", 100.0, "refused")
     failing(member, 103.0)
@@ -27,7 +27,7 @@ def test_a_sign_of_life_between_failures_starts_the_count_anew() -> None:
     for at in (1.0, 2.0, 4.0, 5.0, 7.0, 8.0):
         failing(member, at)
         if at in (2.0, 5.0, 8.0):
-            member.lives("busy", at + 1)
+            member.succeeded("busy", at + 1)
     assert (member.health, member.last_error) == ("busy", None)
 
 
@@ -43,38 +43,38 @@ def test_a_clock_that_is_set_back_does_not_keep_an_engine_alive() -> None:
 
 def test_a_dead_engine_is_back_after_two_signs_of_life() -> None:
     member = failing(Member("http://a"), 1.0, 2.0, 3.0)
-    member.lives("healthy", 4.0)
+    member.succeeded("healthy", 4.0)
     assert (member.health, member.last_error) == ("dead", "refused")
     failing(member, 5.0)
-    member.lives("healthy", 6.0)
+    member.succeeded("healthy", 6.0)
     assert member.health == "dead"
-    member.lives("paused", 7.0)
+    member.succeeded("paused", 7.0)
     assert (member.health, member.since, member.last_error) == ("paused", 7.0, None)
 
 
 @pytest.mark.parametrize("alive", ["healthy", "busy", "paused"])
 def test_ways_to_live_follow_each_other_at_once(alive: str) -> None:
     member = Member("http://a")
-    member.lives("healthy", 1.0)
-    member.lives(alive, 2.0)  # type: ignore[arg-type]
+    member.succeeded("healthy", 1.0)
+    member.succeeded(alive, 2.0)  # type: ignore[arg-type]
     assert member.health == alive
 
 
 def test_a_restart_forgets_what_was_learned() -> None:
     member = Member("http://a", sessions=False, dialect="sglang")
-    member.answers()
+    member.answered()
     assert (member.generation, member.sessions, member.dialect) == (0, False, "sglang")
     member.is_refusing = True
-    member.lives("healthy", 1.0)
+    member.succeeded("healthy", 1.0)
     assert (member.generation, member.sessions, member.dialect) == (1, None, None)
-    member.lives("healthy", 2.0)
+    member.succeeded("healthy", 2.0)
     assert member.generation == 1
 
 
 def versions(*said: tuple[str, str | None]) -> Member:
     member = Member("http://a")
     for version, known in said:
-        member.has_version(version, known)
+        member.report_version(version, known)
     return member
 
 
@@ -86,16 +86,16 @@ def test_a_version_that_grows_is_sound() -> None:
 def test_a_version_that_falls_is_remembered_until_it_is_reached_again() -> None:
     member = versions(("5", None), ("3", "5"), ("4", "3"))
     assert (member.weight_version, member.fell_from) == ("4", "5")
-    member.has_version("5", "4")
+    member.report_version("5", "4")
     assert (member.weight_version, member.fell_from) == ("5", None)
 
 
 def test_a_reply_that_was_asked_for_before_an_update_is_no_regression() -> None:
     """Long replies are read after short ones of newer weights."""
     member = versions(("5", None), ("6", "5"))
-    member.has_version("5", "5")
+    member.report_version("5", "5")
     assert (member.weight_version, member.fell_from) == ("6", None)
-    member.has_version("7", "5")
+    member.report_version("7", "5")
     assert member.weight_version == "7"
 
 

@@ -12,14 +12,14 @@ from app import errors
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND, NOT_OF_TURNS, Metrics
 from app.store.event_counters import EventCounters
-from app.turn.stages import OUTCOMES, Recent, Stages, TurnStage
+from app.turn.stages import OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics(Recent(time.monotonic))
+    return Metrics(RecentTurnStats(time.monotonic))
 
 
 def families(metrics: Metrics) -> dict[str, Metric]:

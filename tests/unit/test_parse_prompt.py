@@ -11,15 +11,15 @@ import pytest
 from helpers.pools import running
 from replies import SHAPES, body_of, drop, literal, put
 
-from workers.parse import Known, PromptDiffers, Rejected, Span, parse_reply, token_text
+from workers.parse import KnownTokens, PromptDiffers, Rejected, Span, parse_reply, token_text
 
 PROMPT = {"sglang": "choices.0.prompt_token_ids", "vllm": "prompt_token_ids"}
 BOTH = ["sglang", "vllm"]
 
 
-def known_as(ids: list[int]) -> Known:
+def known_as(ids: list[int]) -> KnownTokens:
     text = token_text(ids)
-    return Known(len(ids), len(text), hashlib.sha256(text).hexdigest())
+    return KnownTokens(len(ids), len(text), hashlib.sha256(text).hexdigest())
 
 
 @pytest.mark.parametrize("shape", BOTH)

@@ -8,7 +8,7 @@ from array import array
 import pytest
 from replies import DEEP, body_of, literal, put
 
-from workers.parse import MAX_TOKEN_ID, Known, Rejected, parse_reply, token_text
+from workers.parse import MAX_TOKEN_ID, KnownTokens, Rejected, parse_reply, token_text
 
 META = "choices.0.meta_info"
 TRIPLES = f"{META}.output_token_logprobs"
@@ -21,9 +21,9 @@ BOTH = ["sglang", "vllm"]
 BAD_IDS = ["null", "true", '"7"', "7.0", "7e0", "-1", "-0", str(MAX_TOKEN_ID + 1), str(2**70), "1e999", "[]"]
 
 
-def known_as(ids: list[int]) -> Known:
+def known_as(ids: list[int]) -> KnownTokens:
     text = token_text(ids)
-    return Known(len(ids), len(text), hashlib.sha256(text).hexdigest())
+    return KnownTokens(len(ids), len(text), hashlib.sha256(text).hexdigest())
 
 
 def rejected(body: bytes) -> str:

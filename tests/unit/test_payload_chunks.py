@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from workers import codec, payloads
 from workers.codec import CorruptContent
 from workers.parse import Rejected
-from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, Stored, Want
+from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, StoredPayload, Want
 
 KIND = "indexer_topk"
 Rows = npt.NDArray[Any]
@@ -44,7 +44,7 @@ class Kept:
         chunks = [new.chunk for new in self.chunks]
         return Parent(self.start, self.stop, self.row_ids, chunks) if chunks else None
 
-    def turn(self, rows: Rows, start: int = 0) -> Stored:
+    def turn(self, rows: Rows, start: int = 0) -> StoredPayload:
         """Keep a payload whose first row is `start`; what is kept must give the rows again."""
         want = Want(KIND, start=start, parent=self.parent)
         stored, _ = payloads.read(text_of(rows), want, start + len(rows) + 1, npy=False)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from workers import payloads
 from workers.codec import Cut
 from workers.parse import Rejected
-from workers.payloads import PIECE, Stored, Want
+from workers.payloads import PIECE, StoredPayload, Want
 
 EXPERTS = Want("routed_experts")
 POSITIONS = Want("indexer_topk")
@@ -47,11 +47,11 @@ def in_compact_lists(rows: Rows) -> bytes:
     return in_lists(rows).replace(b" ", b"")
 
 
-def read(text: bytes, want: Want = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[Stored, Cut]:
+def read(text: bytes, want: Want = EXPERTS, *, tokens: int = 4, npy: bool = False) -> tuple[StoredPayload, Cut]:
     return payloads.read(memoryview(text), want, tokens, npy=npy)
 
 
-def rows_in(stored: Stored) -> Rows:
+def rows_in(stored: StoredPayload) -> Rows:
     """The rows of a payload that shares nothing."""
     assert stored.shared == 0
     return payloads.join([payloads.load(new.chunk, new.frame) for new in stored.new])

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.errors import ClientGone
-from app.turn.in_flight import InFlightTurn, RetryMark, TurnCut, TurnReply, Waiter
+from app.turn.in_flight import InFlightTurn, RetryMark, TurnCancelled, TurnReply, Waiter
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +31,7 @@ async def test_nobody_is_watched_but_while_a_flight_is_held() -> None:
     own, joined = watch.reader(), watch.reader()
     own.wait_for(held)
     assert watch.watched == []
-    with held.held():
+    with held.waiting_at_gate():
         assert watch.watched == [own]
         joined.wait_for(held)
         assert watch.watched == [own, joined]
@@ -47,36 +47,36 @@ async def test_a_held_flight_ends_with_its_last_reader() -> None:
     waiting = asyncio.Event()
 
     async def work() -> None:
-        with held.held(), held.may_be_cut():
+        with held.waiting_at_gate(), held.cancellable():
             waiting.set()
             await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
     await waiting.wait()
-    readers[0].hang_up()
-    assert held.cut is None
-    readers[1].hang_up()
-    assert held.cut == "disconnect"
-    with pytest.raises(TurnCut):
+    readers[0].client_disconnected()
+    assert held.cancel_reason is None
+    readers[1].client_disconnected()
+    assert held.cancel_reason == "disconnect"
+    with pytest.raises(TurnCancelled):
         await task
 
 
 async def test_a_flight_that_is_not_held_outlives_a_client_that_hangs_up() -> None:
     reader, going = Watched().reader(), flight()
     reader.wait_for(going)
-    reader.hang_up()
-    assert going.cut is None
+    reader.client_disconnected()
+    assert going.cancel_reason is None
     reader.leave()
-    assert going.cut == "disconnect"
+    assert going.cancel_reason == "disconnect"
 
 
 async def test_who_hung_up_before_is_let_go_when_the_flight_is_held() -> None:
     watch, held = Watched(), flight()
     reader = watch.reader()
     reader.wait_for(held)
-    reader.hang_up()
-    with held.held():
-        assert held.cut == "disconnect"
+    reader.client_disconnected()
+    with held.waiting_at_gate():
+        assert held.cancel_reason == "disconnect"
     assert watch.watched == []
 
 
@@ -89,16 +89,16 @@ async def test_a_reader_that_leaves_what_it_joined_does_not_wait_and_does_not_tr
     reader.leave()
     with pytest.raises(ClientGone):
         await joining
-    assert going.cut is None
+    assert going.cancel_reason is None
 
 
 async def test_who_stays_gets_what_the_flight_brought() -> None:
     going, reply = flight(), TurnReply(200, [], [b"{}"], turn=1)
     joining = [asyncio.create_task(Watched().reader().join(going)) for _ in range(2)]
     await asyncio.sleep(0)
-    going.land(reply)
+    going.finish(reply)
     assert await asyncio.gather(*joining) == [reply, reply]
     assert await Watched().reader().join(going) is reply
     failed = flight()
-    failed.land(None)
+    failed.finish(None)
     assert await Watched().reader().join(failed) is None

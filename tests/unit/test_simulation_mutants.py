@@ -20,7 +20,7 @@ from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import groups, log_turns, rollouts
 from app.store import statements as sql
-from app.store.affinities import Affinity, Ended, Ending
+from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
@@ -157,7 +157,7 @@ def a_turn_waits_with_its_claim(patch: Patch) -> None:
     async def pass_by(self: Turns, *arguments: Any) -> None:
         return
 
-    patch.setattr(Turns, "_held_back", pass_by)
+    patch.setattr(Turns, "_wait_at_gate", pass_by)
 
 
 def a_pause_is_known_where_it_was_ordered(patch: Patch) -> None:
@@ -203,17 +203,17 @@ def a_close_ends_no_name(patch: Patch) -> None:
 def the_dead_keep_their_names(patch: Patch) -> None:
     """What a process was opening or closing when it died stays so."""
 
-    def may_be_ended(self: Affinity, me: int, in_use: Collection[str]) -> bool:
+    def may_be_ended(self: AffinityRow, me: int, in_use: Collection[str]) -> bool:
         return (self.incarnation == me or self.state == "bound") and self.is_due and self.control_id not in in_use
 
-    patch.setattr(Affinity, "may_be_ended", may_be_ended)
+    patch.setattr(AffinityRow, "may_be_ended", may_be_ended)
 
 
 def a_name_is_bound_to_nothing(patch: Patch) -> None:
     """A turn goes where it would without its name."""
 
     async def place(self: ControlledTurn, ordinary: Any) -> Any:
-        await self._use(ordinary.order.first)
+        await self._acquire(ordinary.order.first)
         return ordinary
 
     patch.setattr(ControlledTurn, "place", place)
@@ -223,9 +223,9 @@ def an_engine_is_not_told(patch: Patch) -> None:
     """A name is ended in the store alone."""
 
     async def tell(self: SessionControls, ending: Ending) -> None:
-        await self.written(Ended(ending.control_id, self.incarnation))
+        await self.write_with_retry(EngineTold(ending.control_id, self.incarnation))
 
-    patch.setattr(SessionControls, "tell", tell)
+    patch.setattr(SessionControls, "close_at_engine", tell)
 
 
 MUTANTS: tuple[Callable[[Patch], None], ...] = (

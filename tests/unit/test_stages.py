@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.events import Timing
-from app.turn.stages import WINDOW_S, Recent, Stages, TurnStage
+from app.turn.stages import WINDOW_S, RecentTurnStats, Stages, TurnStage
 
 
 class Clock:
@@ -65,7 +65,7 @@ def test_a_stage_that_has_not_ended_is_not_in_the_log_s_timing() -> None:
 
 def test_the_last_minute_has_a_rate_and_percentiles_within_a_slot() -> None:
     clock = Clock()
-    recent = Recent(clock)
+    recent = RecentTurnStats(clock)
     clock.now += 200
     for number in range(1, 101):
         recent.turn_ended("committed", timed(claim=number / 1000, engine=number / 10))
@@ -79,7 +79,7 @@ def test_the_last_minute_has_a_rate_and_percentiles_within_a_slot() -> None:
 
 def test_a_server_that_has_just_begun_divides_by_the_time_that_there_was() -> None:
     clock = Clock()
-    recent = Recent(clock)
+    recent = RecentTurnStats(clock)
     assert recent.summary().turns_per_s == 0
     assert recent.summary().overhead_p50_ms is None
     clock.now += 4
@@ -90,7 +90,7 @@ def test_a_server_that_has_just_begun_divides_by_the_time_that_there_was() -> No
 
 def test_what_is_older_than_a_minute_is_forgotten_but_for_the_errors_since_the_start() -> None:
     clock = Clock()
-    recent = Recent(clock)
+    recent = RecentTurnStats(clock)
     recent.turn_ended("committed", timed(engine=1))
     recent.turn_ended("session_busy", timed())
     clock.now += WINDOW_S - 1
@@ -106,7 +106,7 @@ def test_what_is_older_than_a_minute_is_forgotten_but_for_the_errors_since_the_s
 
 
 def test_replies_without_a_new_turn_are_neither_turns_nor_errors() -> None:
-    recent = Recent(Clock())
+    recent = RecentTurnStats(Clock())
     for outcome in ("replayed", "joined"):
         recent.turn_ended(outcome, timed(reply=1))
     recent.turn_ended("aborted", timed(engine=1))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.sessions.prefix_buffer import PrefixBuffer
-from app.turn.engine_request import Prompt
+from app.turn.engine_request import PromptIds
 from app.turn.token_in import added_text
-from workers.parse import Known, token_text
+from workers.parse import KnownTokens, token_text
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 
@@ -21,9 +21,9 @@ def text(ids: Sequence[int]) -> bytes:
     return ",".join(map(str, ids)).encode()
 
 
-def known(ids: Sequence[int]) -> Known:
+def known(ids: Sequence[int]) -> KnownTokens:
     whole = token_text(ids)
-    return Known(len(ids), len(whole), hashlib.sha256(whole).hexdigest())
+    return KnownTokens(len(ids), len(whole), hashlib.sha256(whole).hexdigest())
 
 
 @given(IDS, IDS, IDS, st.integers(0, 1))
@@ -33,7 +33,7 @@ def test_the_chain_of_tokens_is_all_that_was_sent_and_sampled(
     chain = PrefixBuffer()
     chain.extend(0, 1, text(stored))
     kept = stored[: len(stored) - trimmed]
-    prompt = Prompt(text([*kept, *new]), known(kept), trimmed)
+    prompt = PromptIds(text([*kept, *new]), known(kept), trimmed)
     added = added_text(prompt, len(kept), array("i", output).tobytes())
     if not kept:
         return
@@ -48,12 +48,12 @@ def test_a_prompt_that_continues_nothing_is_added_whole(
 ) -> None:
     sampled = array("i", output).tobytes()
     for before in (None, known(stored)):
-        assert added_text(Prompt(text(prompt), before), 0, sampled) == text([*prompt, *output])
+        assert added_text(PromptIds(text(prompt), before), 0, sampled) == text([*prompt, *output])
 
 
 @given(IDS, IDS)
 def test_nothing_new_or_nothing_sampled_leaves_no_comma(stored: list[int], output: list[int]) -> None:
-    prompt = Prompt(text(stored), known(stored))
+    prompt = PromptIds(text(stored), known(stored))
     assert added_text(prompt, len(stored), array("i", output).tobytes()) == text(output)
     assert added_text(prompt, len(stored), b"") == b""
-    assert added_text(Prompt(text(stored), None), 0, b"") == text(stored)
+    assert added_text(PromptIds(text(stored), None), 0, b"") == text(stored)

@@ -11,7 +11,7 @@ from app.domain import cursors, groups
 from app.domain.groups import Attempt
 from app.store import group_reads, survey, survey_lists
 from app.store.engine import Database
-from app.store.group_reads import Lease
+from app.store.group_reads import FeedLease
 from app.store.reads import Connection
 
 MAX_MISSING = 20
@@ -66,7 +66,7 @@ class GroupList:
             return page(found, survey.attempts(connection, shown), survey_lists.leases(connection, shown))
 
         def page(
-            found: Sequence[str], attempts: Mapping[str, Sequence[Attempt]], leases: Mapping[str, Lease]
+            found: Sequence[str], attempts: Mapping[str, Sequence[Attempt]], leases: Mapping[str, FeedLease]
         ) -> GroupPage:
             return GroupPage(
                 groups=[_row(one, attempts[one], leases.get(one)) for one in found[:limit]],
@@ -76,7 +76,7 @@ class GroupList:
         return await self._database.read(read, or_else=around_damage)
 
 
-def _row(group_id: str, attempts: Sequence[Attempt], lease: Lease | None) -> GroupRow:
+def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> GroupRow:
     outcome = groups.outcome(attempts)
     rewards = outcome.statistics
     return GroupRow(
@@ -108,7 +108,7 @@ def missing_attempts(attempts: Sequence[int]) -> list[int]:
     return missing
 
 
-def _state(is_complete: bool, lease: Lease | None) -> GroupState:
+def _state(is_complete: bool, lease: FeedLease | None) -> GroupState:
     if lease is not None and lease.is_acknowledged:
         return "acknowledged"
     if not is_complete:

@@ -16,7 +16,7 @@ from app.sessions.session_list import SessionList
 from app.store import heads_view, reads, survey_lists
 from app.store.engine import Database
 from app.store.heads_view import Counts
-from app.turn.stages import Recent
+from app.turn.stages import RecentTurnStats
 
 GOOD_FOR_S = 0.9
 """How long an overview is given again: everybody who looks shares one a second."""
@@ -93,7 +93,7 @@ class Overviews:
         database: Database,
         sessions: SessionList,
         pauses: Pauses,
-        recent: Recent,
+        recent: RecentTurnStats,
         registration: Registration,
         clock: Callable[[], float],
     ) -> None:

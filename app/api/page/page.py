@@ -17,7 +17,7 @@ from app.fleet.pauses import Pauses
 from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
 from app.store.engine import Database
-from app.turn.stages import Recent
+from app.turn.stages import RecentTurnStats
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 
@@ -40,7 +40,7 @@ def page_of(
     engines: Engines,
     pauses: Pauses,
     token_in: TokenIn,
-    recent: Recent,
+    recent: RecentTurnStats,
     registration: Registration,
     release: str,
 ) -> Page:

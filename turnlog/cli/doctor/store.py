@@ -172,9 +172,9 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
     if row is not None and mode != "wal":
         yield problem("database", f"journal_mode is {mode}", "turnlog vacuum --full writes the file as it should be")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
-    from app.store.lock import holder
+    from app.store.lock import lock_owner
 
-    pid = holder(path) or holder(Path(f"{path}.lock"))
+    pid = lock_owner(path) or lock_owner(Path(f"{path}.lock"))
     if pid is None:
         yield ok("database", "no process serves it")
     else:
