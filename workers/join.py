@@ -1,8 +1,8 @@
-"""Several generations of one turn as one reply, spelled as the engine would have spelled it.
+"""Joins several generations of one turn to one reply, written as the engine would have written it.
 
-An engine that is interrupted returns what it has; asked to go on, it returns the rest. What belongs to tokens is joined
-as raw JSON, so that every number keeps its spelling, and what is said of the whole (counts, the end, weight versions,
-replay payloads, the message) is written anew. The result is judged as any reply is.
+An interrupted engine returns what it has; asked to continue, it returns the rest. Per-token data is joined as raw JSON,
+so that every number keeps its spelling. What describes the whole (counts, the end, weight versions, replay payloads,
+the message) is written again. The result is validated like any reply.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _OFFSETS = msgspec.json.Decoder(list[int])
 
 _OF_TOKENS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
-"""Lists in SGLang's `meta_info` with an item for each output token."""
+"""Lists in SGLang's `meta_info` with one item per output token."""
 
 _OF_THE_END = ("finish_reason", "matched_stop", "stop_reason")
-"""What a choice says of its end."""
+"""Fields of a choice that describe its end."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """One generation of the turn, which was judged to be sound.
+    """One validated generation of the turn.
 
-    `tokens` is how many it brought, `versions` are theirs. `rows` are the rows [start, stop) that it brought of each
-    kind of payload.
+    `tokens` is the number of its output tokens, `versions` their weight versions. `rows` are the rows [start, stop) of
+    each payload kind that it returned.
     """
 
     body: bytes
@@ -44,9 +44,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What is known of the turn: `prompt_tokens` without those of earlier pieces, the client's stop strings.
+    """What is known of the turn: `prompt_tokens` without earlier generations' output, and the client's stop strings.
 
-    `keeps_stop`: they stay in the text. `has_tools`: tools were offered.
+    `keeps_stop`: stop strings stay in the text. `has_tools`: tools were offered.
     """
 
     dialect: Dialect
@@ -58,7 +58,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """A reply, split as far as it is put together again."""
+    """A reply, split into the parts that are joined."""
 
     piece: Piece
     root: Fields
@@ -68,9 +68,9 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 def stopped(pieces: Sequence[Piece], shape: Shape) -> Stop | None:
-    """Where a stop string is complete that begins in one piece and ends in another, which no engine could see.
+    """The stop string that begins in one generation and ends in another, which no engine could detect.
 
-    None as well where the replies do not tell their tokens' text. Raises Rejected, as `join`.
+    None also if the replies do not contain their tokens' text. Raises Rejected, as `join`.
     """
     if not shape.stops or len(pieces) < 2:
         return None
@@ -79,18 +79,18 @@ def stopped(pieces: Sequence[Piece], shape: Shape) -> Stop | None:
     known = [text for text in texts if text is not None]
     if len(known) < len(texts):
         return None
-    told = _tells_message if shape.protocol == "chat" else _tells_text
-    if not all(map(told, replies, known)):
+    matches = _tokens_match_message if shape.protocol == "chat" else _tokens_match_text
+    if not all(map(matches, replies, known)):
         return None
     return stop_across(known, shape.stops)
 
 
-def _tells_message(reply: _Reply, tokens: Sequence[bytes]) -> bool:
-    return raw_text(_said(reply), tokens) is not None
+def _tokens_match_message(reply: _Reply, tokens: Sequence[bytes]) -> bool:
+    return raw_text(_message_parts(reply), tokens) is not None
 
 
-def _tells_text(reply: _Reply, tokens: Sequence[bytes]) -> bool:
-    """Do a completion's tokens, each shown by itself, make its text? Characters that several share they cannot show."""
+def _tokens_match_text(reply: _Reply, tokens: Sequence[bytes]) -> bool:
+    """Do a completion's tokens, decoded one by one, make up its text? They cannot show shared characters."""
     shown = b"".join(tokens).decode("utf-8", "replace")
     return shown.encode("ascii", "ignore").startswith(_text(reply).encode("ascii", "ignore"))
 
@@ -102,10 +102,10 @@ def _text(reply: _Reply) -> str:
 def join(
     pieces: Sequence[Piece], shape: Shape, *, stop: Stop | None = None, finish: Literal["length"] | None = None
 ) -> bytes:
-    """The one reply. `stop` cuts it short; `finish` says why it ended where no engine did.
+    """The joined reply. `stop` cuts it short; `finish` is the finish reason if no engine ended it.
 
-    Raises Rejected where the pieces do not make one: what a reply may spell as it likes where it is passed on as it
-    is, has to be understood to be joined.
+    Raises Rejected if the generations cannot be joined: a reply passed on unchanged may use any spelling, but a joined
+    one must be understood.
     """
     kept, left = [], sum(piece.tokens for piece in pieces) if stop is None else stop.tokens
     for piece in pieces:
@@ -116,7 +116,7 @@ def join(
 
 
 def versions(pieces: Sequence[Piece], tokens: int) -> list[Span]:
-    """The weight versions of the first `tokens` tokens of all pieces."""
+    """The weight versions of the first `tokens` tokens of all generations."""
     spans: list[Span] = []
     start = 0
     for piece in pieces:
@@ -141,12 +141,12 @@ def _fields(home: Fields, name: str) -> Fields:
     return {} if raw is None or is_null(raw) else object_at(raw, name)
 
 
-def _said(reply: _Reply) -> MessageParts:
+def _message_parts(reply: _Reply) -> MessageParts:
     return MessageParts.of(_fields(reply.choice, "message"), reply.choice)
 
 
 class _Joint:
-    """Replies of which the first `kept` tokens each are put together."""
+    """Replies to be joined, each cut to its first `kept` tokens."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Joint:
         self._first, self._last = replies[0], replies[-1]
 
     def body(self) -> bytes:
-        root = _under(self._first.root, self._last.root)
+        root = _merged(self._first.root, self._last.root)
         root["choices"] = _raw(b"[" + _object(self._choice()) + b"]")
         root["usage"] = self._usage()
         metadata = _fields(self._last.root, "metadata")
@@ -175,12 +175,12 @@ class _Joint:
             root["metadata"] = _raw(_object(metadata))
         extensions = [_fields(reply.root, "sglext") for reply in self._replies]
         if any(extensions):
-            root["sglext"] = _raw(_object(self._with_payloads(_under(extensions[0], extensions[-1]), extensions)))
+            root["sglext"] = _raw(_object(self._with_payloads(_merged(extensions[0], extensions[-1]), extensions)))
         return _object(root)
 
     def _choice(self) -> Fields:
         choices = [reply.choice for reply in self._replies]
-        choice = _under(self._first.choice, self._last.choice)
+        choice = _merged(self._first.choice, self._last.choice)
         self._end(choice)
         for name in ("token_ids", "response_token_ids"):
             if name in choice:
@@ -198,7 +198,7 @@ class _Joint:
         return self._with_payloads(choice, choices)
 
     def _end(self, choice: Fields) -> None:
-        """How it ended: as the last piece did, unless a stop string or a spent budget came before."""
+        """The end: the last generation's, unless a stop string or the spent budget ended it before."""
         for name in _OF_THE_END:
             if name in self._last.choice:
                 choice[name] = self._last.choice[name]
@@ -212,7 +212,7 @@ class _Joint:
     def _message(self, choice: Fields) -> None:
         texts = [token_texts(reply.meta, reply.logprobs, reply.piece.tokens) for reply in self._replies]
         message, has_calls = joined_message(
-            [_said(reply) for reply in self._replies],
+            [_message_parts(reply) for reply in self._replies],
             texts,
             stop=self._stop,
             keeps_stop=self._shape.keeps_stop,
@@ -224,7 +224,7 @@ class _Joint:
             choice["finish_reason"] = _encoded("tool_calls")
 
     def _text(self) -> str:
-        """A stop string ends in the last piece, and has begun before it."""
+        """The text. A stop string ends in the last generation and begins before it."""
         if self._stop is None:
             return "".join(map(_text, self._replies))
         *before, _ = self._replies
@@ -236,7 +236,7 @@ class _Joint:
 
     def _meta(self, choice: Fields) -> Fields:
         metas = [reply.meta for reply in self._replies]
-        meta = _under(self._first.meta, self._last.meta)
+        meta = _merged(self._first.meta, self._last.meta)
         for name in ("finish_reason", "weight_version"):
             if name in self._last.meta:
                 meta[name] = self._last.meta[name]
@@ -257,8 +257,8 @@ class _Joint:
         return self._with_payloads(meta, metas)
 
     def _logprobs(self) -> Fields:
-        """Each list in it has an item a token, in either shape."""
-        found = _under(self._first.logprobs, self._last.logprobs)
+        """Every list in it has one item per token, for either engine."""
+        found = _merged(self._first.logprobs, self._last.logprobs)
         for name in found:
             raws = [reply.logprobs.get(name) for reply in self._replies]
             if any(_is_list(raw) for raw in raws):
@@ -268,7 +268,7 @@ class _Joint:
         return found
 
     def _offsets(self) -> msgspec.Raw:
-        """Where tokens begin in the text: counted in characters by vLLM, -1 by SGLang."""
+        """Tokens' positions in the text: in characters from vLLM, always -1 from SGLang."""
         offsets: list[int] = []
         length = 0
         for reply, count in zip(self._replies, self._kept, strict=True):
@@ -291,14 +291,14 @@ class _Joint:
         return _raw(_object(usage))
 
     def _with_versions(self, home: Fields, homes: Sequence[Fields]) -> None:
-        """The weight versions as spans, where an engine said so or one version does not tell it all."""
+        """Write the weight versions as spans, if an engine did so or if there are several."""
         spans = versions([reply.piece for reply in self._replies], self._tokens)
-        is_told = len(spans) == 1 and self._kept[-1] > 0
-        if not is_told or any(not is_null(one.get("weight_versions")) for one in homes):
+        is_single = len(spans) == 1 and self._kept[-1] > 0
+        if not is_single or any(not is_null(one.get("weight_versions")) for one in homes):
             home["weight_versions"] = _encoded(spans)
 
     def _list(self, raws: Sequence[msgspec.Raw | None]) -> msgspec.Raw:
-        """Lists with an item a token as one; null where a piece that has tokens tells none of them."""
+        """Per-token lists joined; null if a generation with tokens lacks its list."""
         if all(is_null(raw) for raw in raws):
             return NULL
         inner = []
@@ -323,23 +323,23 @@ class _Joint:
         return home
 
     def _payload(self, kind: str, values: Sequence[msgspec.Raw | None]) -> msgspec.Raw:
-        """The rows of all pieces. Raises Rejected where some are missing."""
+        """The rows of all generations. Raises Rejected if some are missing."""
         end = max(self._shape.prompt_tokens + self._tokens - 1, 0)
-        held: int | None = None
+        rows_end: int | None = None
         slices: list[tuple[msgspec.Raw, int, int, int]] = []
         for reply, value in zip(self._replies, values, strict=True):
             rows = reply.piece.rows.get(kind)
             if value is None or is_null(value) or rows is None:
                 continue
             start, stop = rows
-            held = start if held is None else held
-            if start > held:
+            rows_end = start if rows_end is None else rows_end
+            if start > rows_end:
                 break
-            if min(stop, end) > held:
-                slices.append((value, stop - start, held - start, min(stop, end) - start))
-                held = min(stop, end)
-        if held is not None and held < end:
-            raise Rejected(f"{kind} of {len(values)} generations leaves out rows from {held} on, of {end}")
+            if min(stop, end) > rows_end:
+                slices.append((value, stop - start, rows_end - start, min(stop, end) - start))
+                rows_end = min(stop, end)
+        if rows_end is not None and rows_end < end:
+            raise Rejected(f"{kind} of {len(values)} generations leaves out rows from {rows_end} on, of {end}")
         if len(slices) == 1 and slices[0][2] == 0 and slices[0][3] == slices[0][1]:
             return slices[0][0]
         if not slices:
@@ -351,8 +351,8 @@ def _is_list(raw: msgspec.Raw | None) -> bool:
     return raw is not None and bytes(memoryview(raw)[:1]) == b"["
 
 
-def _under(first: Fields, last: Fields) -> Fields:
-    """The first piece's fields in their order, and those that only the last has."""
+def _merged(first: Fields, last: Fields) -> Fields:
+    """The first generation's fields in their order, then those that only the last has."""
     return {**first, **{name: value for name, value in last.items() if name not in first}}
 
 

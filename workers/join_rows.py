@@ -1,4 +1,4 @@
-"""Replay payloads of one turn's generations as one payload."""
+"""Joins the replay payloads of one turn's generations."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _Rows = bytes | np.ndarray[Any, Any] | list[msgspec.Raw]
 
 
 def join_rows(slices: Sequence[tuple[msgspec.Raw, int, int, int]], kind: str, *, npy: bool) -> bytes:
-    """The rows of several payloads as one JSON value, spelled as they are.
+    """The rows of several payloads as one JSON value, in their spelling.
 
-    Of each: its value, how many rows it holds, and which of them, [start, stop), are taken. Raises Rejected where they
-    differ in their spelling or in the size of a row.
+    Each slice: the value, how many rows it holds, and which of them, [start, stop), are taken. Raises Rejected if they
+    differ in spelling or row size.
     """
     parts = [_rows(*one, npy=npy) for one in slices]
     widths = {_width(part, stop - start) for part, (_, _, start, stop) in zip(parts, slices, strict=True)}
     if len(widths) > 1:
         raise Rejected(f"{kind} of one turn's generations has rows of different sizes")
-    return _spelled(parts, kind)
+    return _encode(parts, kind)
 
 
 def _rows(value: msgspec.Raw, rows: int, start: int, stop: int, *, npy: bool) -> _Rows:
@@ -48,7 +48,7 @@ def _rows(value: msgspec.Raw, rows: int, start: int, stop: int, *, npy: bool) ->
 
 
 def _width(part: _Rows, rows: int) -> int:
-    """How many ids each of `rows` rows has."""
+    """Number of ids in each of `rows` rows."""
     if isinstance(part, np.ndarray):
         return math.prod(part.shape[1:])
     if isinstance(part, list):
@@ -56,8 +56,8 @@ def _width(part: _Rows, rows: int) -> int:
     return len(part) // rows // 4
 
 
-def _spelled(parts: Sequence[_Rows], kind: str) -> bytes:
-    """The rows as one JSON value, spelled as the parts were. Raises Rejected where they differ in that."""
+def _encode(parts: Sequence[_Rows], kind: str) -> bytes:
+    """The rows as one JSON value, in the parts' spelling. Raises Rejected if they differ in it."""
     first = parts[0]
     if isinstance(first, bytes) and all(isinstance(part, bytes) for part in parts):
         return b'"' + pybase64.b64encode(b"".join(part for part in parts if isinstance(part, bytes))) + b'"'

@@ -1,9 +1,9 @@
-"""What several generations of one turn said together.
+"""Joins the messages of several generations of one turn.
 
-An engine parses each generation by itself. One that was cut inside its reasoning, or a tool call, it sees as two
-halves of neither. So the text is put together first, from the tokens' own bytes where a reply tells them, and parsed
-again: `<think>…</think>` for reasoning, `<tool_call>{json}</tool_call>` (Hermes, Qwen) for calls. Calls in another form
-stay text, unless an engine found them whole.
+An engine parses each generation separately, so one cut inside its reasoning or a tool call becomes two broken halves.
+So the text is joined first, from the tokens' bytes if the reply has them, and parsed again: `<think>…</think>` for
+reasoning, `<tool_call>{json}</tool_call>` (Hermes, Qwen) for calls. Calls in another format stay text, unless an engine
+parsed them whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Token(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
-    """A call as a model writes it; `arguments` is its JSON."""
+    """A call as a model writes it; `arguments` is raw JSON."""
 
     name: str
     arguments: msgspec.Raw
@@ -40,8 +40,8 @@ class _Function(msgspec.Struct):
     arguments: str
 
 
-class _Made(msgspec.Struct):
-    """A call that an engine found, as it returns it."""
+class _ParsedCall(msgspec.Struct):
+    """A call that an engine parsed, as it returns it."""
 
     id: str
     function: _Function
@@ -51,11 +51,11 @@ _TOKENS = msgspec.json.Decoder(list[_Token])
 _TEXTS = msgspec.json.Decoder(list[str])
 _TRIPLES = msgspec.json.Decoder(list[tuple[float, int, str | None]])
 _CALL = msgspec.json.Decoder(_Call)
-_MADE = msgspec.json.Decoder(list[_Made] | None)
+_PARSED_CALLS = msgspec.json.Decoder(list[_ParsedCall] | None)
 
 
 class Stop(NamedTuple):
-    """A stop string `text` that begins at byte `at` of all that was said, and is complete after `tokens` tokens."""
+    """A stop string `text` that begins at byte `at` of the joined text and is complete after `tokens` tokens."""
 
     tokens: int
     at: int
@@ -66,21 +66,21 @@ class Stop(NamedTuple):
 
 
 class MessageParts(NamedTuple):
-    """One generation's message; `matched` is the stop token or string that ended it, where the engine names it."""
+    """One generation's message; `matched` is the stop token or string that ended it, if the engine names it."""
 
     fields: Fields
     content: str
     reasoning: str
-    calls: list[_Made]
+    calls: list[_ParsedCall]
     finish: Any
     matched: Any
 
     @classmethod
     def of(cls, message: Fields, choice: Fields) -> MessageParts:
-        """The message was judged, but for its calls: what is no call is none."""
+        """The message was validated except for its calls: invalid ones are ignored."""
         content, reasoning = (_text(message.get(name)) for name in ("content", "reasoning_content"))
         try:
-            calls = _MADE.decode(message.get("tool_calls", b"null")) or []
+            calls = _PARSED_CALLS.decode(message.get("tool_calls", b"null")) or []
         except msgspec.ValidationError:
             calls = []
         finish, matched = (msgspec.json.decode(choice.get(key, b"null")) for key in ("finish_reason", "matched_stop"))
@@ -93,7 +93,7 @@ def _text(raw: msgspec.Raw | None) -> str:
 
 
 def token_texts(meta: Fields, logprobs: Fields, count: int) -> list[bytes] | None:
-    """Each output token's bytes, as a reply tells them with the logprobs; None where it does not."""
+    """Each output token's bytes, as reported with the logprobs; None if they are not reported."""
     try:
         if not is_null(logprobs.get("content")):
             found = [_bytes(one.token, one.bytes) for one in _TOKENS.decode(logprobs["content"])]
@@ -112,16 +112,16 @@ def _bytes(text: str | None, raw: list[int] | None) -> bytes | None:
 
 
 def stop_across(texts: Sequence[Sequence[bytes]], stops: Sequence[str]) -> Stop | None:
-    """The stop string across a seam between these texts' tokens that is complete first.
+    """The first stop string to be completed across a boundary between these generations' tokens.
 
-    Of several that one token completes it is the first that the client named, as engines have it.
+    If one token completes several, it is the first that the client named, as in the engines.
     """
     tokens = [token for text in texts for token in text]
     whole = b"".join(tokens)
-    seams, at = [], 0
+    boundaries, at = [], 0
     for text in texts[:-1]:
         at += sum(map(len, text))
-        seams.append(at)
+        boundaries.append(at)
     ends, end = [], 0
     for token in tokens:
         end += len(token)
@@ -129,36 +129,36 @@ def stop_across(texts: Sequence[Sequence[bytes]], stops: Sequence[str]) -> Stop 
     found = []
     for stop in filter(None, stops):
         size = len(stop.encode())
-        for seam in seams:
-            start = whole.find(stop.encode(), max(seam - size + 1, 0), seam + size - 1)
+        for boundary in boundaries:
+            start = whole.find(stop.encode(), max(boundary - size + 1, 0), boundary + size - 1)
             if start >= 0:
                 count = next(number for number, end in enumerate(ends, 1) if end >= start + size)
                 found.append(Stop(count, start, stop))
     return min(found, key=lambda stop: stop.tokens, default=None)
 
 
-def raw_text(said: MessageParts, texts: Sequence[bytes] | None) -> bytes | None:
-    """A generation's text from its tokens; None where the message shows that they do not tell it.
+def raw_text(part: MessageParts, texts: Sequence[bytes] | None) -> bytes | None:
+    """A generation's text from its tokens; None if the message shows that they do not determine it.
 
-    Tokens that are shown apart may lack the spaces between them. What ended the generation is no part of it.
+    Tokens decoded one by one may lack the spaces between them. What ended the generation is not included.
     """
     if texts is None:
         return None
     whole = b"".join(texts)
     shown = whole.decode("utf-8", "replace")
-    if any(part.strip(_BROKEN) not in shown for part in (said.content, said.reasoning)):
+    if any(text.strip(_BROKEN) not in shown for text in (part.content, part.reasoning)):
         return None
-    end = said.content or said.reasoning
-    ended = isinstance(said.matched, int) or (said.finish == "tool_calls" and texts[-1:] != [CALL_END])
+    end = part.content or part.reasoning
+    ended = isinstance(part.matched, int) or (part.finish == "tool_calls" and texts[-1:] != [CALL_END])
     if ended and texts and not end.encode().endswith(texts[-1]):
         return whole.removesuffix(texts[-1])
-    if isinstance(said.matched, str) and said.matched and not end.endswith(said.matched):
-        return whole.partition(said.matched.encode())[0]
+    if isinstance(part.matched, str) and part.matched and not end.endswith(part.matched):
+        return whole.partition(part.matched.encode())[0]
     return whole
 
 
 def joined_message(
-    saids: Sequence[MessageParts],
+    parts: Sequence[MessageParts],
     texts: Sequence[Sequence[bytes] | None],
     *,
     stop: Stop | None,
@@ -166,46 +166,46 @@ def joined_message(
     has_tools: bool,
     name: bytes,
 ) -> tuple[Fields, bool]:
-    """The message of all generations, and whether tool calls are in it. `name` is what new calls' ids are made of."""
+    """The joined message, and whether it has tool calls. New calls' ids are derived from `name`."""
     whole = b""
-    for said, known in zip(saids, texts, strict=True):
-        raw = raw_text(said, known) if stop is None else b"".join(known or ())
-        whole += _rebuilt(said, whole) if raw is None else raw
+    for part, known in zip(parts, texts, strict=True):
+        raw = raw_text(part, known) if stop is None else b"".join(known or ())
+        whole += _rebuilt(part, whole) if raw is None else raw
     if stop is not None:
         whole = stop.cut(whole, keeps=keeps_stop)
-    reasoning, content = _parted(whole.decode("utf-8", "replace"), saids)
-    made = [call for said in saids for call in said.calls]
+    reasoning, content = _parted(whole.decode("utf-8", "replace"), parts)
+    engine_calls = [call for part in parts for call in part.calls]
     calls: list[dict[str, Any]] = []
-    if has_tools or made:
-        content, calls = _called(content, saids, made, name)
-    message = {**saids[0].fields, **{key: raw for key, raw in saids[-1].fields.items() if key not in saids[0].fields}}
+    if has_tools or engine_calls:
+        content, calls = _called(content, parts, engine_calls, name)
+    message = {**parts[0].fields, **{key: raw for key, raw in parts[-1].fields.items() if key not in parts[0].fields}}
     message["content"] = msgspec.Raw(msgspec.json.encode(content))
     if reasoning or "reasoning_content" in message:
         message["reasoning_content"] = msgspec.Raw(msgspec.json.encode(reasoning or None))
     if calls:
         message["tool_calls"] = msgspec.Raw(msgspec.json.encode(calls))
-    elif made:
+    elif engine_calls:
         message.pop("tool_calls", None)
     return message, bool(calls)
 
 
-def _rebuilt(said: MessageParts, before: bytes) -> bytes:
-    """What a generation's text must have been, by its message, behind `before`."""
+def _rebuilt(part: MessageParts, before: bytes) -> bytes:
+    """A generation's text, reconstructed from its message, to follow `before`."""
     if not before:
-        if not said.reasoning:
-            return said.content.encode()
-        answer = f"\n{CLOSE}\n\n{said.content}" if said.content or said.calls else ""
-        return f"{OPEN}\n{said.reasoning}{answer}".encode()
-    if OPEN.encode() in before and CLOSE.encode() not in before and said.reasoning and said.content:
-        return f"{said.reasoning}\n{CLOSE}\n\n{said.content}".encode()
-    # Outside of reasoning, what an engine took for it was answer.
-    return (said.reasoning + said.content).encode()
+        if not part.reasoning:
+            return part.content.encode()
+        answer = f"\n{CLOSE}\n\n{part.content}" if part.content or part.calls else ""
+        return f"{OPEN}\n{part.reasoning}{answer}".encode()
+    if OPEN.encode() in before and CLOSE.encode() not in before and part.reasoning and part.content:
+        return f"{part.reasoning}\n{CLOSE}\n\n{part.content}".encode()
+    # Outside of reasoning, what the engine took for reasoning was part of the answer.
+    return (part.reasoning + part.content).encode()
 
 
-def _parted(whole: str, saids: Sequence[MessageParts]) -> tuple[str, str]:
-    """Reasoning and content, if the engine tells them apart: the first that said anything shows it."""
-    first = next((said for said in saids if said.content or said.reasoning), saids[0])
-    hidden = whole.startswith(OPEN) and not any(OPEN in said.content for said in saids)
+def _parted(whole: str, parts: Sequence[MessageParts]) -> tuple[str, str]:
+    """Reasoning and content, if the engine separates them: the first message that has either shows it."""
+    first = next((part for part in parts if part.content or part.reasoning), parts[0])
+    hidden = whole.startswith(OPEN) and not any(OPEN in part.content for part in parts)
     if not first.reasoning and not hidden:
         return "", whole
     reasoning, closed, content = whole.removeprefix(OPEN).partition(CLOSE)
@@ -218,21 +218,21 @@ def _parted(whole: str, saids: Sequence[MessageParts]) -> tuple[str, str]:
 
 
 def _called(
-    content: str, saids: Sequence[MessageParts], made: list[_Made], name: bytes
+    content: str, parts: Sequence[MessageParts], engine_calls: list[_ParsedCall], name: bytes
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The content without the calls in it, and those; all of it content where one is not whole.
+    """The content without its calls, and the calls; all of it is content if one is incomplete.
 
-    Or where a generation shows a whole one as content: its engine does not parse calls.
+    Also if a generation has a complete call in its content: then its engine does not parse calls.
     """
-    if not made and any(_CALLS.search(said.content) for said in saids):
+    if not engine_calls and any(_CALLS.search(part.content) for part in parts):
         return content, []
     found = _CALLS.findall(content)
     if not found or len(found) != content.count(CALL):
-        if made and CALL not in content:
-            shown = [_shown(one.id, number, one.function) for number, one in enumerate(made)]
-            return "".join(said.content for said in saids), shown
+        if engine_calls and CALL not in content:
+            shown = [_shown(one.id, number, one.function) for number, one in enumerate(engine_calls)]
+            return "".join(part.content for part in parts), shown
         return content, []
-    known = list(made)
+    known = list(engine_calls)
     calls = []
     for number, text in enumerate(found):
         function = _function(text)

@@ -1,11 +1,11 @@
-"""What an engine returned, judged: bytes in, `Parsed` or `Rejected` out.
+"""Validates what an engine returned: bytes in, `Parsed` or `Rejected` out.
 
-The one place that knows when a 200 is malformed, for SGLang's and vLLM's shapes. It builds Python objects
-only for what is checked or stored, and the checked bytes are the stored bytes. Replay payloads are found
-here and judged in `payloads`.
+The one place that decides whether a 200 is malformed, for SGLang and vLLM. It creates Python objects only for what is
+checked or stored, and the checked bytes are the stored bytes. Replay payloads are located here and validated in
+`payloads`.
 
-Chat replies are here, completions in `parse_completion`, what both share in `parse_parts`; the prompt's ids are in
-`parse_prompt`, the rules for any JSON of a reply in `parse_json`.
+Chat replies are here, completions in `parse_completion`, shared parts in `parse_parts`, the prompt's ids in
+`parse_prompt`, the rules for all JSON in `parse_json`.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ __all__ = [
 ]
 
 Protocol = Literal["chat", "completions"]
-"""Which of the OpenAI routes a reply answers: `/v1/chat/completions` or `/v1/completions`."""
+"""The OpenAI route that a reply answers: `/v1/chat/completions` or `/v1/completions`."""
 
 
 class _Triple(msgspec.Struct, array_like=True):
-    """`[logprob, token id, text, …]`; what follows the id is not looked at."""
+    """`[logprob, token id, text, …]`; only the first two are read."""
 
     logprob: Logprob
     id: TokenId
@@ -104,13 +104,12 @@ def parse_reply(
     protocol: Protocol = "chat",
     sent: bytes | None = None,
 ) -> Parsed:
-    """Judge a 200 (non-streaming) of the route that `protocol` names, whose prompt may begin with `known`.
+    """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
 
-    `sent` is the token text of the prompt where it was sent as ids: the reply then need not repeat them, and what
-    it repeats must be these. With `auto` the shape decides which engine it was: in a chat reply, token ids beside
-    the choice are vLLM's, else SGLang's rules hold. Raises Rejected, naming the first rule that is broken;
-    PromptDiffers where the prompt is another than was sent. Whether `miscounted` is a fault only who knows the request
-    can say.
+    `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
+    be equal. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are vLLM's, otherwise
+    SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt differs from the
+    sent one. Whether `miscounted` is a fault depends on the request.
     """
     utf8(body)
     read = completion if protocol == "completions" else _chat

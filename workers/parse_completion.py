@@ -1,8 +1,8 @@
-"""A 200 of `/v1/completions`, judged.
+"""Validates a 200 of `/v1/completions`.
 
-SGLang (0.5.23) and vLLM (0.33) agree on where the facts stand: with `return_token_ids` the prompt's and the output's
-ids are on the choice, with a number for `logprobs` there is one in `logprobs.token_logprobs` for each output token.
-They differ in payloads and weight versions: vLLM's are on the choice, SGLang's in `sglext` and `metadata`.
+SGLang (0.5.23) and vLLM (0.33) agree on most places: with `return_token_ids` the prompt's and the output's ids are on
+the choice; with a number for `logprobs`, `logprobs.token_logprobs` has one item per output token. Payloads and weight
+versions differ: vLLM's are on the choice, SGLang's in `sglext` and `metadata`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TEXT = msgspec.json.Decoder(str)
 def completion(
     body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None
 ) -> tuple[Parsed, list[bytes]]:
-    """A sound completion, and its long flat lists. Raises Rejected."""
+    """A valid completion, and its long flat lists. Raises Rejected."""
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     text_raw = choice.get("text")

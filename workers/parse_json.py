@@ -1,4 +1,4 @@
-"""The JSON of a reply under the rules that hold everywhere in it: types, depth, duplicates, what can be read at all."""
+"""Rules for all JSON of a reply: types, depth, duplicate keys, readable values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rejected(Exception):
 
 
 def utf8(body: bytes) -> None:
-    """msgspec does not look at the bytes of what it skips. Raises Rejected."""
+    """msgspec does not check the bytes that it skips. Raises Rejected."""
     if body.isascii():
         return
     try:
@@ -36,7 +36,7 @@ def utf8(body: bytes) -> None:
 
 
 def object_at(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
-    """An object's fields, undecoded. Raises Rejected where it is none."""
+    """An object's fields, undecoded. Raises Rejected if it is not an object."""
     if raw is None:
         raise Rejected(f"{where} is missing")
     fields: Fields = typed(_OBJECT, raw, where, "an object")
@@ -44,7 +44,7 @@ def object_at(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
 
 
 def value_at(raw: msgspec.Raw | bytes | None, where: str) -> Any:
-    """Any value; None where there is none. Raises Rejected where it cannot be held."""
+    """Any value; None if it is missing. Raises Rejected if it cannot be decoded."""
     if raw is None:
         return None
     try:
@@ -54,7 +54,7 @@ def value_at(raw: msgspec.Raw | bytes | None, where: str) -> Any:
 
 
 def typed(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw | bytes | None, where: str, kind: str = "") -> Any:
-    """What `decoder` makes of it; `kind` says what it should have been. Raises Rejected."""
+    """The decoded value; `kind` describes the expected type in errors. Raises Rejected."""
     if raw is None:
         raise Rejected(f"{where} is missing")
     try:
@@ -80,7 +80,7 @@ def is_object(raw: msgspec.Raw | None) -> TypeGuard[msgspec.Raw]:
 
 
 def count_is(raw: msgspec.Raw | None, found: int, where: str, of: str) -> None:
-    """The engine's own count must be what was found. Raises Rejected."""
+    """Require that the engine's own count is `found`. Raises Rejected."""
     count = value_at(raw, where)
     if isinstance(count, bool) or not isinstance(count, int):
         raise Rejected(f"{where} must be an integer")
@@ -89,8 +89,8 @@ def count_is(raw: msgspec.Raw | None, found: int, where: str, of: str) -> None:
 
 
 def no_duplicates(raw: bytes, fields: Fields, where: str) -> None:
-    """Keys that stand twice. Raises Rejected."""
-    if _accounted(fields) == len(raw):
+    """Reject duplicate keys. Raises Rejected."""
+    if _compact_length(fields) == len(raw):
         return
     pairs = _pairs(raw)
     if len(dict(pairs)) != len(pairs):
@@ -98,11 +98,11 @@ def no_duplicates(raw: bytes, fields: Fields, where: str) -> None:
 
 
 def no_contradiction(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-    """Keys that stand twice with different values: two readers would believe different ones. Raises Rejected.
+    """Reject duplicate keys with different values, which two readers would read differently. Raises Rejected.
 
-    Numbers are the same where they are spelled alike, objects in whatever order.
+    Numbers are equal if they are spelled alike, objects in any order.
     """
-    if _accounted(fields) == len(memoryview(raw)):
+    if _compact_length(fields) == len(memoryview(raw)):
         return
     seen: dict[str, Any] = {}
     for name, value in _pairs(bytes(raw)):
@@ -110,14 +110,14 @@ def no_contradiction(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> No
             raise Rejected(f"{where} has duplicate keys with different values")
 
 
-def _accounted(fields: Fields) -> int:
-    """How long a compact object is that has these fields once each, its keys without escapes."""
+def _compact_length(fields: Fields) -> int:
+    """Length of a compact object with these fields once each and no escapes in keys."""
     values = sum([len(memoryview(value)) for value in fields.values()])
     return 1 + 4 * len(fields) + len("".join(fields)) + values if fields else 2
 
 
 def unambiguous(body: bytes, choice: Fields, bulk: list[bytes]) -> None:
-    """The reply and its `choice` contradict themselves nowhere. `bulk` are long lists. Raises Rejected."""
+    """Require that the reply and its `choice` have no contradicting keys. `bulk` are long lists. Raises Rejected."""
     if _each_once(body, choice, bulk):
         return
     compact = msgspec.json.format(body, indent=-1)
@@ -130,13 +130,13 @@ def unambiguous(body: bytes, choice: Fields, bulk: list[bytes]) -> None:
 
 
 def _each_once(body: bytes, choice: Fields, bulk: list[bytes]) -> bool:
-    """Is each key there once, in a compact reply and its choice?
+    """Does each key occur once, in a compact reply and its choice?
 
-    The choice is cut out by the length that its fields account for, so that nobody reads it again. With a key more it
-    would be longer: then a bracket too many is left, and the rest is no JSON.
+    The choice is cut out by the length of its fields, so that it is not parsed again. A duplicate key would make it
+    longer, and the rest would be invalid JSON.
     """
     start = body.find(_CHOICES) + len(_CHOICES)
-    end = start + _accounted(choice)
+    end = start + _compact_length(choice)
     if body[end - 1 : end + 1] != b"}]":
         return False
     rest = body[:start] + body[end:]
@@ -147,7 +147,7 @@ def _each_once(body: bytes, choice: Fields, bulk: list[bytes]) -> bool:
         root = _OBJECT.decode(rest)
     except msgspec.DecodeError:
         return False
-    return _accounted(root) == len(rest)
+    return _compact_length(root) == len(rest)
 
 
 def _pairs(raw: bytes) -> list[tuple[str, Any]]:
@@ -167,7 +167,7 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
 
 
 def readable(body: bytes, bulk: list[bytes]) -> None:
-    """Can whoever reads the reply hold all of it? `bulk` are long flat lists that their types have bounded."""
+    """Can all of the reply be decoded? `bulk` are long flat lists that were already checked."""
     rest = body
     for text in bulk:
         if text:
@@ -178,6 +178,6 @@ def readable(body: bytes, bulk: list[bytes]) -> None:
 
 
 def flat(raw: msgspec.Raw, entries: int) -> list[bytes]:
-    """A list of `entries` lists, where it holds nothing deeper; else it is left to be looked at whole."""
+    """A list of `entries` flat lists; empty if it is nested deeper, so that it is checked as a whole."""
     text = bytes(raw)
     return [text] if text.count(b"[") == entries + 1 and b"{" not in text else []

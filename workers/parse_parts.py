@@ -1,8 +1,7 @@
-"""What a sound reply says, and where the parts that chat and completions share stand in it.
+"""The content of a valid reply, and the parts that chat and completions share.
 
 Parsed.suffix_ids, .output_ids   little-endian int32, one per token
-Parsed.logprobs                  little-endian float64, one per output token, natural log
-"""
+Parsed.logprobs                  little-endian float64, one per output token, natural log"""
 
 from __future__ import annotations
 
@@ -18,16 +17,16 @@ Dialect = Literal["sglang", "vllm"]
 DialectChoice = Literal["auto", "sglang", "vllm"]
 
 MAX_LOGPROB = 1e-4
-"""An engine's rounding may put the logarithm of a probability a little over 0. It is stored as it was sent."""
+"""Rounding in an engine may make a logprob slightly positive. It is stored as sent."""
 
 MISSING_LOGPROB = -9999.0
-"""vLLM's stand-in for a logprob it does not have."""
+"""vLLM's placeholder for a missing logprob."""
 
 REPLAY = ("routed_experts", "indexer_topk")
 """The replay payloads: in SGLang's `meta_info` or `sglext`, or on vLLM's choice."""
 
 MAX_VERSION = 256
-"""Characters of a weight version: it is a name, repeated in every event and row."""
+"""Maximum length of a weight version: it is repeated in every event and row."""
 
 UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
@@ -45,14 +44,13 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A sound reply. `message` is the raw JSON of the assistant message, of a completion that of its text (a string);
-    `prompt_text` is that of the prompt's ids, empty where they were sent and the reply does not repeat them.
+    """A valid reply. `message` is the raw JSON of the assistant message (of a completion: of its text, a string);
+    `prompt_text` that of the prompt's ids, empty if they were sent and not repeated in the reply.
 
-    The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes
-    prompt and output together, as the next turn will know them. `payloads` are the replay payloads'
-    kinds and raw values, not looked at; a kind may be there twice. `cached_tokens` is how many of the prompt's
-    tokens the engine says it had cached, where it says so. `miscounted` says which of its counts of the prompt's tokens
-    is another than the number of its ids; only a request that carries images is a reason for that.
+    The prompt is `base` known tokens (0: it does not begin with them) and the suffix. `sequence` describes prompt and
+    output together, for the next turn. `payloads` are the replay payloads' kinds and raw values, unchecked; a kind may
+    occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
+    which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
     """
 
     dialect: Dialect
@@ -71,7 +69,7 @@ class Parsed(msgspec.Struct, frozen=True):
 
 
 class Top(msgspec.Struct):
-    """What stands beside the choices in every shape of reply."""
+    """The fields besides the choices in every kind of reply."""
 
     prompt_token_ids: msgspec.Raw = NULL
     usage: msgspec.Raw = NULL
@@ -93,24 +91,24 @@ _USAGE = msgspec.json.Decoder(_Usage)
 
 
 def only_choice(choices: list[Any]) -> Any:
-    """The one choice there may be. Raises Rejected."""
+    """The only allowed choice. Raises Rejected."""
     if len(choices) != 1:
         raise Rejected(f"choices must hold one choice, not {len(choices)}")
     return choices[0]
 
 
 def payloads_in(*homes: Fields) -> list[tuple[str, msgspec.Raw]]:
-    """The replay payloads that stand in these objects, kind and raw value."""
+    """The replay payloads in these objects: kind and raw value."""
     return [(name, fields[name]) for fields in homes for name in REPLAY if not is_null(fields.get(name))]
 
 
 def extension(top: Top) -> Fields:
-    """Where SGLang puts payloads without `return_meta_info`; some builds put them here as well."""
+    """SGLang's place for payloads without `return_meta_info`; some builds put them here as well."""
     return _fields(top.sglext, "sglext")
 
 
 def metadata(top: Top) -> Fields:
-    """Where SGLang tells the weight versions outside of `meta_info`."""
+    """SGLang's place for weight versions outside of `meta_info`."""
     return _fields(top.metadata, "metadata")
 
 
@@ -119,7 +117,7 @@ def _fields(raw: msgspec.Raw, where: str) -> Fields:
 
 
 def finish_reason(choice: Fields, meta: Fields) -> str | None:
-    """Of the choice, else of SGLang's `meta_info`. Raises Rejected."""
+    """The finish reason of the choice, else of SGLang's `meta_info`. Raises Rejected."""
     reason = value_at(choice.get("finish_reason"), "choices[0].finish_reason")
     if reason is None and "finish_reason" in meta:
         reason = value_at(meta["finish_reason"], "choices[0].meta_info.finish_reason")
@@ -132,7 +130,7 @@ def finish_reason(choice: Fields, meta: Fields) -> str | None:
 def weight_versions(
     spans_raw: msgspec.Raw | None, where: str, version_raw: msgspec.Raw | None, tokens: int
 ) -> list[Span]:
-    """Spans that cover the output; an engine's own list of them wins over its single version. Raises Rejected."""
+    """Spans that cover the output; the engine's own list overrides its single version. Raises Rejected."""
     if spans_raw is not None and not is_null(spans_raw):
         spans: list[Span] = typed(_SPANS, spans_raw, where)
         ends = [0, *(span.end for span in spans)]
@@ -146,7 +144,7 @@ def weight_versions(
 
 
 def _version(version: str | int | None) -> str:
-    """A number of thousands of digits is none that Python would write."""
+    """The version as text. Python refuses to write integers of thousands of digits. Raises Rejected."""
     if isinstance(version, int) and abs(version) >= 10**MAX_VERSION:
         raise Rejected("weight_version is too long")
     text = UNKNOWN_VERSION if version is None else str(version)
@@ -156,7 +154,7 @@ def _version(version: str | int | None) -> str:
 
 
 def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
-    """As SGLang's `meta_info` has it (`raw`), else as `usage` does. A statistic: what is no count is None."""
+    """The count in SGLang's `meta_info` (`raw`), else in `usage`. It is a statistic: None if invalid."""
     found: int | None = None
     try:
         if raw is not None and not is_null(raw):
@@ -170,7 +168,7 @@ def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
 
 
 def usage_of(top: Top) -> Fields:
-    """The engine's counts beside the choice, if there are any. Raises Rejected where they contradict themselves."""
+    """The engine's counts in `usage`, if any. Raises Rejected if they contradict each other."""
     found = _fields(top.usage, "usage")
     if found:
         no_contradiction(top.usage, found, "usage")
@@ -178,7 +176,7 @@ def usage_of(top: Top) -> Fields:
 
 
 def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | None:
-    """Which of the engine's counts of its prompt is there and not `tokens`, in words. Raises Rejected."""
+    """Which of the engine's counts of the prompt is present but not `tokens`, as text. Raises Rejected."""
     for where, raw in counts:
         count = value_at(raw, where)
         if count is not None and (type(count) is not int or count != tokens):
@@ -187,7 +185,7 @@ def miscounted(tokens: int, *counts: tuple[str, msgspec.Raw | None]) -> str | No
 
 
 def same_output(choice: Fields, output_ids: list[int], *names: str) -> list[bytes]:
-    """The text of further copies of the output's ids, which must be the same. Raises Rejected."""
+    """The text of further copies of the output's ids, which must be equal. Raises Rejected."""
     found: list[bytes] = []
     for name in names:
         raw = choice.get(name)

@@ -1,7 +1,7 @@
-"""The prompt of a turn, as the engine reports it or as it was sent, compared and hashed by the text of its ids.
+"""The prompt of a turn, as reported by the engine or as sent, compared and hashed by the text of its ids.
 
-A prompt grows with every turn, its ids as JSON text too. So tokens are compared, hashed and cut by that
-text, and only what is new of it is decoded (100k ids: 0.2 ms to hash, 3 ms to decode).
+A prompt and its ids as JSON text grow with every turn. So tokens are compared, hashed and cut as text, and only new
+ones are decoded (100k ids: 0.2 ms to hash, 3 ms to decode).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PromptDiffers(Rejected):
 
 
 class KnownTokens(msgspec.Struct, frozen=True):
-    """Tokens that a prompt may begin with: how many, and length and hash of their text (see `token_text`)."""
+    """Tokens that a prompt may begin with: their number, and size and hash of their text (see `token_text`)."""
 
     tokens: int
     text_bytes: int
@@ -35,12 +35,12 @@ class KnownTokens(msgspec.Struct, frozen=True):
 
 
 def token_text(ids: Iterable[int]) -> bytes:
-    """Token ids as text that concatenates as they do: decimal, a comma after each."""
+    """Token ids as text that can be concatenated: decimal, a comma after each."""
     return "".join(f"{number}," for number in ids).encode()
 
 
-def _counted(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
-    """Raises Rejected where the engine says nothing of its prompt, PromptDiffers where it counts other tokens."""
+def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
+    """Raises Rejected if the engine reports neither prompt nor count, PromptDiffers if its count differs."""
     if raw is None or is_null(raw):
         raise Rejected(f"{where} is missing, and so is the number of prompt tokens")
     count, expected = typed(_COUNT, raw, "prompt_tokens"), sent.count(b",")
@@ -49,9 +49,9 @@ def _counted(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
 
 
 class Prompt:
-    """The prompt's ids; only those behind `known` are decoded.
+    """The prompt's ids; only those after `known` are decoded.
 
-    `text` is the engine's own spelling of them, empty where it reports none.
+    `text` is the engine's spelling of them, empty if it reports none.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Prompt:
         sent: bytes | None = None,
         count: msgspec.Raw | None = None,
     ) -> None:
-        """`sent`: the token text of the prompt that was sent as ids, which the engine's must be if it reports any.
+        """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
 
-        Where it does not, `count`, its number of prompt tokens, must be theirs: it may not have looked at them at all.
+        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids.
 
         Raises Rejected, or PromptDiffers.
         """
         if sent is not None:
             self.text = b"" if raw is None or is_null(raw) else _confirmed(bytes(raw), where, sent)
             if not self.text:
-                _counted(count, where, sent)
+                _require_count(count, where, sent)
             inner = sent
         elif raw is None:
             raise Rejected(f"{where} is missing")
@@ -98,9 +98,9 @@ class Prompt:
         return self.base + len(self.suffix)
 
     def repeated(self, raw: msgspec.Raw | None, where: str) -> list[bytes]:
-        """The text of a second copy of the ids, if there is one: it must be the same.
+        """The text of a second copy of the ids, if any, which must be equal.
 
-        Raises Rejected, or PromptDiffers where it is the only copy.
+        Raises Rejected, or PromptDiffers if it is the only copy.
         """
         if raw is None or is_null(raw):
             return []
@@ -115,7 +115,7 @@ class Prompt:
         return [text]
 
     def followed_by(self, output_ids: list[int]) -> KnownTokens:
-        """Prompt and output together, as the next turn's prompt may begin."""
+        """Prompt and output together: the known tokens of the next turn."""
         output = token_text(output_ids)
         self._hasher.update(output)
         return KnownTokens(self.tokens + len(output_ids), len(self._inner) + len(output), self._hasher.hexdigest())
@@ -126,7 +126,7 @@ def _compact(text: bytes) -> bytes:
 
 
 def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:
-    """The reported prompt, which holds just the ids that were sent. Raises PromptDiffers."""
+    """The reported prompt, which must hold exactly the ids that were sent. Raises PromptDiffers."""
     expected = b"[" + sent[:-1] + b"]"
     if text == expected or _compact(text) == expected:
         return text

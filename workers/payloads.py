@@ -1,10 +1,9 @@
-"""Replay payloads: an engine's text in, chunks of rows out, and back.
+"""Replay payloads: from an engine's text to chunks of rows, and back.
 
     text ─▶ ids, range-checked and narrowed ─▶ rows ─▶ the parent's chunks where equal, new ones for the rest
 
-A payload of N tokens has a row for each but the last. Its first rows are mostly those of the turn before:
-where they are (compared by hash, never assumed) that turn's chunks are shared, and only what is new is stored.
-"""
+A payload of N tokens has a row for each but the last. Its first rows are usually those of the turn before: if so
+(compared by hash, never assumed), that turn's chunks are shared, and only new rows are stored."""
 
 from __future__ import annotations
 
@@ -24,22 +23,22 @@ from workers.codec import CorruptContent, Cut
 from workers.parse import MAX_TOKEN_ID, Rejected
 
 Ids = npt.NDArray[Any]
-"""Integer ids, in one dimension, or as [rows, ids a row]."""
+"""Integer ids, one-dimensional or as [rows, ids per row]."""
 
 LOWEST = {"routed_experts": 0, "indexer_topk": -1}
-"""An expert's number; a position, or -1 where fewer positions than asked for were there."""
+"""Lowest id: an expert's number; a position, or -1 if there were fewer positions than requested."""
 
 DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
-"""How chunks are stored, as numpy writes it: the first of these that holds all of a chunk's ids."""
+"""Storage types of chunks, in numpy's notation: the first that holds all of a chunk's ids."""
 
 CHUNK_BYTES = 1 << 20
-"""The most raw bytes of a chunk: small enough to be written between other sessions' turns."""
+"""Maximum raw size of a chunk: small enough to be written between other sessions' turns."""
 
 MERGE_BYTES = 16 << 10
-"""Small chunks are stored again as one, up to this: a session of many short turns has few, and writes little twice."""
+"""Small chunks are merged up to this size: a session of many short turns has few chunks and rewrites little."""
 
 PIECE = 768 << 10
-"""Base64 characters decoded at a time; a multiple of 16, so that each gives whole int32 ids."""
+"""Base64 characters decoded at a time; a multiple of 16, so that each piece holds whole int32 ids."""
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_VERSIONS = (b"\x01\x00", b"\x02\x00", b"\x03\x00")
@@ -52,7 +51,7 @@ _NESTED = (_FLAT, msgspec.json.Decoder(list[list[_NUMBER]]), msgspec.json.Decode
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [start, start + rows) as raw ids of `dtype`: how many bytes, and 128 bits of their SHA-256 as hex."""
+    """Rows [start, start + rows) as raw ids of `dtype`: size in bytes, and 128 bits of their SHA-256 as hex."""
 
     start: int
     rows: int
@@ -69,7 +68,7 @@ class NewChunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Parent(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of the turn before: rows [start, stop) of `row_ids` ids each, in these chunks."""
+    """The previous turn's payload: rows [start, stop) of `row_ids` ids each, in these chunks."""
 
     start: int
     stop: int
@@ -78,7 +77,7 @@ class Parent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True):
-    """What was asked for of a kind: rows from `start` on. `shape` is a row's, where it is known."""
+    """What was requested of a kind: rows from `start` on. `shape` is a row's, if known."""
 
     kind: str
     required: bool = False
@@ -88,9 +87,9 @@ class Want(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
-    """A payload as it will be kept: rows [start, stop), of which the engine sent those from `sent` on.
+    """A payload as it is stored: rows [start, stop), of which the engine sent those from `sent` on.
 
-    Its chunks are the first `shared` ones of its parent, then `new`.
+    Its chunks are the parent's first `shared` ones, then `new`.
     """
 
     kind: str
@@ -103,9 +102,9 @@ class StoredPayload(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[StoredPayload, Cut]:
-    """Judge a payload's JSON value, which came with `tokens` tokens in all; and tell how it is spelled.
+    """Validate a payload's JSON value for a reply of `tokens` tokens in total; also returns its spelling.
 
-    A string is base64, of a .npy file where the engine's dialect says so, else of int32. Raises Rejected.
+    A string is base64, of a .npy file if the engine's dialect says so, else of int32. Raises Rejected.
     """
     rows = max(tokens - 1 - want.start, 0)
     first = bytes(text[:1])
@@ -118,13 +117,13 @@ def read(text: memoryview, want: Want, tokens: int, *, npy: bool) -> tuple[Store
     shape = _shape(want, ids.size, dims, rows)
     table = ids.reshape(rows, math.prod(shape)) if rows else ids.reshape(0, 0)
     if rows and want.parent is not None and want.parent.row_ids != math.prod(shape):
-        # Another model's rows: none of them is one that is known.
+        # Rows of another model: they cannot be the parent's.
         want = msgspec.structs.replace(want, parent=None)
     return _stored(want, table, shape), cut or Cut(want.kind, 0, "text", len(text))
 
 
 def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tuple[int, ...]:
-    """A row's shape. `dims` are the payload's own, rows first, where it has any."""
+    """A row's shape. `dims` are the payload's own dimensions, rows first, if it has any."""
     if dims is not None and (dims[0] != rows or math.prod(dims) != ids):
         raise Rejected(f"{want.kind} has {ids} ids of shape {dims} where {rows} rows belong to the tokens")
     if rows == 0:
@@ -141,7 +140,7 @@ def _shape(want: Want, ids: int, dims: tuple[int, ...] | None, rows: int) -> tup
 
 
 def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
-    """The ids, their shape if the text says it, and the spelling."""
+    """The ids, their shape if the text tells it, and the spelling."""
     parts: list[Ids] = []
     head, dtype, dims = b"", "<i4", None
     carry = raw = b""
@@ -172,7 +171,7 @@ def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int
 
 
 def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
-    """Head, dtype and shape of a .npy file; only what numpy itself writes for an array of integers."""
+    """Header, dtype and shape of a .npy file; only headers that numpy itself writes for integer arrays."""
     if not raw.startswith(_NPY_MAGIC) or raw[6:8] not in _NPY_VERSIONS:
         raise Rejected(f"{kind} is not base64 of a .npy file")
     prefix = 10 if raw[6:7] == b"\x01" else 12
@@ -185,7 +184,7 @@ def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
 
 
 def _from_lists(text: memoryview, kind: str, rows: int) -> tuple[Ids, tuple[int, ...] | None, Cut | None]:
-    """As `_from_base64`. Only lists that are evenly spaced and nested can be spelled so again."""
+    """As `_from_base64`. Only evenly spaced and nested lists can be restored byte for byte."""
     first = bytes(text[:PIECE])
     separator = ", " if b", " in first else ","
     dims = _dims(first, separator.encode())
@@ -207,7 +206,7 @@ def _pieces(text: memoryview) -> Iterator[bytes]:
 
 
 def _numbers(text: memoryview, kind: str) -> tuple[Ids, bool]:
-    """All numbers in lists, a piece at a time; would each be spelled so again?"""
+    """All numbers in the lists, a piece at a time; can each be restored exactly?"""
     parts: list[Ids] = []
     exact, carry = True, b""
     for piece in _pieces(text):
@@ -239,7 +238,7 @@ def _from_odd_lists(text: bytes, kind: str) -> tuple[Ids, tuple[int, ...] | None
 
 
 def _dims(text: bytes, separator: bytes) -> tuple[int, ...]:
-    """The shape of a row, read off the first one: (), (ids,) or (layers, ids)."""
+    """The shape of a row, from the first one: (), (ids,) or (layers, ids)."""
     ids = text[: text.find(b"]")].count(separator) + 1
     if text.startswith(b"[[["):
         return text[2 : text.find(b"]]")].count(b"["), ids
@@ -277,7 +276,7 @@ def _joined(parts: Sequence[Ids]) -> Ids:
 
 
 def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
-    """What of `rows`, the first of which is row `want.start`, is the parent's, and the rest as new chunks."""
+    """Split `rows`, which begin with row `want.start`, into the parent's chunks and new ones."""
     start, parent = want.start, want.parent
     stop = start + len(rows)
     shared = 0
@@ -293,7 +292,7 @@ def _stored(want: Want, rows: Ids, shape: tuple[int, ...]) -> StoredPayload:
 
 
 def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:
-    """How many of the chunks hold just these rows."""
+    """How many of the chunks hold exactly these rows."""
     for count, chunk in enumerate(chunks):
         at = chunk.start - start
         part = _minimal(rows[at : at + chunk.rows])
@@ -303,7 +302,7 @@ def _shared(rows: Ids, start: int, chunks: Sequence[Chunk]) -> int:
 
 
 def _merged(known: list[Chunk], own: int, sent: int, size: int) -> int:
-    """Where the new chunks begin, once the last known ones that are no larger are taken out and joined to them."""
+    """The first row of the new chunks, after known chunks that are no larger are merged into them."""
     while known and known[-1].start >= sent and known[-1].size <= size <= MERGE_BYTES - known[-1].size:
         last = known.pop()
         own, size = last.start, size + last.size
@@ -332,7 +331,7 @@ def _digest(rows: Ids) -> str:
 
 
 def load(chunk: Chunk, frame: bytes | None) -> Ids:
-    """A stored chunk's rows. Raises CorruptContent where they are not there or not what was stored."""
+    """A stored chunk's rows. Raises CorruptContent if they are missing or changed."""
     raw = codec.decompress(frame, chunk.size)
     if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
         raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
@@ -345,7 +344,7 @@ def join(chunks: Sequence[Ids]) -> Ids:
 
 
 def render(cut: Cut, rows: Ids) -> bytes:
-    """The rows as the engine spelled them: a JSON value."""
+    """The rows as a JSON value in the engine's spelling."""
     if cut.form == "lists":
         text = str(rows.reshape(-1, *cut.dims).tolist() if cut.dims else rows.reshape(-1).tolist())
         return (text if cut.separator == ", " else text.replace(" ", "")).encode()

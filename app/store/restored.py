@@ -1,8 +1,8 @@
-"""Making a store that came out of a backup one that can be served: nothing from before may be taken for its own.
+"""Prepares a store restored from a backup, so that nothing from before can be mistaken for its own.
 
-A backup's positions in the order of events, the numbers of its processes and, on PostgreSQL, those of its transactions
-go on from where it was made. The store that it replaces had used them for other things, and whoever still holds one
-of those (a cursor, a process that was only asleep) must find that it means nothing any more.
+A backup's event positions, process numbers and (on PostgreSQL) transaction ids continue from the time of the backup.
+The replaced store has used the following ones for other things. Whoever still holds one of them (a cursor, a process
+that was frozen) must find it invalid.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from app.store.incarnations import host_name
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
 
 INCARNATIONS_APART = 1_000_000
-"""By so much the numbers of processes jump at a restore: more than have ever been started since a backup."""
+"""How far process numbers jump at a restore: more than were ever started since a backup."""
 
 SESSIONS_AT_ONCE = 100
-"""Sessions whose events get new places in one transaction."""
+"""Sessions whose events are rewritten in one transaction."""
 
 
 def raise_epoch(connection: Connection) -> str:
-    """End every export cursor; returns the new epoch.
+    """Invalidate every export cursor; returns the new epoch.
 
-    It is the next number and a part that no other restore of the same backup has.
+    It is the next number, and a random part that no other restore of the same backup has.
     """
     number = int(reads.epoch(connection).partition("-")[0]) + 1
     epoch = f"{number}-{secrets.token_hex(4)}"
@@ -52,7 +52,7 @@ def end_incarnations(connection: Connection) -> int:
 
 
 def drop_snapshots(connection: Connection) -> None:
-    """They come back when they are needed."""
+    """They are created again when needed."""
     connection.execute(delete(snapshots))
 
 

@@ -1,6 +1,6 @@
-"""Which revision a database is at, and which one this code needs.
+"""The revision of a database, and the one that this code needs.
 
-Alembic would say so as well, but it takes a tenth of a start to import, and only whoever migrates needs it.
+Alembic knows both, but its import takes a tenth of the start-up time, and only migrations need it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _VERSION = table("alembic_version", column("version_num"))
 
 
 def revision_head() -> str:
-    """The revision that this code was written for: the one that no other comes after."""
+    """The revision that this code needs: the one without a successor."""
     revisions, followed = _named()
     return max(revisions - followed, default="")
 
 
 def is_newer(revision: str | None) -> bool:
-    """Was the database migrated by code that came after this?"""
+    """Was the database migrated by newer code?"""
     return bool(revision) and revision not in _named()[0]
 
 
@@ -49,7 +49,7 @@ def require_head(revision: str | None) -> None:
 
 
 def _named() -> tuple[set[str], set[str]]:
-    """All revisions, and those that another one comes after."""
+    """All revisions, and those that have a successor."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for path in (MIGRATIONS / "versions").glob("*.py"):
         for down, revision in _LINE.findall(path.read_text("utf-8")):
@@ -58,7 +58,7 @@ def _named() -> tuple[set[str], set[str]]:
 
 
 def revision_of(connection: Connection) -> str | None:
-    """The database's; None where there is none yet."""
+    """The database's revision; None if it has none yet."""
     if not inspect(connection).has_table(_VERSION.name):
         return None
     return connection.execute(select(_VERSION.c.version_num)).scalar()

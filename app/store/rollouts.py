@@ -49,19 +49,19 @@ _members = sessions.alias("members")
 
 
 def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
-    """Of heads: does the session stand for itself?"""
+    """Condition on heads: the session has no existing root."""
     there = exists().where(_roots.c.session_id == table.c.root_id).correlate(table)
     return or_(table.c.root_id.is_(None), ~there)
 
 
 def group() -> ColumnElement[str | None]:
-    """Of heads: the group that the session's rollout counts in."""
+    """Expression on heads: the group that counts the session's rollout."""
     of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).correlate(sessions)
     return case((is_root(), sessions.c.group_id), else_=of_root.scalar_subquery())
 
 
 def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
-    """Of heads: does the session's rollout count in one of these groups?"""
+    """Condition on heads: the session's rollout counts in one of these groups."""
     named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), is_root(_members))
     theirs = (
         select(_members.c.session_id)
@@ -82,7 +82,7 @@ is_finished: ColumnElement[bool] = and_(
         ),
     ),
 )
-"""Of roots."""
+"""Condition on roots: the rollout is finished."""
 
 
 # Notes for groups, and the root of a new session.
@@ -105,7 +105,7 @@ _note_adopted = note_adopted(bindparam("sid", type_=sessions.c.session_id.type))
 
 
 def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
-    """Say that a session of this group has changed; where its root `root_id` is there, the root's group counts it."""
+    """Note that a session of this group has changed; if its root `root_id` exists, the root's group."""
     root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
     counted_in = group_id if root is None else root[0]
     if counted_in is not None:
@@ -119,7 +119,7 @@ def root_of(tx: Tx, session_id: str) -> str | None:
 
 
 def root_for(tx: Tx, parent: str) -> str:
-    """The root of a session that is to be a child of `parent`."""
+    """The root of a new child of `parent`."""
     return root_of(tx, parent) or parent
 
 
@@ -185,13 +185,13 @@ def root_below(connection: Connection, parent: str) -> str:
 
 
 def count_below(connection: Connection, root_id: str, most: int) -> int:
-    """How many sessions, in whatever state, have this root; no more than `most` are counted."""
+    """Number of sessions in any state with this root, counted up to `most`."""
     found = select(sessions.c.session_id).where(sessions.c.root_id == root_id).limit(most).subquery()
     return connection.execute(select(func.count()).select_from(found)).scalar_one()
 
 
 class RootState(msgspec.Struct, frozen=True):
-    """A session's root, as far as it is there."""
+    """A session's root, if it exists."""
 
     root_id: str
     status: str
@@ -199,7 +199,7 @@ class RootState(msgspec.Struct, frozen=True):
 
 
 def standing(connection: Connection, session_id: str) -> RootState | None:
-    """None for a session that stands for itself."""
+    """The root's state; None without an existing root."""
     query = (
         select(_roots.c.session_id, _roots.c.status, _roots.c.reward)
         .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)

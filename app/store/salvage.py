@@ -1,8 +1,8 @@
-"""Copying of a damaged SQLite store what can be read, so that nothing that is lost passes for whole.
+"""Copies what can be read of a damaged SQLite store, without hiding what is lost.
 
-A head or a claim that is lost is what the log says. A lost event is written as a row that cannot be decoded, so that
-the session is as unreadable in the copy as it was. Lost content is left out; the log knows what it was. Snapshots are
-a cache and stay behind.
+A lost head or claim is derived from the log. A lost event becomes a row that cannot be decoded, so that the session
+stays unreadable in the copy. Lost content is left out; the log still describes it. Snapshots are a cache and are not
+copied.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MOST_LOST = 100_000
 """Events that a log may lack; a head that says more is itself not what it was."""
 
 Fields = dict[str, Any]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Damage(msgspec.Struct):
@@ -62,17 +62,17 @@ class Damage(msgspec.Struct):
         return bool(self.tables or self.sessions)
 
 
-def find(connection: Connection, tell: Tell) -> Damage:
-    """Look at all there is, table by table and session by session."""
+def find(connection: Connection, report: Report) -> Damage:
+    """Search for damage, table by table and session by session."""
     found = Damage()
     names = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
     for name in attempt(connection, lambda again: list(again.exec_driver_sql(names).scalars())):
-        tell(f"looking for damage in table {name}")
+        report(f"looking for damage in table {name}")
         if not _is_sound(connection, name):
             found.tables.append(name)
     if found.tables:
         for session_id in session_ids(connection, OF_SESSIONS):
-            tell(f"looking for damage in session {session_id}")
+            report(f"looking for damage in session {session_id}")
             lost = [table.name for table in OF_SESSIONS if not _can_be_read(connection, table, session_id)]
             if lost:
                 found.sessions[session_id] = lost
@@ -81,12 +81,12 @@ def find(connection: Connection, tell: Tell) -> Damage:
 
 def _is_sound(connection: Connection, table: str) -> bool:
     try:
-        said = attempt(
+        lines = attempt(
             connection, lambda again: again.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
         )
     except PageDamaged:
         return False
-    return said == ["ok"]
+    return lines == ["ok"]
 
 
 def _can_be_read(connection: Connection, table: Table, session_id: str) -> bool:
@@ -97,9 +97,9 @@ def _can_be_read(connection: Connection, table: Table, session_id: str) -> bool:
     return True
 
 
-def copy_readable(source: Connection, target: Connection, tell: Tell) -> Damage:
+def copy_readable(source: Connection, target: Connection, report: Report) -> Damage:
     """Fill the empty tables of `target`; returns what is missing in them."""
-    return _Copy(source, target).run(tell)
+    return _Copy(source, target).run(report)
 
 
 class _Copy:
@@ -110,14 +110,14 @@ class _Copy:
         self._markers: list[Fields] = []
         self._last_position = 0
 
-    def run(self, tell: Tell) -> Damage:
+    def run(self, report: Report) -> Damage:
         for table in metadata.sorted_tables:
             if table is not snapshots and table not in OF_SESSIONS:
-                tell(f"table {table.name}")
+                report(f"table {table.name}")
                 self._table(table)
         every = session_ids(self._source, OF_SESSIONS)
         for number, session_id in enumerate(every, 1):
-            tell(f"{number} of {len(every)} sessions")
+            report(f"{number} of {len(every)} sessions")
             self._session(session_id)
         # Behind all others, so that whoever reads on learns of the loss.
         for marker in self._markers:
@@ -156,7 +156,7 @@ class _Copy:
         if missing:
             lost.append(events.name)
         if head is None:
-            head = self._made_head(session_id, log, missing, folded)
+            head = self._derived_head(session_id, log, missing, folded)
         self._insert(sessions, [head])
         self._insert(events, log)
         at = log[-1]["at"] if log else head["created_at"]
@@ -208,7 +208,9 @@ class _Copy:
             return max(known, head["version"])
         return known + 1 if indexed is None else max(known, min(indexed, known + MOST_LOST))
 
-    def _made_head(self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: Log | None) -> Fields:
+    def _derived_head(
+        self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: Log | None
+    ) -> Fields:
         """What the log says; of one that cannot be read, a head by which the session is known and not written to."""
         if folded is not None:
             return {"session_id": session_id, **heads.head_row(folded)}

@@ -1,7 +1,7 @@
-"""What can still be said of all sessions where a page that lists or orders them is damaged.
+"""Lists all sessions although a page that lists or orders them is damaged.
 
-The log is the truth: a head that cannot be read is derived from it, and the order of commits from each session's own
-events. All of it costs a look at every session.
+The log is the truth: an unreadable head is derived from it, and the order of commits from each session's own events.
+This reads every session.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ async def set_page_limit(store: Store, pages: int) -> None:
     """SQLite keeps at least what it has: with 1 it answers as on a full disk."""
     writer = store.database._sqlite
     assert writer is not None
-    await writer._hop(lambda: writer.connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
+    await writer._run_in_thread(lambda: writer.connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
 
 
 async def test_a_full_database_is_507_and_nothing_acknowledged_is_lost(sqlite_store: Store) -> None:
