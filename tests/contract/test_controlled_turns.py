@@ -124,7 +124,7 @@ async def test_what_a_turn_wrote_before_it_was_cut_off_is_ended_though_the_turn_
 ) -> None:
     """The store has taken the operation, whose outcome nobody waits for any more."""
     cut = turn(controls, "open")
-    wish = Use(cut.control, "s", store.me, LEASE_S, running.base_url, controls.holding())
+    wish = Use(cut.control, "s", store.me, LEASE_S, running.base_url, controls.session_engines())
     assert (await store.submit(wish)).state == "opening"
     cut.finish(())
     await eventually(lambda paths: paths == ["/close_session"], engine)
@@ -136,7 +136,7 @@ async def test_who_waits_for_what_a_turn_left_that_was_cut_off_goes_on(
 ) -> None:
     controls.lease_s = lambda: 3600.0
     cut = turn(controls, "open")
-    wish = Use(cut.control, "s", store.me, 3600.0, running.base_url, controls.holding())
+    wish = Use(cut.control, "s", store.me, 3600.0, running.base_url, controls.session_engines())
     assert (await store.submit(wish)).state == "opening"
     cut.finish(())
     waiting = controls.turn(SessionControl("c", "open"), "other")
