@@ -24,6 +24,9 @@ pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept", "real_engine
 
 BOTH = ("sqlite", "postgresql")
 
+REPEATED = ("compat", "fault", "integration", "migration")
+"""Folders whose tests run on PostgreSQL in the long lane, and on SQLite in the quick one."""
+
 LANES = {
     "real_engine": "the tests before a real engine, vLLM on the CPU",
     "untimed": "the tests that take longer than anybody waits for, or load packages from the network",
@@ -59,7 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def lane_of(item: pytest.Item) -> str | None:
-    return next((marker for marker in LANES if item.get_closest_marker(marker)), None)
+    marked = next((marker for marker in LANES if item.get_closest_marker(marker)), None)
+    return marked or ("long" if _repeats_on_postgres(item) else None)
+
+
+def _repeats_on_postgres(item: pytest.Item) -> bool:
+    """Does it test the service on PostgreSQL as well as on SQLite? The quick run has both for the store alone."""
+    if item.config.getoption("store") is not None or item.path.parent.name not in REPEATED:
+        return False
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and "postgresql" in callspec.params.values()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from playwright.sync_api import Page, expect
 from e2e.page import TIMEOUT_MS, PageStand, Watched, barriers
 from e2e.page_data import ADAPTER, MISSING, SCORED
 
+pytestmark = pytest.mark.long
+
 Watch = Callable[..., Watched]
 
 ROWS = "main tbody tr[data-key]"

@@ -14,6 +14,8 @@ from integration.stand import WEATHER, Stand, Talk, standing, until, user
 
 from e2e.page import PageStand, Watched, barriers, chromium
 
+pytestmark = pytest.mark.long
+
 PAGE = 2000
 NOW = {"latency_s": 0}
 HOSTILE = "<img src=x onerror=window.__pwned=1><script>window.__pwned=1</script>"

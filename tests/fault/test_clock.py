@@ -23,6 +23,8 @@ from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 TITLE = "the clock jumps by an hour"
 HOUR = 3600.0
 KEY = {"idempotency-key": "k"}

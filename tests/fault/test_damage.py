@@ -29,6 +29,8 @@ from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
 
+pytestmark = pytest.mark.long
+
 FOUND = "found, one session fails, the rest exports"
 SESSIONS = 8
 TRIES = 10

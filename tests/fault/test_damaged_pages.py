@@ -40,6 +40,8 @@ from fault.test_damage import found_otherwise, is_older
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("how", [HOWS[0], *(pytest.param(how, marks=pytest.mark.long) for how in HOWS[1:])])
 @pytest.mark.parametrize("replay", [False, True])

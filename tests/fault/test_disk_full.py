@@ -23,6 +23,8 @@ from fault.verified import verified
 from fault.volumes import Volume, give, volume
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 FULL = "507 until there is room"
 LARGE: dict[str, Any] = {

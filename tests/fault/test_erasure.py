@@ -29,6 +29,8 @@ from fault.verified import verified
 from ops.compact import rewrite
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 CANARY = "canary-5f0e1d"
 SMALL = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 8}
 LARGE = {**SMALL, "completion_tokens": 900}

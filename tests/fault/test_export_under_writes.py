@@ -20,6 +20,8 @@ from fault.verified import verified
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 CONSISTENT = "exports during writes are consistent prefixes"
 CLIENTS = 16
 REASONS = {"no committed turn", "rolled back", "erased"}

@@ -27,6 +27,8 @@ from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 TITLE = "processes fight over the same sessions on PostgreSQL"
 WINDOW = 2
 SESSIONS = 4

@@ -21,6 +21,8 @@ from fault.verified import acknowledgement, verified
 from ops.server import ServerProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 90.0
 WATCHED_S = 0.5
 """How long a turn is watched that should be waiting."""

@@ -26,6 +26,8 @@ from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 TITLE = "an owner frozen past its lease"
 LEASE_S = 1.0
 KEY = {"idempotency-key": "k"}

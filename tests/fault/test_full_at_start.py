@@ -19,6 +19,8 @@ from fault.verified import acknowledgement, verified
 from fault.volumes import Volume, volume
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 FULL = "a full disk at the start"
 READ_ONLY = "a database that takes no writes at the start"

@@ -27,6 +27,8 @@ from fault.table import Tally
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 WAITS = "writes wait for a lock"
 REFUSES = "503 where a lock is held for long"
 LEAST_WAIT_S = 4.0

@@ -27,6 +27,8 @@ from ops.backup import backup
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged, Report, verify, verify_url
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def own(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:

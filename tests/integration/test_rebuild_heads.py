@@ -25,6 +25,8 @@ from integration.filled import execute, fill, opened
 from integration.stand import until
 from ops.server import ServerProcess
 
+pytestmark = pytest.mark.long
+
 Environment = Callable[..., None]
 Lines = Callable[[], list[str]]
 

@@ -19,6 +19,8 @@ from integration.stand import Stand, serving, user
 from ops.compact import give_back
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 EXPERTS = {"layers": 48, "top_k": 8, "experts": 2**31 - 1}
 """Rows of expert ids that do not compress: about 1.5 KiB a token."""
 

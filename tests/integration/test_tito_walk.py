@@ -13,6 +13,8 @@ from integration.stand import WEATHER, Message, Stand, Talk, user
 from integration.tito import checked, require_consistent, require_sound
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 STEPS = 30
 WINDOW = 2
 WORDS = ("alpha", "beta straße", "你好", "<tool_call>", "gamma\n\ndelta", " space ", "<|im_end|>", "<think>", "0 1 2")

@@ -28,6 +28,8 @@ from ops.bench.stored import fill as fill_ahead
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 WITH_PAYLOADS = "0002"
 """The revision that brought their tables; below it they are lost, which its docstring says."""
 

@@ -19,6 +19,8 @@ from app.store.engine import Database, create_engine
 from app.store.schema import groups, sessions
 from ops.verify import verify_url
 
+pytestmark = pytest.mark.long
+
 PARENTS: dict[str, str | None] = {
     "root": None,
     "agent": "root",
