@@ -19,6 +19,8 @@ from fault.verified import verified
 from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 TITLE = "PostgreSQL fails over to a synchronous standby under load"
 WISH = {"latency_s": 0.03, "completion_tokens": 8}
 

@@ -22,7 +22,7 @@ from workers.channel import Reason
 from workers.child import ALARM_MARGIN_S
 from workers.pool import Crashed
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 TESTS = Path(__file__).parent.parent
 

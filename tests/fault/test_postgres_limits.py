@@ -25,6 +25,8 @@ from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 CLIENTS = 12
 WISH = {"latency_s": 0.02, "completion_tokens": 8}
 HELD_S, STALLED_S = 3.0, 2.5

@@ -23,6 +23,8 @@ from fault.table import Tally
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 TITLE = "PostgreSQL restarted in a loop under load"
 CLIENTS = 16
 WISH = {"latency_s": 0.03, "completion_tokens": 8}

@@ -20,6 +20,8 @@ from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "indexer_topk": {"layers": 1, "top_k": 4},

@@ -26,6 +26,8 @@ from fault.damaged_pages import (
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Report, verify_url
 
+pytestmark = pytest.mark.long
+
 
 def command(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_module(*arguments, environment={**os.environ, "TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{path}"})

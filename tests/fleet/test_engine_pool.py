@@ -14,6 +14,8 @@ from fleet.stands import Api, Engine, Fleet, fleet_of
 from fleet.test_affinity import at, bound, engines_of
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 60.0
 
 

@@ -16,6 +16,8 @@ from integration.stand import Stand, Talk, error_of, serving, until, user
 from fleet.pausing import Client, finish, new_name
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 MODES = ["finish", "abort_after:15"]
 """Whatever `TURNLOG_ON_DISCONNECT` says, a turn that waits for a gate does not wait for a client that is gone."""
 

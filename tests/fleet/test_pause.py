@@ -31,6 +31,8 @@ from fleet.pausing import (
 )
 from fleet.stands import Fleet, fleet_of
 
+pytestmark = pytest.mark.long
+
 
 def test_a_fresh_turn_of_a_paused_adapter_makes_no_engine_call_until_resume(fleet: Fleet) -> None:
     first, second = fleet.apis

@@ -13,6 +13,8 @@ from integration.reading import CONTAINERS, DOCUMENTS, Row, read
 from integration.stand import WEATHER
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def corpus(sglang: SimulatorProcess, places: Places) -> Iterator[Corpus]:

@@ -22,6 +22,8 @@ from integration.reading import CONTAINERS, DOCUMENTS, Row, read
 from integration.stand import Stand, Talk, serving, until
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 SESSIONS = 2000
 TURNS = 5
 SLOWEST_S = 2.0

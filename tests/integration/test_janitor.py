@@ -14,6 +14,8 @@ from integration.routing import BOTH, Session, fetched, problems, session_of
 from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 Start = Callable[..., Stand]
 
 
