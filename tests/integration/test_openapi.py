@@ -18,6 +18,8 @@ from integration.places import Places
 from integration.stand import Stand, standing
 from ops.server import ROOT
 
+pytestmark = pytest.mark.long
+
 TOKEN = "an-admin-token-of-the-tests"
 CONFIG = Path(__file__).parent / "conforming" / "schemathesis.toml"
 PROBED = ("/ui", "/health", "/ready", "/metrics")
