@@ -109,6 +109,9 @@ class EnginePool:
         except AppError as error:
             log.warning("the fallen weight version of %s could not be written yet: %s", event.engine, error)
             return
+        except Exception:
+            log.exception("an unexpected fault in reporting that the weights of %s fell back", event.engine)
+            return
         if written is not None:
             log.warning("the weight version of %s went back from %s to %s", event.engine, event.before, event.after)
 
