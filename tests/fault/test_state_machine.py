@@ -366,7 +366,7 @@ class Machine(RuleBasedStateMachine):
             assert all(isinstance(answer, SessionClosed) for answer in answers), answers
             return
         (own,) = [answer for answer in answers if isinstance(answer, TurnReply) and not answer.replayed]
-        self.committed(model, flight.messages, flight.key, own)
+        self.committed(model, flight.messages, flight.key, flight.asked_at, own)
         self.same(own, [answer for answer in answers if answer is not own])
 
     @invariant()
