@@ -114,7 +114,7 @@ class Installed(KeptServer):
     def __init__(self, environment: Environment, engine: str, **variables: str) -> None:
         given = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1", **variables}
         super().__init__(environment.empty, upstreams=[engine], environment=given, root=environment.empty)
-        self._arguments = [str(environment.bin / "turnlog"), "serve", "--port", str(self.port)]
+        self._command = [str(environment.bin / "turnlog"), "serve", "--port", str(self.port)]
 
 
 @pytest.fixture
