@@ -57,7 +57,8 @@ class Walk:
         back = self._rng.randint(1, min(WINDOW, len(self._starts)))
         end = self._starts[-back]
         kept = self.talk.messages[:end]
-        if self._rng.random() < 0.5:
+        # Another beginning, with nothing sampled before it, would be another conversation.
+        if self._rng.random() < 0.5 and back < len(self._starts):
             kept = [*kept[:-1], user(self._text())] if kept[-1]["role"] == "user" else kept
         before = self.talk.events()[-1]["seq"]
         del self._starts[-back:]
