@@ -224,6 +224,8 @@ class FreeChunks(BaseOperation, frozen=True):
             return False
         tx.run(sql.drop_all_refused, {"sid": self.session_id})
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
+        if found and tx.one(sql.tombstone_event, {"sid": self.session_id, "place": self.by}) is None:
+            return False  # A crash of PostgreSQL has undone the event, which was not synced: the next round writes it.
         for fence, number in found:
             tx.run(sql.tombstone_chunk, {"sid": self.session_id, "fenced": fence, "place": number, "by": self.by})
         return len(found) == self.most

@@ -146,6 +146,11 @@ tombstone_chunk = (
 chunk_numbers = select(chunks.c.number).where(
     chunks.c.session_id == bindparam("sid"), chunks.c.fence == bindparam("fenced")
 )
+tombstone_event = select(events.c.seq).where(
+    events.c.session_id == bindparam("sid"),
+    events.c.seq == bindparam("place", type_=BigInteger),
+    events.c.type == "BlobsTombstoned",
+)
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None))
