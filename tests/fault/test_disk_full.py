@@ -240,8 +240,9 @@ def test_postgresql_that_panics_for_want_of_log_space_is_503_until_it_runs_again
             until(lambda: agents.all_served(started), 60)
             tally.recovered(agents.recovery_s(started))
         refused = [answer for answer in agents.answers() if answer.status >= 400]
-        # 409: what had been staged, but not synced, is gone with the crash.
-        allowed = {(503, "store_unavailable"), (409, "claim_lost")}
+        # 409: what had been staged, but not synced, is gone with the crash. 404: a close whose commit was not answered
+        # may have been done, and its retry finds the session closed.
+        allowed = {(503, "store_unavailable"), (409, "claim_lost"), (404, "session_closed")}
         assert {(answer.status, answer.code) for answer in refused} <= allowed
         unavailable = [answer for answer in refused if answer.status == 503]
         assert all(answer.retry_after for answer in unavailable)
