@@ -16,7 +16,7 @@ import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.session import Session, Turn, apply
-from app.errors import AppError, SessionUnreadable
+from app.errors import AppError, SessionClosed, SessionNotFound, SessionUnreadable
 from app.sessions.prefix_buffer import PrefixBuffer
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
@@ -62,6 +62,15 @@ class CacheEntry:
             if turns and turns[-1].seq == recorded.seq and turns[-1].retry_key is not None:
                 self.keyed[turns[-1].retry_key] = turns[-1].number
         return True
+
+
+def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
+    """The entry, if the session exists and is open. Raises SessionNotFound, SessionClosed."""
+    if entry is None:
+        raise SessionNotFound(f"session {session_id} does not exist")
+    if entry.session.status != "open":
+        raise SessionClosed(f"session {session_id} is {entry.session.status}")
+    return entry
 
 
 class Lookups(msgspec.Struct):

@@ -33,7 +33,7 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
-from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
@@ -320,10 +320,7 @@ class Sessions:
 
     async def require(self, session_id: str) -> CacheEntry:
         """An open session as it is now. Raises SessionNotFound, SessionClosed."""
-        live = await self._cache.current(session_id)
-        decide.require_open(live.session if live else None, session_id)
-        assert live is not None
-        return live
+        return require_open(await self._cache.current(session_id), session_id)
 
     def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
         if isinstance(outcome, Refused):
