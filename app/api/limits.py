@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from starlette.types import Receive, Scope
 
@@ -55,10 +55,14 @@ PEER = "peer"
 
 
 class BodyReservation:
-    """What one request holds of the bytes that may be in flight. `session` and `peer` are whose it is, if known."""
+    """What one request holds of the bytes in flight, until the `with` block ends.
 
-    def __init__(self, inflight: RequestMemory, session: str | None, peer: str | None) -> None:
-        self._inflight = inflight
+    `session` and `peer` are whose request it is, if known. `size` is all that it holds, `body_size` its own body, and
+    `arriving` that body until it is whole.
+    """
+
+    def __init__(self, memory: RequestMemory, session: str | None, peer: str | None) -> None:
+        self._memory = memory
         self.session = session
         self.peer = peer
         self.size = 0
@@ -68,23 +72,51 @@ class BodyReservation:
         self._is_given_up = False
         self._end: Callable[[], None] | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
     def begin(self, end: Callable[[], None]) -> None:
         """Its body arrives from now on; `end` stops whoever reads it."""
+        memory = self._memory
         self._end = end
-        self._inflight.began(self)
+        self.since = memory.clock()
+        memory.arriving[self] = None
 
     def grow(self, size: int) -> None:
-        """For what is not the request's own body. Raises Overloaded."""
-        self._inflight.take(self, size)
+        """Hold memory for something other than the request's body. Raises Overloaded."""
+        memory = self._memory
+        missing = memory.size + size - memory.limit
+        if missing > 0 and not memory.make_room(self, missing, memory.arriving):
+            raise Overloaded(f"bodies of {memory.size} bytes are in flight; the limit is {memory.limit}")
+        memory.size += size
+        self.size += size
 
     def arrive(self, size: int) -> None:
-        """So much more of its body has come. Raises Overloaded, BodyGivenUp."""
+        """So much more of its body has come.
+
+        Raises BodyGivenUp; Overloaded where all is taken, or the session's or the peer's share.
+        """
         self.check()
-        self._inflight.take_body(self, size)
+        memory = self._memory
+        if self.body_size + size > SMALL:
+            memory.check_shares(self, size)
+        self.grow(size)
+        self.body_size += size
+        self.arriving += size
+        if self.session is not None:
+            memory.sessions[self.session] += size
+        if self.peer is not None:
+            memory.peers[self.peer] += size
 
     def arrived(self) -> None:
         """Nobody reads its body any more."""
-        self._inflight.whole(self)
+        self._memory.arriving.pop(self, None)
+        if self.arriving:
+            _take_off(self._memory.peers, self.peer, self.arriving)
+            self.arriving = 0
 
     def check(self) -> None:
         """Raises BodyGivenUp."""
@@ -92,75 +124,55 @@ class BodyReservation:
             raise BodyGivenUp(f"the body did not come in {HELD_S:g} s, and others needed its room")
 
     def give_up(self) -> None:
+        """Stop reading the body, which leaves its room to others."""
+        self._release()
         self._is_given_up = True
         if self._end is not None:
             self._end()
 
+    def _release(self) -> None:
+        self.arrived()
+        _take_off(self._memory.sessions, self.session, self.body_size)
+        self._memory.size -= self.size
+        self.size = self.body_size = 0
+
 
 class RequestMemory:
-    """Bytes of all bodies in flight in this process, at most `limit`.
+    """Bytes of all bodies in flight in this process, at most `limit`; also by session, and by peer while they arrive.
 
-    Any session may have one request of `largest` bytes, however small its share is. `clock` counts seconds.
+    Any session may have one request of `largest` bytes, however small its share is. `clock` counts seconds. `arriving`
+    are the bodies that have begun and are not whole, the oldest first.
     """
 
     def __init__(self, limit: int, largest: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
+        self.limit = limit
+        self.clock = clock
+        self.size = 0
+        self.sessions: Counter[str] = Counter()
+        self.peers: Counter[str] = Counter()
+        self.arriving: dict[BodyReservation, None] = {}
         self._session_limit = max(limit // SESSION_SHARE, min(limit, largest))
         self._peer_limit = max(limit // PEER_SHARE, min(limit, largest))
-        self._clock = clock
-        self._sessions: Counter[str] = Counter()
-        self._peers: Counter[str] = Counter()
-        self._arriving: dict[BodyReservation, None] = {}  # the oldest first
-        self.size = 0
 
-    @contextlib.contextmanager
-    def room(self, session: str | None = None, peer: str | None = None) -> Iterator[BodyReservation]:
-        room = BodyReservation(self, session, peer)
-        try:
-            yield room
-        finally:
-            self.whole(room)
-            self._release_body(room)
-            self.size -= room.size
+    def room(self, session: str | None = None, peer: str | None = None) -> BodyReservation:
+        return BodyReservation(self, session, peer)
 
-    def began(self, room: BodyReservation) -> None:
-        room.since = self._clock()
-        self._arriving[room] = None
-
-    def take(self, room: BodyReservation, size: int) -> None:
-        missing = self.size + size - self._limit
-        if missing > 0 and not self._make_room(room, missing, self._arriving):
-            raise Overloaded(f"bodies of {self.size} bytes are in flight; the limit is {self._limit}")
-        self.size += size
-        room.size += size
-
-    def take_body(self, room: BodyReservation, size: int) -> None:
-        """Raises Overloaded where all is taken, or the session's or the peer's share."""
-        if room.body_size + size > SMALL:
-            self._check_shares(room, size)
-        self.take(room, size)
-        room.body_size += size
-        room.arriving += size
-        if room.session is not None:
-            self._sessions[room.session] += size
-        if room.peer is not None:
-            self._peers[room.peer] += size
-
-    def _check_shares(self, room: BodyReservation, size: int) -> None:
-        of_session = 0 if room.session is None else self._sessions[room.session] + size
+    def check_shares(self, room: BodyReservation, size: int) -> None:
+        """Raises Overloaded where `size` more bytes of its body are past the session's or the peer's share."""
+        of_session = 0 if room.session is None else self.sessions[room.session] + size
         if of_session > self._session_limit:
             raise Overloaded(f"the session's requests hold its share of {self._session_limit} bytes in flight")
-        missing = 0 if room.peer is None else self._peers[room.peer] + size - self._peer_limit
-        if missing > 0 and not self._make_room(room, missing, (one for one in self._arriving if one.peer == room.peer)):
+        missing = 0 if room.peer is None else self.peers[room.peer] + size - self._peer_limit
+        if missing > 0 and not self.make_room(room, missing, (one for one in self.arriving if one.peer == room.peer)):
             raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
 
-    def _make_room(self, asking: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
+    def make_room(self, asking: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
         """Give up bodies held for longer than HELD_S, the oldest first; none of them if all are not enough.
 
         Those that began after the one that asks are spared, or two slow ones would give each other up in turns. Those
         that are not SMALL go first.
         """
-        latest = self._clock() - HELD_S
+        latest = self.clock() - HELD_S
         older = itertools.takewhile(lambda room: room is not asking and room.since < latest, arriving)
         chosen = []
         for room in sorted((room for room in older if room.arriving), key=lambda room: room.arriving <= SMALL):
@@ -171,29 +183,18 @@ class RequestMemory:
         else:
             return False
         for room in chosen:
-            self.whole(room)
-            self._release_body(room)
             room.give_up()
         return True
 
-    def whole(self, room: BodyReservation) -> None:
-        self._arriving.pop(room, None)
-        _less(self._peers, room.peer, room.arriving)
-        room.arriving = 0
 
-    def _release_body(self, room: BodyReservation) -> None:
-        _less(self._sessions, room.session, room.body_size)
-        self.size -= room.body_size
-        room.size -= room.body_size
-        room.body_size = 0
-
-
-def _less(counter: Counter[str], name: str | None, size: int) -> None:
+def _take_off(counter: Counter[str], name: str | None, size: int) -> None:
     """Whoever holds nothing any more is forgotten."""
     if name is None or not size:
         return
-    counter[name] -= size
-    if counter[name] <= 0:
+    left = counter[name] - size
+    if left > 0:
+        counter[name] = left
+    else:
         del counter[name]
 
 

@@ -32,9 +32,9 @@ class Held:
     def end(self) -> None:
         self.stack.close()
         assert self.inflight.size == 0
-        assert not self.inflight._peers
-        assert not self.inflight._sessions
-        assert not self.inflight._arriving
+        assert not self.inflight.peers
+        assert not self.inflight.sessions
+        assert not self.inflight.arriving
 
 
 def test_all_bodies_together_have_a_limit() -> None:
@@ -93,8 +93,8 @@ def test_nobody_is_remembered() -> None:
     for name in ("a", "b"):
         with inflight.room(name, name) as room:
             room.arrive(5)
-    assert not inflight._sessions
-    assert not inflight._peers
+    assert not inflight.sessions
+    assert not inflight.peers
 
 
 EIGHTH = LIMIT // 8
