@@ -1,4 +1,4 @@
-"""A session and its events as JSON, for people and for tools."""
+"""A session and its events as JSON, for clients and the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.domain.session import Affinity, OpenTurn, Payload, Reward, Session, Tur
 
 
 def described(session: Session) -> dict[str, Any]:
-    """The state as JSON-able fields. Hashes that only the server compares are left out; times are epoch seconds."""
+    """The state as JSON-able fields, without hashes that only the server compares. Times are epoch seconds."""
     path = set(session.path)
     return {
         "session_id": session.session_id,
