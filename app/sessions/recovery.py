@@ -34,7 +34,10 @@ async def register(database: Database) -> int:
 
 
 async def written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
-    """Write outside the writer's queue; retry on a conflict with another process. Raises StoreUnavailable, StoreFull."""
+    """Write outside the writer's queue; retry on a conflict with another process.
+
+    Raises StoreUnavailable, StoreFull.
+    """
     for _ in range(CONFLICT_TRIES):
         try:
             return await database.write(function, durable=durable)

@@ -104,10 +104,8 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
         reward = {"reward": round(1 / len(agent.seen), 4), "components": {"turns": float(len(agent.seen))}}
         (await service.put(f"{where}/reward", json=reward)).raise_for_status()
         (await service.delete(where)).raise_for_status()
-    rows: list[Row] = []
-    async with service.stream("GET", "/export", params={"session_status": "closed"}) as response:
-        response.raise_for_status()
-        rows = [json.loads(line) async for line in response.aiter_lines() if line]
+    exported = await service.get("/export", params={"session_status": "closed"})
+    rows: list[Row] = [json.loads(line) for line in exported.raise_for_status().content.splitlines()]
     logs = {}
     for agent in agents:
         events = await service.get(f"/sessions/{agent.session_id}/events")

@@ -20,8 +20,9 @@ def pytest_report_header() -> str:
     return f"shuffled: SHUFFLE_SEED={seed()}"
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First: pytest then brings together what shares a fixture's parameter."""
     order = random.Random(seed())
     modules: dict[str, list[pytest.Item]] = {}
     for item in items:
