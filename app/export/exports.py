@@ -1,4 +1,4 @@
-"""Exports, as the routes and the feed ask for them: what makes rows is imported with the first."""
+"""Exports for the routes and the feed; the modules that make rows are imported at the first export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Exports:
-    """`release` is this version's; `exported` counts."""
+    """`release` is Turnlog's version; `exported` are the metrics."""
 
     def __init__(self, database: Database, release: str) -> None:
         self.release = release
