@@ -35,7 +35,7 @@ class TurnContent(msgspec.Struct, frozen=True):
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """A replay payload from row `row_start` on: integer ids of shape [rows, *inner], a row for each token but the last."""
+    """A replay payload from row `row_start` on: integer ids of shape [rows, *inner], one row per token but the last."""
 
     ids: npt.NDArray[Any]
     row_start: int

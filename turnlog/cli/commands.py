@@ -1,4 +1,4 @@
-"""The root of the command line: the options that stand before a command, and all commands."""
+"""The root of the command line: common options and all commands."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    # The server's variable may hold several tokens, of which the first is current.
+    # the server's variable may hold several tokens, the current one first
     first = (token or "").split(",")[0].strip()
     ctx.obj = Globals(url, first or None, as_json)

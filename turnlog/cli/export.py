@@ -1,4 +1,4 @@
-"""`turnlog export`: training rows to a file, which is there whole or not at all, or to standard output."""
+"""`turnlog export`: training rows to standard output, or to a file that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def export(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Export rows. Interrupted, the same command goes on where it was; FILE appears when it is whole."""
+    """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
     switches = {"replay": replay, "explain": explain}
     wish = {
         "format": format,
@@ -103,7 +103,7 @@ def _to_file(
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
-    """Bytes as they come: a reader that goes away ends the export."""
+    """The bytes as they arrive; if the reader closes the pipe, the export ends."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
         raise Usage(f"{wish['format']} is not for a terminal: name a file, or redirect")
     out = sys.stdout.buffer

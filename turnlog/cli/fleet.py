@@ -1,4 +1,4 @@
-"""`turnlog engines`, `pause` and `resume`: orders to the fleet."""
+"""`turnlog engines`, `pause` and `resume`: commands for the fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and
 
 @engines_app.callback()
 def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """The engines: list, add, drain, remove."""
+    """List, add, drain and remove engines."""
     if ctx.invoked_subcommand is None:
         _list(ctx, url, token, as_json)
     elif url is not None or token is not None or as_json:
@@ -38,13 +38,13 @@ def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: J
 
 @engines_app.command("list")
 def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """List the engines, as the process that answers finds them."""
+    """List the engines, with their health as seen by the answering process."""
     _list(ctx, url, token, as_json)
 
 
 @engines_app.command()
 def add(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Add an engine, or bring one back that was drained or removed."""
+    """Add an engine, or bring back one that was drained or removed."""
     _put(ctx, engine, "serving", url, token, as_json)
 
 
@@ -126,7 +126,7 @@ def pause(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Hold an adapter's turns back, or with --fleet all, and abort what is being generated."""
+    """Hold an adapter's turns, or with --fleet all turns, and abort running generations."""
     wish = {"lease_s": lease_s, "mode": mode}
     if mode is not None and not fleet:
         raise Usage("--mode needs --fleet")
@@ -142,7 +142,7 @@ def resume(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Let an adapter's turns go on, or with --fleet all."""
+    """Let an adapter's turns proceed, or with --fleet all turns."""
     if version is not None and fleet:
         raise Usage("--version is for an adapter")
     _order(ctx, "resume", adapter, fleet, {"version": version}, url, token, as_json)
@@ -158,7 +158,7 @@ def _order(
     token: str | None,
     as_json: bool,
 ) -> None:
-    """Say it, and print how the gate is now and how each engine took it; exit code 1 where one did not."""
+    """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
         raise Usage("name an adapter, or --fleet")
     where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"

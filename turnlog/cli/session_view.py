@@ -1,4 +1,4 @@
-"""A session for people, from what `GET /ui/api/sessions/{id}` says of it."""
+"""Shows a session, from `GET /ui/api/sessions/{id}`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from turnlog.cli.output import Column, compact, line, shown, table, when
 
 STAGES = ("gate", "claim", "prepare", "engine", "validate")
-"""What a turn's time went to before its commit, in milliseconds."""
+"""The stages of a turn before its commit, in milliseconds."""
 
 
 def print_session(state: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ def _reward(reward: Mapping[str, Any]) -> str:
 
 
 def _print_turns(turns: list[dict[str, Any]]) -> None:
-    """A line a turn. Of a prompt's tokens those that are new stand by themselves: the rest was there before."""
+    """A line per turn. New prompt tokens are shown apart from those that continue the parent."""
     table(
         [
             Column("turn", whole=True, right=True),

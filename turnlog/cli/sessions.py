@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 PAGE = 500
-"""What the server gives at a time at most."""
+"""The largest page that the server gives."""
 
 
 class State(StrEnum):
@@ -87,7 +87,7 @@ def sessions(
 
 
 def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
-    """The server's pages as one."""
+    """All pages of the server's list."""
     rows: list[dict[str, Any]] = []
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
@@ -143,7 +143,7 @@ def show(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """A session: its turns with their stages, what failed, what was rolled back."""
+    """A session: its turns with their stages, failures and rollbacks."""
     path = f"/ui/api/sessions/{quote(session, safe='')}"
     state = remote(ctx, url, token).read("GET", path, parameters={"seq": at})
     if wants_json(ctx, as_json):
