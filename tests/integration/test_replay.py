@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.looking import change
-from helpers.replies import encode
 from helpers.replies import sglang as sglang_reply
 from helpers.replies import vllm as vllm_reply
 
@@ -211,7 +210,7 @@ def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
 @contextlib.contextmanager
 def silent_engine(reply: Any) -> Iterator[str]:
     """An engine that always gives this reply, whatever it is asked for; its URL."""
-    body = encode(reply)
+    body = json.dumps(reply).encode()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import looking
-from helpers.replies import Reply, encode
+from helpers.replies import Reply
 from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         reply = sglang_reply(request["input_ids"], self.server.output)
         self.server.spoil(reply)
-        body = encode(reply)
+        body = json.dumps(reply).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(body)))
