@@ -13,8 +13,6 @@ from ops.simulator.config import Config, Dialect
 from ops.simulator.engine import Engine as Simulator
 from tests.tools.mutated_replies.mutate import CONTROL, mutate
 
-MAX_BODY = 64 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Order:
