@@ -97,7 +97,7 @@ PLACES: list[tuple[list[str], str, Messages]] = [
     (ALL, f"{CHOICE}.finish_reason", {"@ must be a string": [3]}),
     # The message and the text.
     (CHAT, MESSAGE, {"@ is missing": [GONE], "@ must be an object": [None, "hello", []]}),
-    (CHAT, f"{MESSAGE}.content", {"@ must be a string": [5, True, ["hello"], {"text": "hello"}]}),
+    (CHAT, f"{MESSAGE}.content", {"@ must be a string": [5, True, ["hello"], {"text": "canary"}]}),
     (CHAT, f"{MESSAGE}.content", {f"{MESSAGE} has no content, no tool calls and no reasoning_content": [None, GONE]}),
     (CHAT, f"{MESSAGE}.content", BAD_TEXT),
     (CHAT, f"{MESSAGE}.role", {"@ must be assistant": ["user", None]}),
@@ -357,3 +357,4 @@ def test_a_malformed_reply_is_refused_with_a_message(row: Row) -> None:
         assert message.startswith(row.message), message
         assert not isinstance(refused.value, PromptDiffers)
         assert len(message) < 300, "names the rule and the place, not the content"
+        assert "canary" not in message
