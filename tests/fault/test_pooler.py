@@ -14,7 +14,7 @@ from helpers.clusters import Cluster, running
 from helpers.databases import migrate
 from integration.stand import until
 
-from fault.agents import Agent
+from fault.agents import turns
 from fault.pooler import Pooler
 from fault.processes import Processes, crowd, serving
 from fault.table import Tally
@@ -107,10 +107,7 @@ def test_migrations_run_through_it(pooler: Pooler, cluster: Cluster) -> None:
     assert cluster.sql("SELECT count(*) FROM alembic_version", "pooled") == "1"
 
 
-def step(agent: Agent) -> None:
-    if not agent.messages:
-        agent.begin(group_id="pooled")
-    agent.say(f"Turn {agent.requests}", sim=WISH)
+step = turns(WISH, group_id="pooled")
 
 
 @pytest.mark.fault(14, TITLE)

@@ -146,7 +146,6 @@ def judge_as_sent(job: memoryview, body: memoryview) -> bytes:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_differing_prompt_leaves_a_worker_as_what_it_is() -> None:
     body = body_of("sglang")
     async with running(function=f"{__name__}:judge_as_sent") as pool:

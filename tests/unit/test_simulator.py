@@ -59,11 +59,6 @@ TEXTS = [
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def simulator() -> Simulator:
     return create_app(Config(reasoning=0.5, seed=3))
