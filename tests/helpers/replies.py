@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from workers.parse import KnownTokens, token_text
@@ -123,6 +124,6 @@ def paths(value: Any, path: str = "") -> list[str]:
     return [one for at, child in found for one in (at, *paths(child, f"{at}."))]
 
 
-def known_as(ids: list[int]) -> KnownTokens:
+def known_as(ids: Sequence[int]) -> KnownTokens:
     text = token_text(ids)
     return KnownTokens(len(ids), len(text), hashlib.sha256(text).hexdigest())
