@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.databases import database_at
 from helpers.pages import HOWS, PAGE_BYTES, How, kept, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
@@ -122,12 +123,8 @@ def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     path.write_bytes(content)
 
     async def look() -> list[str]:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
             return await database.read(damaged.session_ids)
-        finally:
-            await database.close()
 
     assert asyncio.run(look()) == whole.session_ids
 
