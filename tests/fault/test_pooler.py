@@ -10,7 +10,7 @@ from pathlib import Path
 import asyncpg
 import httpx
 import pytest
-from helpers.clusters import Cluster, running
+from helpers.clusters import Cluster
 from helpers.databases import migrate
 from integration.stand import until
 
@@ -24,12 +24,6 @@ from ops.simulator.process import SimulatorProcess
 POOLED = "?prepared_statement_cache_size=0"
 TITLE = "behind a pooler in transaction mode, which ends transactions"
 WISH = {"latency_s": 0.01, "completion_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as made:
-        yield made
 
 
 @pytest.fixture
