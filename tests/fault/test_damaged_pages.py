@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import httpx
 import pytest
+from helpers.databases import database_at
 from helpers.pages import HOWS, PAGE_BYTES, How, kept, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
@@ -65,12 +66,8 @@ def looked(path: Path, read: Callable[[Connection], T]) -> T:
     """What `read` finds in the file."""
 
     async def look() -> T:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
             return await database.read(read)
-        finally:
-            await database.close()
 
     return asyncio.run(look())
 
