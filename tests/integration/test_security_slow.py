@@ -440,7 +440,7 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     assert config.timeout_keep_alive == kept
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.parametrize("kind", [ServerProcess, KeptServer])
 async def test_a_connection_that_rested_is_used_again(
     kind: type[ServerProcess], sqlite_url: str, tmp_path: Path
