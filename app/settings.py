@@ -31,7 +31,7 @@ from app.domain.holding import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
-from app.setting_names import PREFIX, strangers
+from app.setting_names import PREFIX, unknown_variables
 
 log = logging.getLogger("turnlog.settings")
 
@@ -293,7 +293,7 @@ def known_names() -> frozenset[str]:
 
 def unknown_names() -> dict[str, str | None]:
     """Variables that are set and ignored, as no misspelt settings, each with the setting that is nearest, if any is."""
-    found = strangers(os.environ, known_names())
+    found = unknown_variables(os.environ, known_names())
     return {one.name: one.nearest for one in found if not one.is_misspelt and one.name != crash_points.VARIABLE}
 
 
@@ -317,7 +317,7 @@ def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
 
 def _misspelt(names: Collection[str]) -> list[str]:
     wanted = {PREFIX + name.upper() for name in names} or known_names()
-    found = strangers(os.environ, known_names())
+    found = unknown_variables(os.environ, known_names())
     slips = [one for one in found if one.is_misspelt and one.nearest in wanted]
     return [f"{one.name} is not a setting: did you mean {one.nearest}?" for one in slips]
 
