@@ -1,4 +1,4 @@
-"""Says how to install the packages of an extra (`pip install turnlog[…]`), and which are missing."""
+"""Says how to install the packages of an extra, and which are missing."""
 
 from __future__ import annotations
 

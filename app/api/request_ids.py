@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.auth import route_path
-from app.logs import CURRENT, About
+from app.logs import CURRENT, LogContext
 
 HEADER = b"x-request-id"
 
@@ -38,7 +38,7 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = _first(scope["headers"])
         name = given if given is not None and _SANE.fullmatch(given) else next(self._names).encode()
-        about = About(name.decode(), _session_of(route_path(scope)))
+        about = LogContext(name.decode(), _session_of(route_path(scope)))
         CURRENT.set(about)
 
         async def named(message: Message) -> None:

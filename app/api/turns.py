@@ -22,7 +22,7 @@ from app.domain.events import Protocol
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
 from app.fleet.engines import PATHS
-from app.logs import about_session
+from app.logs import set_log_session
 from app.protocols.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
 from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
@@ -111,7 +111,7 @@ class _Exchange:
             return await self._turn(self._in_path, body, room)
         session = await app.turns.large_bodies.run(_long(body), lambda: named(self._headers, body))
         await session.ensure(app, self._token_session)
-        about_session(session.session_id)
+        set_log_session(session.session_id)
         outcome = await self._turn(session.session_id, body, room, session)
         await session.end(app)
         return outcome
