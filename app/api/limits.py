@@ -204,7 +204,7 @@ def peer_of(scope: Scope) -> str | None:
     return None if peer is None else str(peer[0])
 
 
-def beyond(scope: Scope, header_bytes: int) -> AppError | None:
+def head_error(scope: Scope, header_bytes: int) -> AppError | None:
     """What of a request's head is too large."""
     if header_bytes > MAX_HEADER_BYTES:
         return HeadersTooLarge(f"the headers have {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
