@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from app.api.bodies import body_of
 from app.api.describe import BODY, WRITE, describe, json_reply
-from app.api.fleet import LEASE_S, MAX_NAME, reported
+from app.api.fleet import LEASE_S, MAX_NAME, reply
 from app.api.state import services
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
@@ -47,7 +47,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
     body = {"status": "ok", "aborted": swept.aborted, "count": len(swept.aborted)}
     if all(told.ok for told in swept.engines.values()):
         return JSONResponse(body)
-    return reported({**body, "status": "failed", "paused": True}, swept.engines)
+    return reply({**body, "status": "failed", "paused": True}, swept.engines)
 
 
 @router.post("/resume_lora_requests")

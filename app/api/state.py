@@ -93,8 +93,8 @@ async def whole_body(request: Request, limit: int = CONTROL_BYTES) -> bytes:
     """The request's body within the limits. Raises RequestTooLarge, Overloaded, InvalidRequest."""
     app = services(request)
     limit = min(limit, app.settings.max_request_bytes)
-    with app.inflight.room(peer=peer_of(request.scope)) as room:
-        body = await read_body(request.receive, request.headers.items(), limit, room)
+    with app.inflight.reserve(peer=peer_of(request.scope)) as reservation:
+        body = await read_body(request.receive, request.headers.items(), limit, reservation)
     return body or b""
 
 

@@ -14,7 +14,7 @@ import time
 from starlette.types import Receive, Scope, Send
 
 from app.api.auth import TOKEN_SESSION, route_path
-from app.api.header_sessions import HeaderSession, named
+from app.api.header_sessions import HeaderSession, session_of_request
 from app.api.limits import BodyReservation, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, send_reply, start_reply
 from app.api.state import Services
@@ -82,8 +82,8 @@ class _Exchange:
         """Answer, whatever happens; then count how it ended."""
         app, stages = self._app, self._stages
         try:
-            with app.inflight.room(self._token_session or self._in_path, self._peer) as room:
-                outcome = await self._answer(room)
+            with app.inflight.reserve(self._token_session or self._in_path, self._peer) as reservation:
+                outcome = await self._answer(reservation)
         except AppError as error:
             outcome = error.code
             await send_reply(self._send, *error_parts(error))
@@ -97,10 +97,10 @@ class _Exchange:
             app.metrics.turn_ended(outcome, stages)
             _log_outcome(outcome, stages)
 
-    async def _answer(self, room: BodyReservation) -> str | None:
+    async def _answer(self, reservation: BodyReservation) -> str | None:
         """How it ended; None where the client disconnected before there was a request. Raises AppError."""
         app = self._app
-        body = await read_body(self._receive, self._headers, app.settings.max_request_bytes, room)
+        body = await read_body(self._receive, self._headers, app.settings.max_request_bytes, reservation)
         if body is None:
             return None
         self._stages.begin()
@@ -108,27 +108,27 @@ class _Exchange:
         if self._in_path is not None:
             if not re.fullmatch(ID, self._in_path):
                 raise SessionNotFound("no session has an id of this form")
-            return await self._turn(self._in_path, body, room)
-        session = await app.turns.large_bodies.run(_long(body), lambda: named(self._headers, body))
+            return await self._turn(self._in_path, body, reservation)
+        session = await app.turns.large_bodies.run(_long(body), lambda: session_of_request(self._headers, body))
         await session.ensure(app, self._token_session)
         set_log_session(session.session_id)
-        outcome = await self._turn(session.session_id, body, room, session)
+        outcome = await self._turn(session.session_id, body, reservation, session)
         await session.end(app)
         return outcome
 
     async def _turn(
-        self, session_id: str, body: bytes, room: BodyReservation, session: HeaderSession | None = None
+        self, session_id: str, body: bytes, reservation: BodyReservation, session: HeaderSession | None = None
     ) -> str:
         """How it ended. Raises AppError."""
         turns, settings = self._app.turns, self._app.settings
         streams = await turns.large_bodies.run(_long(body), lambda: wants_stream(body))
-        waiter = Waiter(room.grow, self._watch, self._token_session)
+        waiter = Waiter(reservation.grow, self._watch, self._token_session)
         if settings.abort_after_s is not None:
             self._watch(waiter)
         mark = retry_mark(self._headers)
         call = turns.take(session_id, self._protocol, body, self._headers, mark, waiter, self._stages)
         if session is not None:
-            call = session.explained(call)
+            call = session.with_hint(call)
         try:
             if streams:
                 outcome = await self._stream(asyncio.ensure_future(call))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
-from app.api.engines import shown
+from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
@@ -62,7 +62,7 @@ async def overview(request: Request) -> Response:
 async def overview_of(app: Services) -> dict[str, Any]:
     """Raises StoreUnavailable."""
     found = msgspec.structs.asdict(await (await app.page()).overviews.now())
-    return {**found, "engines": [shown(app, listed) for listed in app.engine_pool.listed()]}
+    return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 
 
 @router.get("/sessions")
