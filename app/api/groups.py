@@ -13,7 +13,7 @@ from app.api.bodies import body_of
 from app.api.describe import BODY, NDJSON, READ, WRITE, Reply, describe, json_reply, lines
 from app.api.parameters import require_known
 from app.api.path_names import ANY
-from app.api.state import begun, services
+from app.api.state import services, start_stream
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.export.feed import FeedQuery
@@ -40,7 +40,7 @@ class Acknowledgement(BaseModel):
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
     require_known(request, FeedQuery)
-    found, _ = await begun(await services(request).feed.hand_out(query))
+    found, _ = await start_stream(await services(request).feed.hand_out(query))
     return StreamingResponse(found, media_type=NDJSON)
 
 
