@@ -2,7 +2,7 @@
 
 An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry` says whether a retry of the
 same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules.
-None sends no such header. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
+If it is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
     AppError
     ├── InvalidRequest          400 invalid_request       the message says what is wrong, and where
@@ -178,7 +178,7 @@ class UpstreamInvalid(AppError):
 
 
 class WorkerCrash(AppError):
-    """Validating the reply crashed two worker processes in a row, so nothing of it is used."""
+    """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
 

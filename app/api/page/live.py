@@ -34,7 +34,7 @@ ROWS = 1000
 @router.get("/live")
 @describe("Stream changes", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
 async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
-    """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects continues where it was."""
+    """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = services(request)
     listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
