@@ -1,8 +1,8 @@
 """Every error a client can meet, as one tree.
 
 An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry` says whether a retry of the
-same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules.
-If it is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
+same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules. If it
+is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
     AppError
     ├── InvalidRequest          400 invalid_request       the message says what is wrong, and where

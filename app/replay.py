@@ -118,7 +118,7 @@ async def _state(settings: Settings, options: argparse.Namespace) -> int:
         return 0
     for event in logged:
         named = {name: value for name, value in event.items() if name not in ("seq", "type", "at")}
-        print(f"{event['seq']:>6}  {_when(event['at'])}  {event['type']}  {_compact(named)}")
+        print(f"{event['seq']:>6}  {_time_text(event['at'])}  {event['type']}  {_json(named)}")
     for line in _lines(state):
         print(line)
     return 0
@@ -160,22 +160,22 @@ def _report(one: Examined, *, fixed: bool, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(_compact(value), flush=True)
+    print(_json(value), flush=True)
 
 
-def _compact(value: Any) -> str:
+def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _when(at: float) -> str:
+def _time_text(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds")
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:
     """The state as text for a terminal."""
-    closed = "" if state["closed_at"] is None else f", closed {_when(state['closed_at'])}"
+    closed = "" if state["closed_at"] is None else f", closed {_time_text(state['closed_at'])}"
     yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
-    yield f"created {_when(state['created_at'])}{closed}"
+    yield f"created {_time_text(state['created_at'])}{closed}"
     yield "config " + ", ".join(f"{name} {value}" for name, value in state["config"].items() if value is not None)
     if state["turns"]:
         yield from _table(
@@ -191,9 +191,9 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if bound is not None:
         yield f"engine {bound['engine']}" + (f", affinity {bound['control']}" if bound["control"] else "")
     if state["reward"] is not None:
-        yield f"reward {_rewarded(state['reward'])}"
+        yield f"reward {_reward_text(state['reward'])}"
     for turn, reward in state["turn_rewards"].items():
-        yield f"reward of turn {turn}: {_rewarded(reward)}"
+        yield f"reward of turn {turn}: {_reward_text(reward)}"
     for kept in state["payloads"]:
         yield (
             "payload of turn {turn}: {kind}, rows {start} to {stop} of shape {shape}, "
@@ -203,8 +203,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     yield f"blobs {state['blob_count']}" + (f"; the newest: {newest}" if newest else "")
 
 
-def _rewarded(reward: dict[str, Any]) -> str:
-    return f"{reward['reward']:g}" + (f" {_compact(reward['components'])}" if reward["components"] else "")
+def _reward_text(reward: dict[str, Any]) -> str:
+    return f"{reward['reward']:g}" + (f" {_json(reward['components'])}" if reward["components"] else "")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -331,7 +331,7 @@ def _warn_of_weak(settings: Settings) -> None:
         if any(len(secret) < SHORT_TOKEN for secret in getattr(settings, name)):
             log.warning("%s%s has fewer than %d characters: it can be guessed", PREFIX, name.upper(), SHORT_TOKEN)
     if settings.session_secret and not settings.admin_token:
-        log.warning("TURNLOG_SESSION_SECRET does nothing without TURNLOG_ADMIN_TOKEN")
+        log.warning("TURNLOG_SESSION_SECRET has no effect without TURNLOG_ADMIN_TOKEN")
 
 
 def _one_line(problem: Mapping[str, Any]) -> str:

@@ -143,7 +143,7 @@ class Guard:
             return None
         token_session = self._tokens.session_of(token)
         if token_session is None:
-            return Unauthorized("the bearer token is not known")
+            return Unauthorized("the bearer token is unknown")
         scope[TOKEN_SESSION] = token_session
         return _check_session_token(token_session, method, path)
 
@@ -168,7 +168,7 @@ def route_path(scope: Scope) -> str:
 def unknown_session(session_id: str) -> SessionNotFound:
     """The error for a session that does not exist, and for another token's session: a client cannot tell them apart."""
     if re.fullmatch(ID, session_id) is None:
-        return SessionNotFound("no session has an id of this form")
+        return SessionNotFound("the session id is invalid")
     return SessionNotFound(f"session {session_id} does not exist")
 
 
@@ -178,7 +178,7 @@ def _check_session_token(token_session: str, method: str, path: str) -> AppError
         return None if named == token_session else unknown_session(named)
     if (method == "POST" and path in _GENERATING) or (method in _READS and path == MODELS):
         return None
-    return Forbidden("a session's token is for that session's routes alone")
+    return Forbidden("a session token is only valid for its own session's routes")
 
 
 def _is_foreign(headers: AuthHeaders) -> bool:

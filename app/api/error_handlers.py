@@ -60,7 +60,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path
     allowed = _allowed(request) if error.status_code in (404, 405) else []
     if allowed:
-        message = f"{request.method} is not possible on {path}: {', '.join(allowed)}"
+        message = f"{request.method} is not supported on {path}; supported: {', '.join(allowed)}"
         return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
     message = f"there is no route {request.method} {path}"
     if path.endswith(("/completions", "/models")):

@@ -17,7 +17,7 @@ async def _well_formed(
 ) -> str:
     """Raises SessionNotFound for an invalid id, without a look into the database."""
     if not re.fullmatch(ID, session_id):
-        raise SessionNotFound("no session has an id of this form")
+        raise SessionNotFound("the session id is invalid")
     return session_id
 
 
@@ -33,4 +33,4 @@ def require_known(request: Request, model: type[BaseModel]) -> None:
     for name in request.query_params:
         if name not in model.model_fields:
             accepted = ", ".join(sorted(model.model_fields))
-            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; there are {accepted}")
+            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; supported are {accepted}")

@@ -111,7 +111,7 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     Raises Unsupported for documented choices that are not implemented, InvalidRequest.
     """
     if body.history == "tree":
-        raise Unsupported("history: tree is not built; use linear")
+        raise Unsupported("history: tree is not implemented; use linear")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}

@@ -53,9 +53,9 @@ async def sign_in(request: Request) -> Response:
         return reply
     cookie = app.tokens.cookie_for(token.encode(), time.time())
     if cookie is None:
-        log.warning("a browser could not sign in: the token is not known")
+        log.warning("a browser could not sign in: the token is unknown")
         await asyncio.sleep(FAILED_S)
-        raise Unauthorized("the token is not known")
+        raise Unauthorized("the token is unknown")
     _set(request, reply, cookie, COOKIE_S)
     return reply
 

@@ -107,7 +107,7 @@ class _TurnRequest:
         self._stages.request_bytes = len(body)
         if self._path_session is not None:
             if not re.fullmatch(ID, self._path_session):
-                raise SessionNotFound("no session has an id of this form")
+                raise SessionNotFound("the session id is invalid")
             return await self._turn(self._path_session, body, reservation)
         session = await app.turns.large_bodies.run(_large_size(body), lambda: session_of_request(self._headers, body))
         await session.ensure(app, self._token_session)

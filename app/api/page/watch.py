@@ -146,7 +146,7 @@ class Watch:
         """
         resumed = None if cursor is None else decode_cursor(cursor)
         if self._stopping or len(self._listeners) >= MAX_LISTENERS:
-            raise Overloaded(f"the server is stopping, or {MAX_LISTENERS} listen already")
+            raise Overloaded(f"the server is stopping, or there are {MAX_LISTENERS} listeners already")
         listener = Listener(self._closed)
         self._listeners.add(listener)
         try:
