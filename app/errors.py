@@ -1,4 +1,4 @@
-"""Every error a client can meet, as one tree.
+"""Defines every error that a client can get, as one tree.
 
 An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry` says whether a retry of the
 same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules. If it
@@ -23,7 +23,7 @@ is None, the header is not sent. A message holds ids, lengths and limits, never 
     ├── ClaimLost               409 claim_lost            the claim was taken over during the turn
     ├── PayloadTombstoned       410 payload_tombstoned    a replay payload older than the rollback window
     ├── RequestTooLarge         413 request_too_large
-    ├── TargetTooLong           414 target_too_long       path and query
+    ├── TargetTooLong           414 target_too_long       path and query exceed the limit
     ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
     ├── HeadersTooLarge         431 headers_too_large
     ├── ClientGone              499 client_disconnected   for the log only: the client is gone
@@ -63,7 +63,7 @@ class AppError(Exception):
     retry_after_s: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that the OpenAI SDKs read."""
+        """The reply's JSON object, as the OpenAI SDKs read it."""
         return {"error": {"message": str(self), "type": self.type, "code": self.code, "param": None}}
 
     def headers(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class SessionExists(AppError):
 
 
 class SessionEnded(SessionExists):
-    """An id is never used again."""
+    """The id cannot be used again."""
 
     code = "session_closed"
 

@@ -1,4 +1,4 @@
-"""The composition root: `uvicorn app.main:app`."""
+"""Builds the application and its services, for `uvicorn app.main:app`."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _page(database: Database, registration: Registration, made: Assembly, metric
 
 
 async def _open(made: Assembly) -> None:
-    """Raises StartupError."""
+    """Open the assembly. Raises StartupError if the fleet's log cannot be read."""
     try:
         await made.open()
     except AppError as error:
@@ -224,7 +224,7 @@ async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Pr
 
 
 def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """Raises StartupError."""
+    """The prompts of a tokenizer, or None. Raises StartupError."""
     if tokenizer is None:
         return None
     try:

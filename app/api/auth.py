@@ -54,7 +54,7 @@ Address = tuple[str, int | None] | None
 
 
 class Guard:
-    """`clock` gives seconds since the epoch."""
+    """Authorises requests. `clock` returns seconds since the epoch."""
 
     def __init__(self, tokens: Tokens, trusted: Sequence[Network] = (), clock: Callable[[], float] = time.time) -> None:
         self._tokens = tokens

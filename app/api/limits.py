@@ -86,7 +86,7 @@ class BodyReservation:
         memory.arriving[self] = None
 
     def grow(self, size: int) -> None:
-        """Hold memory for something other than the request's body. Raises Overloaded."""
+        """Reserve `size` more bytes, for something other than the request's body. Raises Overloaded."""
         memory = self._memory
         missing = memory.size + size - memory.limit
         if missing > 0 and not memory.free_memory(self, missing, memory.arriving):

@@ -44,7 +44,7 @@ def page_of(
     registration: Registration,
     release: str,
 ) -> Page:
-    """`release` is this version's name."""
+    """Build the readers. `release` is Turnlog's version."""
     sessions = SessionList(database, turns.held, engines, time.time)
     return Page(
         sessions=sessions,

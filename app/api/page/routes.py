@@ -60,7 +60,7 @@ async def overview(request: Request) -> Response:
 
 
 async def overview_of(app: Services) -> dict[str, Any]:
-    """Raises StoreUnavailable."""
+    """The overview and the engines. Raises StoreUnavailable."""
     found = msgspec.structs.asdict(await (await app.page()).overviews.now())
     return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 

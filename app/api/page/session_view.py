@@ -27,7 +27,7 @@ from workers.codec import CorruptContent
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """Milliseconds in each stage; see `events.Timing`."""
+    """Milliseconds in each stage of a turn; see `events.Timing`."""
 
     gate: float
     claim: float

@@ -47,7 +47,7 @@ class LiveCursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_cursor(text: str) -> LiveCursor:
-    """Raises InvalidRequest."""
+    """The cursor in `text`. Raises InvalidRequest."""
     found: LiveCursor = cursors.decode(text, LiveCursor, "the live stream")
     return found
 
@@ -169,7 +169,7 @@ class Watch:
             listener.end()
 
     async def _start(self) -> None:
-        """Raises StoreUnavailable."""
+        """Start polling at the end of the log. Raises StoreUnavailable."""
         self._position = await self._present()
         self._held = frozenset(self._sessions.held())
         self._polling = asyncio.create_task(self._poll(), name="turnlog-watch")
