@@ -18,7 +18,7 @@ MAX_MISSING = 20
 """How many missing attempts are listed; the lowest ones."""
 
 GroupState = Literal["open", "complete", "leased", "acknowledged"]
-"""`complete`: all rollouts that are not erased are closed and rewarded. The feed leases such groups."""
+"""`complete`: all rollouts, except erased ones, are closed and rewarded. The feed leases it until acknowledged."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):
