@@ -1,50 +1,51 @@
-"""Every error a client can meet, as one tree.
+"""Defines every error that a client can get, as one tree.
 
-An error carries what the OpenAI SDKs read (`status`, `code`, `type`) and whether sending the same
-request again can help (`retry`: `x-should-retry`, which those SDKs obey before their own rules; None
-says nothing). A message holds ids, lengths and limits, never a prompt, a completion or a secret.
+An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry` says whether a retry of the
+same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules. If it
+is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
     AppError
-    ├── InvalidRequest          400 invalid_request       what is wrong, and where
-    │   ├── Unsupported         400 unsupported           a documented choice that this version or installation lacks
-    │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
-    │   └── HistoryMismatch     400 history_mismatch      is not the stored history
-    ├── Unauthorized            401 unauthorized          no token, or one that is not known
-    ├── Forbidden               403 forbidden             not with this token; no token set, and not this machine
-    ├── SessionNotFound         404 session_not_found     an id never seen, or another's
-    ├── NotFound                404 not_found             a turn, payload or refused reply that is not there
-    ├── SessionClosed           404 session_closed        an id that was, and is closed or erased
-    ├── RequestTimeout          408 request_timeout       the body did not come in time
-    ├── SessionExists           409 session_exists        created before with another body
-    │   └── SessionEnded        409 session_closed        created before, and closed or erased since
-    ├── TooManySessions         409 too_many_sessions     as many below a root as a token may make
+    ├── InvalidRequest          400 invalid_request       the message says what is wrong, and where
+    │   ├── Unsupported         400 unsupported           documented, but not in this version or installation
+    │   ├── RollbackTooDeep     400 rollback_too_deep     the history goes back further than the rollback window
+    │   └── HistoryMismatch     400 history_mismatch      the history differs from the stored one
+    ├── Unauthorized            401 unauthorized          no token, or an unknown one
+    ├── Forbidden               403 forbidden             the token does not allow it; or no token is set and the
+    │                                                     client is on another machine
+    ├── SessionNotFound         404 session_not_found     the id was never used, or is another token's
+    ├── NotFound                404 not_found             a turn, payload or refused reply does not exist
+    ├── SessionClosed           404 session_closed        the session was closed or erased
+    ├── RequestTimeout          408 request_timeout       the body did not arrive in time
+    ├── SessionExists           409 session_exists        created earlier with another body
+    │   └── SessionEnded        409 session_closed        created earlier, and closed or erased since
+    ├── TooManySessions         409 too_many_sessions     a session token has created its maximum below a root
     ├── SessionBusy             409 session_busy          another turn of the session is in flight
-    ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
-    ├── PayloadTombstoned       410 payload_tombstoned    a replay payload behind the rollback window
+    ├── ClaimLost               409 claim_lost            the claim was taken over during the turn
+    ├── PayloadTombstoned       410 payload_tombstoned    a replay payload older than the rollback window
     ├── RequestTooLarge         413 request_too_large
-    ├── TargetTooLong           414 target_too_long       path and query
+    ├── TargetTooLong           414 target_too_long       path and query exceed the limit
     ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
     ├── HeadersTooLarge         431 headers_too_large
-    ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
-    ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
-    ├── WorkerCrash             502 worker_crash          two processes in turn died over the reply
-    ├── EnginesFailed           502 engines_failed        an order did not reach every engine
+    ├── ClientGone              499 client_disconnected   for the log only: the client is gone
+    ├── UpstreamInvalid         502 upstream_invalid      a 200 with an invalid body
+    ├── WorkerCrash             502 worker_crash          two worker processes in a row crashed on the reply
+    ├── EnginesFailed           502 engines_failed        an engine did not carry out a pause or resume
     ├── UpstreamUnreachable     502 upstream_unreachable
-    ├── SessionOpenFailed       502 session_open_failed   an engine did not open the session that the client asked for
+    ├── SessionOpenFailed       502 session_open_failed   an engine did not open the session of the request
     ├── UpstreamTimeout         504 upstream_timeout
     ├── NoUpstream              503 no_upstream
-    ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
-    ├── Overloaded              503 overloaded            past a bound; try again later
-    │   └── BodyGivenUp         503 overloaded            the body came slowly, and its room was needed
+    ├── GenerationAborted       503 generation_aborted    an engine aborted the generation; the policy is `fail`
+    ├── Overloaded              503 overloaded            a limit is reached; retry later
+    │   └── BodyGivenUp         503 overloaded            a slow body was dropped to free memory for others
     ├── StoreUnavailable        503 store_unavailable
-    │   ├── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
+    │   ├── StoreLost           503 store_unavailable     the database file was deleted or replaced; the process ends
     │   ├── StoreLocked         503 store_unavailable     another program holds the database's lock
-    │   └── StoreDamaged        503 store_unavailable     a damaged page that is of no single session
+    │   └── StoreDamaged        503 store_unavailable     a damaged page that belongs to no single session
     ├── StoreFull               507 store_full
     ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
-    └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
+    └── SessionUnreadable       500 session_unreadable    the log or content of this session is damaged
 
-`StartupError` is no reply: it stops the process with one line, or one for each wrong setting.
+`StartupError` is not sent to clients: it stops the process with one line, or one for each wrong setting.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from typing import Any, ClassVar
 
 
 class AppError(Exception):
-    """An answer that is not the one asked for. Subclasses fix the status and the code."""
+    """An error reply. Subclasses set the status and the code."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -62,7 +63,7 @@ class AppError(Exception):
     retry_after_s: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that the OpenAI SDKs read."""
+        """The reply's JSON object, as the OpenAI SDKs read it."""
         return {"error": {"message": str(self), "type": self.type, "code": self.code, "param": None}}
 
     def headers(self) -> dict[str, str]:
@@ -114,7 +115,7 @@ class NotFound(AppError):
 
 
 class RequestTimeout(AppError):
-    """The connection is closed: what is left of the body would be taken for the next request."""
+    """The connection is closed: the rest of the body would be parsed as the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
 
@@ -127,14 +128,12 @@ class SessionExists(AppError):
 
 
 class SessionEnded(SessionExists):
-    """An id is never used again."""
+    """The id cannot be used again."""
 
     code = "session_closed"
 
 
 class TooManySessions(AppError):
-    """Those that there are go on."""
-
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
 
 
@@ -143,7 +142,7 @@ class SessionBusy(AppError):
 
 
 class ClaimLost(AppError):
-    """The turn was generated, but the claim had passed on; a marked retry finds the truth in the log."""
+    """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
 
@@ -173,19 +172,19 @@ class ClientGone(AppError):
 
 
 class UpstreamInvalid(AppError):
-    """A rule of the reply's shape was broken; generating again may well give a sound one."""
+    """The engine's reply failed validation; another generation may succeed."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
 
 
 class WorkerCrash(AppError):
-    """Judging the reply ended two processes one after the other: nothing of it can be believed."""
+    """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
 
 
 class EnginesFailed(AppError):
-    """The gate is as it was asked for; what became of the order at each engine stands beside the error."""
+    """The gate is in the requested state. The body lists each engine's result beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
 
@@ -195,7 +194,7 @@ class UpstreamUnreachable(AppError):
 
 
 class SessionOpenFailed(AppError):
-    """`nvext.session_control`: nothing was sent to the engine beyond that, and no engine is bound."""
+    """`nvext.session_control` failed: no generation was sent, and the session is bound to no engine."""
 
     status, code, type = 502, "session_open_failed", "upstream_error"
 
@@ -232,18 +231,18 @@ class StoreUnavailable(AppError):
 
 
 class StoreDamaged(StoreUnavailable):
-    """The database answers, but a page that more than one session needs cannot be read: asking again does not help."""
+    """The database answers, but a page that several sessions need cannot be read. A retry does not help."""
 
     retry = False
     retry_after_s = None
 
 
 class StoreLost(StoreUnavailable):
-    """Nothing more is written, and this process ends: what is acknowledged must be found by the next one."""
+    """Nothing more is written and this process ends, so that the next one finds all that was acknowledged."""
 
 
 class StoreLocked(StoreUnavailable):
-    """Another program held the database's lock for as long as a write waits; nothing was written."""
+    """Another program held the database's lock during the whole wait; nothing was written."""
 
 
 class StoreFull(AppError):
@@ -252,19 +251,19 @@ class StoreFull(AppError):
 
 
 class TokenPrefixMismatch(AppError):
-    """The tokens do not line up; nothing is committed, because what would be trained on was never seen so."""
+    """Nothing is committed: the engine never saw the token sequence that would be trained on."""
 
     status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
 
 
 class SessionUnreadable(AppError):
-    """Nothing is guessed, and no other session is touched."""
+    """Nothing is guessed, and no other session is affected."""
 
     status, code, type, retry = 500, "session_unreadable", "server_error", False
 
 
 class StartupError(Exception):
-    """The service cannot start. Its `lines` are what an operator reads: one, or one for each wrong setting."""
+    """The service cannot start. `lines` are for the operator: one, or one for each wrong setting."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__(*lines)
@@ -274,5 +273,5 @@ class StartupError(Exception):
         return "\n".join(self.lines)
 
     def under(self, name: str) -> str:
-        """The lines as the program of this name says them."""
+        """The lines, each with the program's `name` before it."""
         return "\n".join(f"{name}: {line}" for line in self.lines)

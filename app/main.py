@@ -1,4 +1,4 @@
-"""The composition root: `uvicorn app.main:app`."""
+"""Builds the application and its services, for `uvicorn app.main:app`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("turnlog")
 
 SWITCH_S = 0.0005
-"""How long a thread that computes may go on while the event loop waits for the interpreter: a tenth of Python's own,
-which the loop waits for at each of its steps while a large request is read."""
+"""Switch interval of threads: how long the event loop waits for the interpreter while another thread computes. It is a
+tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
 
 
 @contextlib.asynccontextmanager
@@ -74,7 +74,7 @@ async def run_services(
     doorway: ConnectionLimit,
     load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
-    """Everything that lives as long as the process; `load_prompts` is for a thread. Raises StartupError."""
+    """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -176,7 +176,7 @@ def _services(
 
 
 def _page(database: Database, registration: Registration, made: Assembly, metrics: Metrics, release: str) -> Page:
-    from app.api.page.page import page_of  # nobody may ever look
+    from app.api.page.page import page_of  # loaded at the page's first request
 
     return page_of(
         database=database,
@@ -191,7 +191,7 @@ def _page(database: Database, registration: Registration, made: Assembly, metric
 
 
 async def _open(made: Assembly) -> None:
-    """Raises StartupError."""
+    """Open the assembly. Raises StartupError if the fleet's log cannot be read."""
     try:
         await made.open()
     except AppError as error:
@@ -199,7 +199,7 @@ async def _open(made: Assembly) -> None:
 
 
 def _health(settings: Settings, made: Assembly, client: EngineClient) -> HealthWatch:
-    """Not started yet."""
+    """The health watch, not started yet."""
     return HealthWatch(
         made.engines,
         client,
@@ -218,26 +218,26 @@ def _client(settings: Settings) -> EngineClient:
 
 
 async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
-    """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
+    """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
     family(settings.tito_family)
     return await asyncio.to_thread(load)
 
 
 def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """Raises StartupError."""
+    """The prompts of a tokenizer, or None. Raises StartupError."""
     if tokenizer is None:
         return None
     try:
-        from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
+        from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
     return Loader.load(tokenizer, tito_family)
 
 
 class Turnlog(FastAPI):
-    """FastAPI with a short way for turns, and a start-up that fails with one line instead of a traceback.
+    """FastAPI with a direct path for turns. A failed start-up gives one line instead of a traceback.
 
-    The routes that generate take no part in FastAPI's middleware and routing, which cost a tenth of a turn.
+    The routes that generate bypass FastAPI's middleware and routing, which cost a tenth of a turn.
     """
 
     def __init__(self, settings: Settings, release: str) -> None:
@@ -260,9 +260,9 @@ class Turnlog(FastAPI):
             await super().__call__(scope, receive, send)
 
     def warm(self) -> None:
-        """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
+        """Load the driver and the tokenizer ahead of the start, for a standby process. Opens no file or connection."""
         load_driver(self._settings.database_url)
-        with contextlib.suppress(StartupError):  # the start will say it
+        with contextlib.suppress(StartupError):  # the start reports it
             self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,7 +276,7 @@ class Turnlog(FastAPI):
             await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """The ASGI lifespan, from start-up to shutdown."""
+        """Run the ASGI lifespan from start-up to shutdown."""
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -299,14 +299,14 @@ class Turnlog(FastAPI):
 
 
 def _calm_collector() -> None:
-    """What start-up made stays, and a turn makes few cycles: full collections only cost latency."""
+    """Reduce garbage collection: start-up's objects stay, and turns make few cycles. Full runs only cost latency."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def create_app(settings: Settings) -> Turnlog:
-    """The application; its services live from ASGI lifespan start to end."""
+    """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
     app.include_router(models.router)
@@ -333,7 +333,7 @@ def _release() -> str:
 
 
 def _from_environment() -> Turnlog:
-    logs.configure("auto", "info")  # of what is wrong with the settings
+    logs.configure("auto", "info")  # for errors in the settings
     try:
         settings = load_settings()
         logs.configure(settings.log_format, settings.log_level)

@@ -1,4 +1,4 @@
-"""What the web page is made from: one reader a view. Nothing here writes."""
+"""The readers of the page's views. They never write."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def page_of(
     registration: Registration,
     release: str,
 ) -> Page:
-    """`release` is this version's name."""
+    """Build the readers. `release` is Turnlog's version."""
     sessions = SessionList(database, turns.held, engines, time.time)
     return Page(
         sessions=sessions,

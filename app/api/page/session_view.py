@@ -1,4 +1,4 @@
-"""A session for people: its turns with their times, what failed, what was rolled back, as of any event."""
+"""Reads a session for the page, after any of its events: turns with their times, failed turns and rollbacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workers.codec import CorruptContent
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """Milliseconds in each stage; see `events.Timing`."""
+    """Milliseconds in each stage of a turn; see `events.Timing`."""
 
     gate: float
     claim: float
@@ -37,7 +37,7 @@ class Stages(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) came from one generation of this engine."""
+    """Output tokens [start, end) come from one generation of this engine."""
 
     engine: str
     start: int
@@ -51,7 +51,7 @@ class PayloadView(msgspec.Struct, frozen=True):
 
 
 class TurnView(msgspec.Struct, frozen=True):
-    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all before it."""
+    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all earlier ones."""
 
     turn: int
     parent: int
@@ -83,7 +83,7 @@ class TurnView(msgspec.Struct, frozen=True):
 
 
 class FailedTurn(msgspec.Struct, frozen=True):
-    """A turn that came to nothing. Of a refused reply so many of its bytes are kept, unless freed since."""
+    """A turn without a commit. `kept_bytes` of a rejected reply are stored, unless freed since."""
 
     turn: int
     fence: int
@@ -119,14 +119,14 @@ class RewardView(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What of the session cannot be shown, and why."""
+    """A part of the session that cannot be read, and why."""
 
     part: str
     message: str
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """The state after event `seq` of `last_seq`. Times are seconds since the epoch."""
+    """A session's state after event `seq` of `last_seq`. Times are seconds since the epoch."""
 
     session_id: str
     seq: int
@@ -149,14 +149,14 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """`held` are the turns that wait at gates."""
+    """Reads session views. `held` returns the turns that wait at gates."""
 
     def __init__(self, database: Database, held: Held) -> None:
         self._database = database
         self._held = held
 
     async def at(self, session_id: str, seq: int | None) -> SessionView:
-        """After event `seq`, None: the last. Raises as `session_at`."""
+        """The session after event `seq` (None: the last). Raises as `session_at`."""
         found = await session_at(self._database, session_id, seq)
         problems = [] if found.damage is None else [Problem("log", found.damage)]
         metadata = await self._metadata(found.session, problems)
@@ -166,7 +166,7 @@ class SessionViews:
         return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
 
     async def _metadata(self, session: Session, problems: list[Problem]) -> msgspec.Raw | None:
-        """None where there is none, or none any more."""
+        """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
         blob = session.metadata
         if blob is None or session.status == "erased":
             return None
@@ -235,7 +235,7 @@ def _reward(reward: Reward) -> RewardView:
 
 
 def _opened_at(found: SessionAt, fence: int) -> float | None:
-    """When the claim of this fence was taken."""
+    """When the claim with this fence was taken, in seconds since the epoch; None if unknown."""
     opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 
