@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from app.export.containers.writer import Writer
 from app.export.row import Fields
+from app.tasks import cancelled
 
 T = TypeVar("T")
 
@@ -44,8 +45,7 @@ async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[S
             task = asyncio.create_task(following())
             yield rows
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 async def written(
