@@ -4,46 +4,6 @@ An error carries what the OpenAI SDKs read (`status`, `code`, `type`) and whethe
 request again can help (`retry`: `x-should-retry`, which those SDKs obey before their own rules; None
 says nothing). A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
-    AppError
-    ├── InvalidRequest          400 invalid_request       what is wrong, and where
-    │   ├── Unsupported         400 unsupported           a documented choice that this version or installation lacks
-    │   ├── RollbackTooDeep     400 rollback_too_deep     goes back more turns than the window
-    │   └── HistoryMismatch     400 history_mismatch      is not the stored history
-    ├── Unauthorized            401 unauthorized          no token, or one that is not known
-    ├── Forbidden               403 forbidden             not with this token; no token set, and not this machine
-    ├── SessionNotFound         404 session_not_found     an id never seen, or another's
-    ├── NotFound                404 not_found             a turn, payload or refused reply that is not there
-    ├── SessionClosed           404 session_closed        an id that was, and is closed or erased
-    ├── RequestTimeout          408 request_timeout       the body did not come in time
-    ├── SessionExists           409 session_exists        created before with another body
-    │   └── SessionEnded        409 session_closed        created before, and closed or erased since
-    ├── TooManySessions         409 too_many_sessions     as many below a root as a token may make
-    ├── SessionBusy             409 session_busy          another turn of the session is in flight
-    ├── ClaimLost               409 claim_lost            the claim was taken over meanwhile
-    ├── PayloadTombstoned       410 payload_tombstoned    a replay payload behind the rollback window
-    ├── RequestTooLarge         413 request_too_large
-    ├── TargetTooLong           414 target_too_long       path and query
-    ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
-    ├── HeadersTooLarge         431 headers_too_large
-    ├── ClientGone              499 client_disconnected   nobody reads it; the log's reason is what counts
-    ├── UpstreamInvalid         502 upstream_invalid      a 200 that is not what was asked for
-    ├── WorkerCrash             502 worker_crash          two processes in turn died over the reply
-    ├── EnginesFailed           502 engines_failed        an order did not reach every engine
-    ├── UpstreamUnreachable     502 upstream_unreachable
-    ├── SessionOpenFailed       502 session_open_failed   an engine did not open the session that the client asked for
-    ├── UpstreamTimeout         504 upstream_timeout
-    ├── NoUpstream              503 no_upstream
-    ├── GenerationAborted       503 generation_aborted    an engine ended it before its time, and the policy is `fail`
-    ├── Overloaded              503 overloaded            past a bound; try again later
-    │   └── BodyGivenUp         503 overloaded            the body came slowly, and its room was needed
-    ├── StoreUnavailable        503 store_unavailable
-    │   ├── StoreLost           503 store_unavailable     the database's file was deleted or replaced; the process ends
-    │   ├── StoreLocked         503 store_unavailable     another program holds the database's lock
-    │   └── StoreDamaged        503 store_unavailable     a damaged page that is of no single session
-    ├── StoreFull               507 store_full
-    ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
-    └── SessionUnreadable       500 session_unreadable    this one session's log or content is damaged
-
 `StartupError` is no reply: it stops the process with one line, or one for each wrong setting.
 """
 
@@ -57,6 +17,8 @@ class AppError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    meaning: ClassVar[str] = "a fault of Turnlog's; the server's log has it"
+    """Of the code, in the OpenAPI document."""
     type: ClassVar[str] = "server_error"
     retry: bool | None = None
     retry_after_s: int | None = None
@@ -74,24 +36,37 @@ class AppError(Exception):
         return headers
 
 
+def codes(error: type[AppError] = AppError) -> dict[str, str]:
+    """The codes of an error and of all below it, and what they mean."""
+    found = {error.code: error.meaning}
+    for below in error.__subclasses__():
+        found |= codes(below)
+    return found
+
+
 class InvalidRequest(AppError):
     status, code, type, retry = 400, "invalid_request", "invalid_request_error", False
+    meaning = "JSON, shape or a parameter"
 
 
 class Unsupported(InvalidRequest):
     code = "unsupported"
+    meaning = "a documented choice that this version lacks"
 
 
 class RollbackTooDeep(InvalidRequest):
     code = "rollback_too_deep"
+    meaning = "the history goes back further than the rollback window"
 
 
 class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"
+    meaning = "the history is not the stored one, or has nothing sampled in common with it"
 
 
 class Unauthorized(AppError):
     status, code, type, retry = 401, "unauthorized", "authentication_error", False
+    meaning = "no token, or one that is not known"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "www-authenticate": "Bearer"}
@@ -99,24 +74,29 @@ class Unauthorized(AppError):
 
 class Forbidden(AppError):
     status, code, type, retry = 403, "forbidden", "permission_error", False
+    meaning = "a session's token where the admin's is needed; without tokens, a client that is not this machine"
 
 
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
+    meaning = "an id never seen, or another's"
 
 
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
+    meaning = "closed or erased"
 
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
+    meaning = "what the path or the body names is not there"
 
 
 class RequestTimeout(AppError):
     """The connection is closed: what is left of the body would be taken for the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
+    meaning = "the body did not come in time"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "connection": "close"}
@@ -124,98 +104,118 @@ class RequestTimeout(AppError):
 
 class SessionExists(AppError):
     status, code, type, retry = 409, "session_exists", "invalid_request_error", False
+    meaning = "created before, with another body"
 
 
 class SessionEnded(SessionExists):
     """An id is never used again."""
 
     code = "session_closed"
+    meaning = "closed or erased"
 
 
 class TooManySessions(AppError):
     """Those that there are go on."""
 
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
+    meaning = "the rollout has as many sessions below its root as a session's token may make"
 
 
 class SessionBusy(AppError):
     status, code, type, retry = 409, "session_busy", "conflict_error", False
+    meaning = "another turn of the session is in flight"
 
 
 class ClaimLost(AppError):
     """The turn was generated, but the claim had passed on; a marked retry finds the truth in the log."""
 
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
+    meaning = "the claim passed to another process meanwhile"
 
 
 class PayloadTombstoned(AppError):
     status, code, type, retry = 410, "payload_tombstoned", "invalid_request_error", False
+    meaning = "a replay payload behind the rollback window"
 
 
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
+    meaning = "past `TURNLOG_MAX_REQUEST_BYTES`"
 
 
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
+    meaning = "path and query are too long"
 
 
 class HeadersTooLarge(AppError):
     status, code, type, retry = 431, "headers_too_large", "invalid_request_error", False
+    meaning = "the headers are too large"
 
 
 class IdempotencyMismatch(AppError):
     status, code, type, retry = 422, "idempotency_mismatch", "invalid_request_error", False
+    meaning = "the key was used with another body"
 
 
 class ClientGone(AppError):
     status, code, type = 499, "client_disconnected", "invalid_request_error"
+    meaning = "in the log only"
 
 
 class UpstreamInvalid(AppError):
     """A rule of the reply's shape was broken; generating again may well give a sound one."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
+    meaning = "a reply of the engine's that is not what was asked for"
 
 
 class WorkerCrash(AppError):
     """Judging the reply ended two processes one after the other: nothing of it can be believed."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
+    meaning = "two worker processes in turn ended over the reply"
 
 
 class EnginesFailed(AppError):
     """The gate is as it was asked for; what became of the order at each engine stands beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
+    meaning = "the gate is as it was asked for, but not every engine took the order: see `engines`"
 
 
 class UpstreamUnreachable(AppError):
     status, code, type = 502, "upstream_unreachable", "upstream_error"
+    meaning = "no connection to an engine, or one that broke"
 
 
 class SessionOpenFailed(AppError):
     """`nvext.session_control`: nothing was sent to the engine beyond that, and no engine is bound."""
 
     status, code, type = 502, "session_open_failed", "upstream_error"
+    meaning = "an engine did not open the session of `nvext.session_control`"
 
 
 class UpstreamTimeout(AppError):
     status, code, type = 504, "upstream_timeout", "upstream_error"
+    meaning = "the engine took too long"
 
 
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
+    meaning = "there is no engine"
     retry_after_s = 5
 
 
 class GenerationAborted(AppError):
     status, code, type = 503, "generation_aborted", "upstream_error"
+    meaning = "the generation was aborted, and `on_abort` is `fail`"
     retry_after_s = 1
 
 
 class Overloaded(AppError):
     status, code, type = 503, "overloaded", "server_error"
+    meaning = "past a bound; try again later"
     retry_after_s = 1
 
 
@@ -228,6 +228,7 @@ class BodyGivenUp(Overloaded):
 
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
+    meaning = "the database cannot answer or commit"
     retry_after_s: int | None = 2
 
 
@@ -248,6 +249,7 @@ class StoreLocked(StoreUnavailable):
 
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
+    meaning = "the disk or the database is full"
     retry_after_s = 30
 
 
@@ -255,12 +257,14 @@ class TokenPrefixMismatch(AppError):
     """The tokens do not line up; nothing is committed, because what would be trained on was never seen so."""
 
     status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
+    meaning = "the prompt's tokens are not the stored or sent ones"
 
 
 class SessionUnreadable(AppError):
     """Nothing is guessed, and no other session is touched."""
 
     status, code, type, retry = 500, "session_unreadable", "server_error", False
+    meaning = "this session's log or content is damaged; others are not affected"
 
 
 class StartupError(Exception):

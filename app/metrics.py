@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import AppError, EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized
+from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
 from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -110,7 +110,7 @@ class Metrics:
         self.request_errors = self._counter(
             "turnlog_request_errors_total", "Errors of requests that are no turns, or were refused before.", "code"
         )
-        self.totals(self.request_errors, dict.fromkeys((*_codes(AppError), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
+        self.totals(self.request_errors, dict.fromkeys((*codes(), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
         self.inflight = self._live("turnlog_inflight_bytes", "Bytes of all bodies in flight.")
         self.inflight_limit = self._live("turnlog_inflight_limit_bytes", "How many bytes may be in flight.")
         self.connections = self._live("turnlog_connections", "Connections of clients that are open.")
@@ -235,11 +235,4 @@ def _none_yet(event: type[Event]) -> Mapping[str, float]:
 
 
 def _turn_codes() -> Iterable[str]:
-    return (code for code in _codes(AppError) if code not in NOT_OF_TURNS)
-
-
-def _codes(error: type[AppError]) -> Iterable[str]:
-    """Those of the error and of all below it."""
-    yield error.code
-    for below in error.__subclasses__():
-        yield from _codes(below)
+    return (code for code in codes() if code not in NOT_OF_TURNS)
