@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import INTERRUPTED, Failure, Json, Token, Url, Usage, say, wants_json
+from turnlog.cli.run import INTERRUPTED, Failure, Usage, say, wants_json
 from turnlog.client.parameters import ExportParameters
 from turnlog.errors import Unreachable
 
@@ -26,15 +26,12 @@ def export(
     format: Annotated[str, typer.Option(help="ndjson, parquet, safetensors, msgpack, atif, messages.")] = "ndjson",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="FILE may be there already.")] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
     **parameters: Any,
 ) -> None:
     """Export rows. Interrupted, the same command goes on where it was; FILE appears when it is whole."""
     given = {name: value for name, value in parameters.items() if value is not None and value is not False}
     wish = {"format": format, **{name: "true" if value is True else value for name, value in given.items()}}
-    server, for_machine = remote(ctx, url, token), wants_json(ctx, as_json)
+    server, for_machine = remote(ctx), wants_json(ctx)
     if file is not None:
         _to_file(server, wish, file, overwrite=overwrite, restart=restart, for_machine=for_machine)
     elif for_machine or overwrite or restart:

@@ -17,10 +17,10 @@ PATIENCE_S = 15.0
 TIMEOUT_S = 60.0
 
 
-def remote(ctx: typer.Context, url: str | None, token: str | None, *, patience_s: float = PATIENCE_S) -> Transport:
+def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
     """Closed with the command. Raises Usage."""
     given = globals_of(ctx)
-    made = connected(url or given.url, token or given.token, patience_s)
+    made = connected(given.url, given.token, patience_s)
     ctx.call_on_close(made.close)
     return made
 
