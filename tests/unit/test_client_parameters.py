@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.api.exports import ExportParameters as ExportRoute
 from app.export.feed import FeedQuery
-from turnlog.client.parameters import ExportParameters, FeedParameters
+from turnlog.parameters import ExportParameters, FeedParameters
 
 
 def test_they_are_the_servers() -> None:

@@ -11,8 +11,8 @@ import typer
 
 from turnlog.cli.remote import remote
 from turnlog.cli.run import INTERRUPTED, Failure, Usage, say, wants_json
-from turnlog.client.parameters import ExportParameters
 from turnlog.errors import Unreachable
+from turnlog.parameters import ExportParameters
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport

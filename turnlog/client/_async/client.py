@@ -11,7 +11,7 @@ from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_token, segment
 from turnlog.client.lines import ExportPlace, Object, decode, present
-from turnlog.client.parameters import ExportParameters, FeedParameters
+from turnlog.parameters import ExportParameters, FeedParameters
 
 
 class AsyncTurnlog:

@@ -12,7 +12,7 @@ from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
 from turnlog.client.lines import ExportPlace, Object, decode, present
-from turnlog.client.parameters import ExportParameters, FeedParameters
+from turnlog.parameters import ExportParameters, FeedParameters
 
 
 class Turnlog:
