@@ -56,9 +56,6 @@ router = APIRouter(tags=["Sessions"])
 
 log = logging.getLogger("turnlog.sessions")
 
-"""As the routes of turns call it."""
-
-
 _Place = tuple[float, Annotated[str, msgspec.Meta(pattern=ID)]]
 """Where a page of sessions ends: the last one's time of creation and id."""
 

@@ -209,22 +209,11 @@ class SessionList:
 
 
 def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
-    return SessionRow(
-        session_id=row.session_id,
-        version=row.version,
-        state=_state(row, held),
-        turns=row.turns,
-        group_id=row.group_id,
-        attempt=row.attempt,
-        reward=row.reward,
-        weight_version=row.weight_version,
-        staleness=staleness(newest, row.weight_version),
-        engine=row.engine,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        claimed_since=row.claimed_since,
-        closed_at=row.closed_at,
-    )
+    known = {name: getattr(row, name) for name in _AS_STORED}
+    return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)
+
+
+_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name in HeadRow.__struct_fields__)
 
 
 def _state(row: HeadRow, held: Mapping[str, bool]) -> State:

@@ -134,7 +134,7 @@ _open = (
     .order_by(open_turns.c.fence)
 )
 _log = (
-    select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
+    select(*(events.c[name] for name in EventRow._fields))
     .where(events.c.session_id == bindparam("sid"))
     .order_by(events.c.seq)
 )

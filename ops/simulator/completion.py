@@ -65,7 +65,7 @@ def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
     metadata = b'{"weight_version":%s' % versions
     if writer.config.weight_versions or len(generation.versions) > 1:
         metadata += b',"weight_versions":' + encode(generation.versions)
-    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**_usage(generation), "reasoning_tokens": 0}), metadata)
+    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**generation.usage, "reasoning_tokens": 0}), metadata)
     parts = [b"".join(choice), tail]
     if experts is not None:
         parts += [b',"sglext":{"routed_experts":', experts, b"}"]
@@ -90,7 +90,7 @@ def vllm(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
         b',"routed_experts":',
     ]
     tail = b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"kv_transfer_params":null' % (
-        encode(_usage(generation))
+        encode(generation.usage)
     )
     return Reply(writer.padded([b"".join(choice), experts or b"null", tail], generation.sim.body_bytes))
 
@@ -122,13 +122,3 @@ def _logprobs(
         return writer.token_logprobs(draft.ids, numbers, counted, alternatives)
     before = [b"null", *[b"-1.5"] * (prompt.count - 1)]
     return writer.token_logprobs(prompt.ids() + draft.ids, before + numbers, counted, alternatives)
-
-
-def _usage(generation: Generation[CompletionRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }

@@ -62,6 +62,16 @@ class Generation(Generic[R]):
         return len(self.draft.ids)
 
     @property
+    def usage(self) -> dict[str, object]:
+        prompt, completion = self.prompt.count, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    @property
     def ended_itself(self) -> bool:
         """Whether the end token was sampled, and not a stop string found or a limit met."""
         return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None

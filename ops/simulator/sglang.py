@@ -111,20 +111,9 @@ def _meta_info(
     return [*parts, b"}"]
 
 
-def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        "reasoning_tokens": 0,
-    }
-
-
 def _tail(generation: Generation[ChatRequest]) -> bytes:
     metadata = {"weight_version": generation.weight_version}
-    return b',"usage":%s,"metadata":%s' % (encode(_usage(generation)), encode(metadata))
+    return b',"usage":%s,"metadata":%s' % (encode({**generation.usage, "reasoning_tokens": 0}), encode(metadata))
 
 
 def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
@@ -147,5 +136,5 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     }
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:
-        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+        events.append(event({**common, "choices": [], "usage": {**generation.usage, "reasoning_tokens": 0}}))
     return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

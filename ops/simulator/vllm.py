@@ -59,19 +59,9 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
     parts.append(
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":null,'
-        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(_usage(generation)), prompt_ids)
+        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(generation.usage), prompt_ids)
     )
     return Reply(writer.padded(parts, generation.sim.body_bytes))
-
-
-def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }
 
 
 def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
@@ -98,5 +88,5 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
         last["token_ids"] = draft.ids
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:
-        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+        events.append(event({**common, "choices": [], "usage": generation.usage}))
     return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

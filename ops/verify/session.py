@@ -154,12 +154,9 @@ class SessionCheck:
             match recorded.event:
                 case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
-                case TurnCommitted(turn=turn, fence=fence) | TurnRejected(turn=turn, fence=fence):
-                    self._ended(opened, last, turn, fence, recorded.seq)
-                    last = max(last, fence)
-                case TurnAbandoned(turn=turn, fence=fence):
-                    self._ended(opened, last, turn, fence, recorded.seq)
-                    last = max(last, fence)
+                case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
+                    self._ended(opened, last, ended.turn, ended.fence, recorded.seq)
+                    last = max(last, ended.fence)
 
     def _ended(self, opened: dict[int, int], last: int, turn: int, fence: int, seq: int) -> None:
         self._must(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")

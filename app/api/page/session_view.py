@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 from app.domain.events import (
     Recorded,
@@ -17,7 +18,7 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
-from app.domain.session import Reward, Session
+from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import Held, State
@@ -113,11 +114,6 @@ class Rollback(msgspec.Struct, frozen=True):
     discarded: Sequence[int]
 
 
-class RewardView(msgspec.Struct, frozen=True):
-    reward: float
-    components: Mapping[str, float]
-
-
 class Problem(msgspec.Struct, frozen=True):
     """What of the session cannot be shown, and why."""
 
@@ -138,8 +134,8 @@ class SessionView(msgspec.Struct, frozen=True):
     metadata: msgspec.Raw | None
     created_at: float
     closed_at: float | None
-    reward: RewardView | None
-    turn_rewards: Mapping[str, RewardView]
+    reward: Mapping[str, Any] | None
+    turn_rewards: Mapping[str, Mapping[str, Any]]
     affinity: Mapping[str, Any] | None
     open_turn: OpenTurnView | None
     turns: Sequence[TurnView]
@@ -195,13 +191,13 @@ def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Pro
         status=session.status,
         state=_state(session, is_held),
         erased=session.status == "erased",
-        config=msgspec.structs.asdict(session.config),
+        config=asdict(session.config),
         metadata=metadata,
         created_at=session.created_at,
         closed_at=session.closed_at,
-        reward=None if session.reward is None else _reward(session.reward),
-        turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
-        affinity=None if session.affinity is None else msgspec.structs.asdict(session.affinity),
+        reward=None if session.reward is None else asdict(session.reward),
+        turn_rewards={str(turn): asdict(reward) for turn, reward in session.turn_rewards.items()},
+        affinity=None if session.affinity is None else asdict(session.affinity),
         open_turn=_open_turn(found),
         turns=[
             _turn(found, recorded, recorded.event, discarded_by)
@@ -230,10 +226,6 @@ def _state(session: Session, is_held: bool) -> State:
     return "idle" if session.open_turn is None else "claimed"
 
 
-def _reward(reward: Reward) -> RewardView:
-    return RewardView(reward.reward, reward.components)
-
-
 def _opened_at(found: SessionAt, fence: int) -> float | None:
     """When the claim of this fence was taken."""
     opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
@@ -251,36 +243,24 @@ def _open_turn(found: SessionAt) -> OpenTurnView | None:
 def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
     readable = {payload.kind for payload in found.session.payloads.get(event.turn, ())}
     return TurnView(
-        turn=event.turn,
-        parent=event.parent,
-        segment=event.segment,
-        segment_cause=event.segment_cause,
+        **{name: getattr(event, name) for name in _OF_EVENT},
         live=event.turn not in discarded_by,
         opened_at=_opened_at(found, event.fence),
         committed_at=recorded.at,
         seq=recorded.seq,
-        fence=event.fence,
-        engine=event.engine,
-        dialect=event.dialect,
-        protocol=event.protocol,
-        adapter=event.adapter,
-        finish_reason=event.finish_reason,
         timing=None
         if event.timing is None
         else Stages(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
         prompt_tokens=event.base_tokens + event.suffix_tokens,
-        base_tokens=event.base_tokens,
-        suffix_tokens=event.suffix_tokens,
-        output_tokens=event.output_tokens,
-        cached_tokens=event.cached_tokens,
-        trimmed=event.trimmed,
         messages=event.base_messages + event.new_messages + 1,
-        weight_versions=event.weight_versions,
-        dispatched=event.dispatched,
         parts=[Part(part.engine, part.start, part.end) for part in event.parts],
         payloads=[PayloadView(ref.kind, ref.stop - ref.start, ref.kind not in readable) for ref in event.payloads],
         discarded_by=discarded_by.get(event.turn),
     )
+
+
+_SHOWN_ELSE = {"timing", "parts", "payloads"}
+_OF_EVENT = [n for n in TurnView.__struct_fields__ if n in TurnCommitted.__struct_fields__ and n not in _SHOWN_ELSE]
 
 
 def _failed(found: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
