@@ -127,25 +127,19 @@ class Examined(msgspec.Struct, frozen=True):
 _COLUMNS = tuple(HEAD)
 _OPEN_COLUMNS = tuple(OPEN_TURN)
 
-_head = select(*(sessions.c[name] for name in _COLUMNS)).where(sessions.c.session_id == bindparam("sid"))
+_head = select(*(sessions.c[name] for name in _COLUMNS)).where(sql.of_session(sessions))
 _open = (
     select(open_turns.c.fence, *(open_turns.c[name] for name in _OPEN_COLUMNS))
-    .where(open_turns.c.session_id == bindparam("sid"))
+    .where(sql.of_session(open_turns))
     .order_by(open_turns.c.fence)
 )
-_log = (
-    select(*(events.c[name] for name in EventRow._fields))
-    .where(events.c.session_id == bindparam("sid"))
-    .order_by(events.c.seq)
-)
+_log = select(*(events.c[name] for name in EventRow._fields)).where(sql.of_session(events)).order_by(events.c.seq)
 _set_head = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"))
-    .values({name: bindparam(f"new_{name}") for name in _COLUMNS})
+    update(sessions).where(sql.of_session(sessions)).values({name: bindparam(f"new_{name}") for name in _COLUMNS})
 )
 _insert_head = insert(sessions)
 _note_group = insert(group_changes)
-_drop_open = delete(open_turns).where(open_turns.c.session_id == bindparam("sid"))
+_drop_open = delete(open_turns).where(sql.of_session(open_turns))
 _insert_open = insert(open_turns)
 _living = (
     select(incarnations.c.id, incarnations.c.pid, incarnations.c.host)
