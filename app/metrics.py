@@ -77,7 +77,7 @@ class Metrics:
 
     def _turn_instruments(self) -> None:
         registry = self.registry
-        turns = Counter("turnlog_turns_total", "Requests for a turn by how they ended.", ["outcome"], registry=registry)
+        turns = self._counter("turnlog_turns_total", "Requests for a turn by how they ended.", "outcome")
         self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_turn_codes())}
         stages = Histogram(
             "turnlog_turn_stage_seconds",
@@ -93,11 +93,10 @@ class Metrics:
             buckets=OWN_BUCKETS,
             registry=registry,
         )
-        sizes = Counter(
+        sizes = self._counter(
             "turnlog_turn_bytes_total",
             "Of committed turns: request and reply as received, and what their content takes in the store.",
-            ["kind"],
-            registry=registry,
+            "kind",
         )
         self._bytes = tuple(sizes.labels(kind) for kind in ("request", "reply", "stored"))
         self.turns_in_flight = self._live("turnlog_turns_in_flight", "Turns that are being worked on.")
@@ -117,11 +116,8 @@ class Metrics:
         self.connections_refused = self._counter(
             "turnlog_connections_refused_total", "Connections that were turned away for want of file descriptors."
         )
-        self.loop_lag = Gauge(
-            "turnlog_loop_lag_seconds",
-            "By how much the event loop came too late at worst in the last minute.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.loop_lag = self._largest(
+            "turnlog_loop_lag_seconds", "By how much the event loop came too late at worst in the last minute."
         )
         self.cache_bytes = self._live("turnlog_cache_bytes", "Memory of the session cache, roughly.")
         self.cache_sessions = self._live("turnlog_cache_sessions", "Sessions in the cache.")
@@ -137,11 +133,8 @@ class Metrics:
         self.export_bytes = self._counter("turnlog_export_bytes_total", "Bytes that exports have sent.")
         self.export_seconds = self._counter("turnlog_export_seconds_total", "How long ended exports took together.")
         self.processes = self._live("turnlog_processes", "API processes that live.")
-        self.started = Gauge(
-            "turnlog_process_start_time_seconds",
-            "When the youngest API process began, in seconds since the epoch.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.started = self._largest(
+            "turnlog_process_start_time_seconds", "When the youngest API process began, in seconds since the epoch."
         )
 
     def _store_instruments(self) -> None:
@@ -167,16 +160,18 @@ class Metrics:
         self.totals(self.tombstones, _none_yet(BlobsTombstoned))
         self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads that were deleted.")
         self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor saw to.", "action")
-        self.janitor_round = Gauge(
+        self.janitor_round = self._largest(
             "turnlog_janitor_last_round_timestamp_seconds",
             "When the janitor last came to the end of a round, in seconds since the epoch.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
         )
 
     def _live(self, name: str, help_text: str, *labels: str) -> Gauge:
         """A gauge that adds up over the processes that live."""
         return Gauge(name, help_text, labels, registry=self.registry, multiprocess_mode="livesum")
+
+    def _largest(self, name: str, help_text: str) -> Gauge:
+        """A gauge of the process that lives and has the largest."""
+        return Gauge(name, help_text, registry=self.registry, multiprocess_mode="livemax")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)

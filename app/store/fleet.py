@@ -13,7 +13,7 @@ from app.domain.events import UnknownEvent, name_of
 from app.domain.fleet import AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
-from app.store.log import BaseOperation
+from app.store.log import StoreOperation
 from app.store.schema import fleet_events, open_turns
 
 _ROW = (fleet_events.c.seq, fleet_events.c.at, fleet_events.c.type, fleet_events.c.version, fleet_events.c.data)
@@ -82,7 +82,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
     return placed
 
 
-class AppendFleet(BaseOperation, frozen=True):
+class AppendFleet(StoreOperation, frozen=True):
     """Append an event after number `expected`; None if the log has advanced.
 
     `lease_s`: a pause ends this many seconds after the write, or at the event's own `until` if that is later.
@@ -92,11 +92,6 @@ class AppendFleet(BaseOperation, frozen=True):
     event: FleetEvent
     lease_s: float | None = None
     runs_inline: ClassVar[bool] = True
-
-    @property
-    def session_id(self) -> str:
-        """It belongs to no session, so it runs alone."""
-        return ""
 
     def apply(self, tx: Tx) -> Placed | None:
         row = tx.one(_last, {})

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, select, union
 
 from app.store import group_reads, reads
-from app.store.damaged import PageDamaged, attempt, split
+from app.store.damaged import attempt_or, split
 from app.store.figures import Figures
 from app.store.group_reads import FeedLease
 from app.store.heads_view import ClaimCounts, Counts, HeadFilter, HeadRow
@@ -117,7 +117,4 @@ def _holding(connection: Connection, ids: Sequence[str]) -> Mapping[str, bool]:
 def _is_consumed(connection: Connection, group_id: str) -> bool:
     """Where that cannot be read it counts as not consumed, and what it holds is kept."""
     query = select(groups.c.acked_at).where(groups.c.group_id == group_id)
-    try:
-        return attempt(connection, lambda again: again.execute(query).scalar()) is not None
-    except PageDamaged:
-        return False
+    return attempt_or(connection, lambda again: again.execute(query).scalar(), None) is not None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import asyncpg
 from sqlalchemy.engine import make_url
 
-from ops.bench.measure import family
+from ops.bench.measure import family, stat
 
 SETTINGS = {
     "fsync": "on",
@@ -103,8 +103,4 @@ def plain_url(url: str) -> str:
 
 def _cpu_s(pid: int, *, ended: bool) -> float:
     """`ended`: with that of its children that are no more."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, fields[11:15] if ended else fields[11:13])) * _TICK_S
+    return sum(map(int, stat(pid)[11 : 15 if ended else 13])) * _TICK_S
