@@ -16,7 +16,7 @@ from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
 from app.export.exports import Exports
 from app.export.feed import Feed
-from app.export.session_samples import Samples
+from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
 from app.lazy_import import LazyImport
 from app.metrics import Metrics
@@ -28,7 +28,7 @@ from app.upstream.client import EngineClient
 from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.api.page.page import Page
+    from app.api.page.page import PageReaders
     from app.tito.prompts import Prompts
 
 
@@ -67,7 +67,7 @@ class Services(Assembly):
         self.doorway = doorway
         self.exporter = Exports(database, release)
         self.feed = Feed(database, self.writer, self.exporter)
-        self.samples = Samples(self.cache, self.token_in, release)
+        self.samples = SessionSamples(self.cache, self.token_in, release)
         self.health = HealthWatch(
             self.engines,
             client,
@@ -88,7 +88,7 @@ class Services(Assembly):
             self.page.made.watch.stop()
 
 
-def _page(made: Services, release: str) -> Page:
+def _page(made: Services, release: str) -> PageReaders:
     from app.api.page.page import page_of  # nobody may ever look
 
     return page_of(made, release)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from app.export.containers.writer import Writer
+from app.export.containers.writer import ContainerWriter
 from app.export.row import Fields
 from app.tasks import cancelled
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class _Worker:
     """Does a writer's work on threads. A cancellation does not stop a thread: closing leaves the end to it then."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ContainerWriter) -> None:
         self._writer = writer
         self._work: asyncio.Task[Any] | None = None
 
@@ -49,7 +49,7 @@ async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[S
 
 
 async def written(
-    writer: Writer, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
+    writer: ContainerWriter, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
 ) -> AsyncGenerator[bytes]:
     """The pages as pieces of one file."""
     with contextlib.closing(_Worker(writer)) as worker:

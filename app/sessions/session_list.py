@@ -93,7 +93,7 @@ class SessionQuery(BaseModel):
     order: Literal["desc", "asc"] = Field(default="desc", description="Up or down.")
 
 
-class Page(msgspec.Struct, frozen=True):
+class SessionListPage(msgspec.Struct, frozen=True):
     """`total`: how many sessions match in all, counted up to 100,000; beyond, `total_is_exact` says no."""
 
     sessions: Sequence[SessionRow]
@@ -128,20 +128,20 @@ class SessionList:
         self._engines = engines
         self._clock = clock
 
-    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> Page:
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> SessionListPage:
         """Raises InvalidRequest for a cursor that is not one of these, StoreUnavailable."""
         after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
-        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> Page:
-            return Page(
+        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> SessionListPage:
+            return SessionListPage(
                 sessions=[session_row(row, newest, held) for row in found[:limit]],
                 next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
                 total=min(total, COUNTED),
                 total_is_exact=is_exact,
             )
 
-        def read(connection: Connection) -> Page:
+        def read(connection: Connection) -> SessionListPage:
             newest = self.newest_version(connection)
             if query.state == "gated" or _needs_claim(query):
                 rows, is_exact = self._in_flight(connection, query, newest, held)
@@ -152,7 +152,7 @@ class SessionList:
             found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
             return page(found, total, is_exact, newest)
 
-        def around_damage(connection: Connection) -> Page:
+        def around_damage(connection: Connection) -> SessionListPage:
             newest = self.newest_version_of_each(connection)
             every = survey_lists.rows(connection, _wanted(query, newest, held))
             rows = [row for row in every if self._is_claimed_as_asked(row, query, held)]

@@ -37,21 +37,21 @@ _generating = (
 _counts = select(open_turns.c.adapter, func.count()).group_by(open_turns.c.adapter)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class FleetRead(msgspec.Struct, frozen=True):
     """Events in order, and the database's clock at the read, in seconds since the epoch."""
 
     events: list[Placed]
     now: float
 
 
-def state(connection: Connection) -> Seen:
+def state(connection: Connection) -> FleetRead:
     """The last event of each key, which is the whole state. Raises StoreUnavailable if one cannot be read."""
-    return Seen(_decoded(connection.execute(_state)), clock(connection))
+    return FleetRead(_decoded(connection.execute(_state)), clock(connection))
 
 
-def seen(rows: Sequence[Row]) -> Seen:
+def seen(rows: Sequence[Row]) -> FleetRead:
     """The result of `SINCE`. Raises as `state`."""
-    return Seen(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
+    return FleetRead(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
 
 
 def clock(connection: Connection) -> float:

@@ -18,7 +18,7 @@ from app.domain.events import TurnCommitted, UnknownEvent
 from app.store import projections as heads
 from app.store.damaged import attempt, attempt_or, rows_in_parts, session_ids
 from app.store.dialect import AlchemyTx
-from app.store.projections import Log
+from app.store.projections import FoldedLog
 from app.store.reads import EventRow, decode_events
 from app.store.rollouts import root_in_logs
 from app.store.schema import (
@@ -194,7 +194,7 @@ class _Copy:
         return known + 1 if indexed is None else max(known, min(indexed, known + MOST_LOST))
 
     def _derived_head(
-        self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: Log | None
+        self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: FoldedLog | None
     ) -> Fields:
         """What the log says; of one that cannot be read, a head by which the session is known and not written to."""
         if folded is not None:
@@ -212,13 +212,13 @@ class _Copy:
             "body_hash": "",
         }
 
-    def _claims(self, session_id: str, folded: Log | None) -> None:
+    def _claims(self, session_id: str, folded: FoldedLog | None) -> None:
         rows = self._rows(open_turns, session_id)
         if rows is None and folded is not None:
             rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in heads.open_rows(folded).items()]
         self._insert(open_turns, rows or [])
 
-    def _content(self, table: Table, session_id: str, folded: Log | None) -> bool:
+    def _content(self, table: Table, session_id: str, folded: FoldedLog | None) -> bool:
         """Copy a session's rows of a table; was it all of them?"""
         rows = self._rows(table, session_id)
         if rows is not None:
@@ -279,7 +279,7 @@ def _is_event(row: Mapping[str, Any]) -> bool:
     return all(isinstance(row[name], kind) for name, kind in kinds.items())
 
 
-def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> Log | None:
+def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> FoldedLog | None:
     rows = [EventRow(row["seq"], row["at"], row["type"], row["version"], row["data"]) for row in log]
     try:
         return heads.folded(session_id, decode_events(rows), partial(_root, source))
@@ -305,7 +305,7 @@ def _lost_event(session_id: str, seq: int, at: float) -> Fields:
     }
 
 
-def _lost_chunks(session_id: str, log: Log) -> Iterator[Fields]:
+def _lost_chunks(session_id: str, log: FoldedLog) -> Iterator[Fields]:
     """Every live chunk of the log, without its content; those that were copied stay as they are."""
     needed = {
         (chunk.fence, chunk.number): (payload.kind, chunk)

@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from ops.simulator.generation import Generation, Writer, encode
+from ops.simulator.generation import Generation, ReplyWriter, encode
 from ops.simulator.template import Conversation, Toolbox
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
@@ -47,7 +47,7 @@ def conversation(prompt: Encoded) -> Conversation:
     return Conversation((), Toolbox((), ""), digest, digest, 0)
 
 
-def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """SGLang's reply: no ``meta_info``, payloads in ``sglext``, weight versions in ``metadata``."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
@@ -72,7 +72,7 @@ def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def vllm(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """vLLM's reply: everything that belongs to the tokens is on the choice."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
@@ -103,13 +103,13 @@ def _head(generation: Generation[CompletionRequest], name: str) -> bytes:
     )
 
 
-def _text(generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool) -> bytes:
+def _text(generation: Generation[CompletionRequest], writer: ReplyWriter, with_prompt: bool) -> bytes:
     text = generation.draft.text
     return encode(writer.text_of(generation.prompt.ids()) + text if with_prompt else text)
 
 
 def _logprobs(
-    generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool, counted: bool = False
+    generation: Generation[CompletionRequest], writer: ReplyWriter, with_prompt: bool, counted: bool = False
 ) -> bytes:
     """An echoed prompt's tokens stand before the sampled ones; nothing predicted the first, so it has no logprob."""
     draft, prompt = generation.draft, generation.prompt

@@ -77,7 +77,7 @@ class Generation(Generic[R]):
         return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None
 
 
-class Writer:
+class ReplyWriter:
     """Tables from token ids to their wire form; the hot path only joins."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
-    Writer,
+    ReplyWriter,
     deltas,
     encode,
     event,
@@ -48,7 +48,7 @@ def check_start(request: Request, prompt_tokens: int) -> None:
         raise BadRequest(f"routed_experts_start_len must be in [0, {prompt_tokens}].")
 
 
-def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
@@ -75,7 +75,7 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, object]:
+def _finish(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[str, object]:
     finish = generation.draft.finish
     if finish == "length":
         return {"type": "length", "length": generation.completion_tokens}
@@ -89,7 +89,7 @@ def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, ob
 
 
 def _meta_info(
-    generation: Generation[ChatRequest], writer: Writer, numbers: list[bytes], experts: bytes | None
+    generation: Generation[ChatRequest], writer: ReplyWriter, numbers: list[bytes], experts: bytes | None
 ) -> list[bytes]:
     facts = {
         "id": generation.id,
@@ -116,7 +116,7 @@ def _tail(generation: Generation[ChatRequest]) -> bytes:
     return b',"usage":%s,"metadata":%s' % (encode({**generation.usage, "reasoning_tokens": 0}), encode(metadata))
 
 
-def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events."""
     request, draft = generation.request, generation.draft
     common = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
-    Writer,
+    ReplyWriter,
     deltas,
     encode,
     event,
@@ -28,7 +28,7 @@ def adapter(request: Request, config: Config) -> str | None:
     return None
 
 
-def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
+def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes:
     """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
     request = generation.request
     if not request.logprobs:
@@ -38,7 +38,7 @@ def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
     return writer.content_logprobs(generation.draft, writer.logprobs(generation.draft))
 
 
-def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
@@ -64,7 +64,7 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events, token ids as deltas where asked for."""
     request, draft = generation.request, generation.draft
     common = {

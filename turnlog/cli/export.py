@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import INTERRUPTED, Failure, Usage, say, wants_json
+from turnlog.cli.run import INTERRUPTED, Failure, UsageError, say, wants_json
 from turnlog.errors import Unreachable
 from turnlog.parameters import ExportParameters
 
@@ -35,7 +35,7 @@ def export(
     if file is not None:
         _to_file(server, wish, file, overwrite=overwrite, restart=restart, for_machine=for_machine)
     elif for_machine or overwrite or restart:
-        raise Usage("--json, --overwrite and --restart are for an export to a file")
+        raise UsageError("--json, --overwrite and --restart are for an export to a file")
     else:
         _to_output(server, wish)
 
@@ -88,7 +88,7 @@ def _to_file(
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
     """Bytes as they come: a reader that goes away ends the export."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
-        raise Usage(f"{wish['format']} is not for a terminal: name a file, or redirect")
+        raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
     out = sys.stdout.buffer
     with server.stream("/export", wish) as response:
         for piece in response.iter_bytes():

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, Usage, asking, printed_as_json
+from turnlog.cli.run import Json, Token, Url, UsageError, asking, printed_as_json
 from turnlog.errors import TurnlogError
 
 
@@ -33,7 +33,7 @@ def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: J
     if ctx.invoked_subcommand is None:
         list_engines(ctx, url=url, token=token, as_json=as_json)
     elif url is not None or token is not None or as_json:
-        raise Usage("options stand behind list, add, drain or remove")
+        raise UsageError("options stand behind list, add, drain or remove")
 
 
 @engines_app.command("list")
@@ -100,7 +100,7 @@ def pause(
     """Hold an adapter's turns back, or with --fleet all, and abort what is being generated."""
     wish = {"lease_s": lease_s, "mode": mode}
     if mode is not None and not fleet:
-        raise Usage("--mode needs --fleet")
+        raise UsageError("--mode needs --fleet")
     _order(ctx, "pause", adapter, fleet, wish)
 
 
@@ -112,7 +112,7 @@ def resume(
 ) -> None:
     """Let an adapter's turns go on, or with --fleet all."""
     if version is not None and fleet:
-        raise Usage("--version is for an adapter")
+        raise UsageError("--version is for an adapter")
     _order(ctx, "resume", adapter, fleet, {"version": version})
 
 
@@ -125,7 +125,7 @@ def _order(
 ) -> None:
     """Say it, and print how the gate is now and how each engine took it; exit code 1 where one did not."""
     if fleet == (adapter is not None):
-        raise Usage("name an adapter, or --fleet")
+        raise UsageError("name an adapter, or --fleet")
     where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"
     body = {name: value for name, value in wish.items() if value is not None}
     failure: TurnlogError | None = None

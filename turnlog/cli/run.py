@@ -30,7 +30,7 @@ class Failure(Exception):
         self.lines = (message, *more)
 
 
-class Usage(Failure):
+class UsageError(Failure):
     """What was asked for does not fit together."""
 
     def __init__(self, message: str) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Usage, printed_as_json, say
+from turnlog.cli.run import UsageError, printed_as_json, say
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -135,7 +135,7 @@ def groups(
     """The groups, or one group's attempts and rewards."""
     server = remote(ctx)
     if group is not None and cursor is not None:
-        raise Usage("--cursor is for the list of all groups")
+        raise UsageError("--cursor is for the list of all groups")
     if group is None:
         found = server.read("GET", "/ui/api/groups", parameters={"limit": limit, "cursor": cursor})
     else:

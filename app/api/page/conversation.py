@@ -35,7 +35,7 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class ConversationView(msgspec.Struct, frozen=True):
     """`messages` up to turn `turn` (null: there is none), without the `omitted` oldest.
 
     `params` and `tools` are those of the turn's request, as the engine got them; `errors` says of each of the two why
@@ -54,20 +54,20 @@ class Conversations:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def at(self, session_id: str, seq: int | None, turn: int | None) -> Conversation:
+    async def at(self, session_id: str, seq: int | None, turn: int | None) -> ConversationView:
         """Up to `turn`, None: the last live one, as of event `seq`. Raises as `session_at`, NotFound for a turn."""
         found = await session_at(self._database, session_id, seq)
         leaf = found.session.leaf
         number = turn if turn is not None else None if leaf is None else leaf.number
         if number is None:
-            return Conversation(None, [], None, None, 0, {})
+            return ConversationView(None, [], None, None, 0, {})
         _, event = found.turn(number)
         messages = await self._messages(found, number)
         errors: dict[str, str] = {}
         params = await self._blob(session_id, event.params, "params", errors)
         tools = None if event.tools is None else await self._blob(session_id, event.tools, "tools", errors)
         total = event.base_messages + event.new_messages + 1
-        return Conversation(number, messages, params, tools, total - len(messages), errors)
+        return ConversationView(number, messages, params, tools, total - len(messages), errors)
 
     async def _messages(self, found: SessionAt, number: int) -> list[Shown]:
         """The newest that fit, oldest first."""

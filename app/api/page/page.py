@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from app.api.state import Services
 
 
-class Page(NamedTuple):
+class PageReaders(NamedTuple):
     sessions: SessionList
     overviews: Overviews
     watch: Watch
@@ -29,11 +29,11 @@ class Page(NamedTuple):
     previews: Previews
 
 
-def page_of(app: Services, release: str) -> Page:
+def page_of(app: Services, release: str) -> PageReaders:
     """`release` is this version's name."""
     database, held = app.database, app.turns.held
     sessions = SessionList(database, held, app.engines, time.time)
-    return Page(
+    return PageReaders(
         sessions=sessions,
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
         watch=Watch(database, sessions),

@@ -27,7 +27,7 @@ from app.store.engine import Database
 from workers.codec import CorruptContent
 
 
-class Stages(msgspec.Struct, frozen=True):
+class StageTimes(msgspec.Struct, frozen=True):
     """Milliseconds in each stage; see `events.Timing`."""
 
     gate: float
@@ -37,7 +37,7 @@ class Stages(msgspec.Struct, frozen=True):
     validate: float
 
 
-class Part(msgspec.Struct, frozen=True):
+class PartView(msgspec.Struct, frozen=True):
     """Output tokens [start, end) came from one generation of this engine."""
 
     engine: str
@@ -68,7 +68,7 @@ class TurnView(msgspec.Struct, frozen=True):
     protocol: str
     adapter: str | None
     finish_reason: str | None
-    timing: Stages | None
+    timing: StageTimes | None
     prompt_tokens: int
     base_tokens: int
     suffix_tokens: int
@@ -78,7 +78,7 @@ class TurnView(msgspec.Struct, frozen=True):
     messages: int
     weight_versions: Sequence[VersionSpan]
     dispatched: str | None
-    parts: Sequence[Part]
+    parts: Sequence[PartView]
     payloads: Sequence[PayloadView]
     discarded_by: int | None
 
@@ -114,7 +114,7 @@ class Rollback(msgspec.Struct, frozen=True):
     discarded: Sequence[int]
 
 
-class Problem(msgspec.Struct, frozen=True):
+class ViewProblem(msgspec.Struct, frozen=True):
     """What of the session cannot be shown, and why."""
 
     part: str
@@ -141,7 +141,7 @@ class SessionView(msgspec.Struct, frozen=True):
     turns: Sequence[TurnView]
     failed: Sequence[FailedTurn]
     rollbacks: Sequence[Rollback]
-    problems: Sequence[Problem]
+    problems: Sequence[ViewProblem]
 
 
 class SessionViews:
@@ -154,14 +154,14 @@ class SessionViews:
     async def at(self, session_id: str, seq: int | None) -> SessionView:
         """After event `seq`, None: the last. Raises as `session_at`."""
         found = await session_at(self._database, session_id, seq)
-        problems = [] if found.damage is None else [Problem("log", found.damage)]
+        problems = [] if found.damage is None else [ViewProblem("log", found.damage)]
         metadata = await self._metadata(found.session, problems)
         is_held = found.session.version == found.last_seq and session_id in self._held()
         if len(found.events) <= INLINE:
             return _view(found, metadata, problems, is_held=is_held)
         return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
 
-    async def _metadata(self, session: Session, problems: list[Problem]) -> msgspec.Raw | None:
+    async def _metadata(self, session: Session, problems: list[ViewProblem]) -> msgspec.Raw | None:
         """None where there is none, or none any more."""
         blob = session.metadata
         if blob is None or session.status == "erased":
@@ -171,12 +171,14 @@ class SessionViews:
                 lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
         except (CorruptContent, SessionUnreadable) as error:
-            problems.append(Problem("metadata", str(error)))
+            problems.append(ViewProblem("metadata", str(error)))
             return None
         return msgspec.Raw(found[blob.number])
 
 
-def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Problem], *, is_held: bool) -> SessionView:
+def _view(
+    found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[ViewProblem], *, is_held: bool
+) -> SessionView:
     session = found.session
     discarded_by = {
         turn: recorded.seq
@@ -250,10 +252,10 @@ def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_
         seq=recorded.seq,
         timing=None
         if event.timing is None
-        else Stages(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
+        else StageTimes(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
         prompt_tokens=event.base_tokens + event.suffix_tokens,
         messages=event.base_messages + event.new_messages + 1,
-        parts=[Part(part.engine, part.start, part.end) for part in event.parts],
+        parts=[PartView(part.engine, part.start, part.end) for part in event.parts],
         payloads=[PayloadView(ref.kind, ref.stop - ref.start, ref.kind not in readable) for ref in event.payloads],
         discarded_by=discarded_by.get(event.turn),
     )
