@@ -172,7 +172,6 @@ def _when(at: float) -> str:
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:
-    """The state for a terminal."""
     closed = "" if state["closed_at"] is None else f", closed {_when(state['closed_at'])}"
     yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
     yield f"created {_when(state['created_at'])}{closed}"

@@ -40,8 +40,6 @@ Schema = dict[str, Any]
 
 
 class Reference:
-    """The document as Markdown."""
-
     def __init__(self, document: Schema) -> None:
         self._document = document
         self._operations = [

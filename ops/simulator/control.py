@@ -19,9 +19,10 @@ Query = dict[str, str]
 Handler = Callable[[bytes, Query], Awaitable[Reply]]
 
 
-class OpenSession(Struct):
-    """Body of ``/open_session``."""
+# The bodies of the routes that they are named after.
 
+
+class OpenSession(Struct):
     capacity_of_str_len: int
     session_id: str | None = None
     streaming: bool | None = None
@@ -29,27 +30,19 @@ class OpenSession(Struct):
 
 
 class CloseSession(Struct):
-    """Body of ``/close_session``."""
-
     session_id: str
 
 
 class AbortRequest(Struct):
-    """Body of ``/abort_request``."""
-
     rid: str | None = None
     abort_all: bool = False
 
 
 class PauseGeneration(Struct):
-    """Body of ``/pause_generation``."""
-
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
 class UpdateWeightVersion(Struct):
-    """Body of ``/update_weight_version``."""
-
     new_version: str
     abort_all_requests: bool = True
 

@@ -67,7 +67,6 @@ class Engine:
         self._number = 0
 
     def error(self, message: str, status: int = 400) -> Reply:
-        """An error in the dialect's shape."""
         return self._dialect.error(message, status)
 
     def adapter_of(self, body: bytes) -> str | None:

@@ -327,14 +327,11 @@ class FaultQueue:
         return self._waiting.popleft() if self._waiting else None
 
     def names(self) -> list[str]:
-        """What is queued, in order."""
         return [order.fault for order in self._waiting]
 
     def clear(self) -> None:
-        """Forget what is queued."""
         self._waiting.clear()
 
 
 def replace_count(order: FaultOrder) -> FaultOrder:
-    """``order`` for a single request."""
     return msgspec.structs.replace(order, count=1)

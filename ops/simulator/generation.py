@@ -53,7 +53,6 @@ class Generation(Generic[R]):
 
     @property
     def sim(self) -> Sim:
-        """The request's wishes."""
         return self.request.sim or Sim()
 
     @property
@@ -214,5 +213,4 @@ def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"
