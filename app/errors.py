@@ -4,47 +4,6 @@ An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry`
 same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules. If it
 is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
-    AppError
-    ├── InvalidRequest          400 invalid_request       the message says what is wrong, and where
-    │   ├── Unsupported         400 unsupported           documented, but not in this version or installation
-    │   ├── RollbackTooDeep     400 rollback_too_deep     the history goes back further than the rollback window
-    │   └── HistoryMismatch     400 history_mismatch      the history differs from the stored one
-    ├── Unauthorized            401 unauthorized          no token, or an unknown one
-    ├── Forbidden               403 forbidden             the token does not allow it; or no token is set and the
-    │                                                     client is on another machine
-    ├── SessionNotFound         404 session_not_found     the id was never used, or is another token's
-    ├── NotFound                404 not_found             a turn, payload or refused reply does not exist
-    ├── SessionClosed           404 session_closed        the session was closed or erased
-    ├── RequestTimeout          408 request_timeout       the body did not arrive in time
-    ├── SessionExists           409 session_exists        created earlier with another body
-    │   └── SessionEnded        409 session_closed        created earlier, and closed or erased since
-    ├── TooManySessions         409 too_many_sessions     a session token has created its maximum below a root
-    ├── SessionBusy             409 session_busy          another turn of the session is in flight
-    ├── ClaimLost               409 claim_lost            the claim was taken over during the turn
-    ├── PayloadTombstoned       410 payload_tombstoned    a replay payload older than the rollback window
-    ├── RequestTooLarge         413 request_too_large
-    ├── TargetTooLong           414 target_too_long       path and query exceed the limit
-    ├── IdempotencyMismatch     422 idempotency_mismatch  the key was used with another body
-    ├── HeadersTooLarge         431 headers_too_large
-    ├── ClientGone              499 client_disconnected   for the log only: the client is gone
-    ├── UpstreamInvalid         502 upstream_invalid      a 200 with an invalid body
-    ├── WorkerCrash             502 worker_crash          two worker processes in a row crashed on the reply
-    ├── EnginesFailed           502 engines_failed        an engine did not carry out a pause or resume
-    ├── UpstreamUnreachable     502 upstream_unreachable
-    ├── SessionOpenFailed       502 session_open_failed   an engine did not open the session of the request
-    ├── UpstreamTimeout         504 upstream_timeout
-    ├── NoUpstream              503 no_upstream
-    ├── GenerationAborted       503 generation_aborted    an engine aborted the generation; the policy is `fail`
-    ├── Overloaded              503 overloaded            a limit is reached; retry later
-    │   └── BodyGivenUp         503 overloaded            a slow body was dropped to free memory for others
-    ├── StoreUnavailable        503 store_unavailable
-    │   ├── StoreLost           503 store_unavailable     the database file was deleted or replaced; the process ends
-    │   ├── StoreLocked         503 store_unavailable     another program holds the database's lock
-    │   └── StoreDamaged        503 store_unavailable     a damaged page that belongs to no single session
-    ├── StoreFull               507 store_full
-    ├── TokenPrefixMismatch     500 token_prefix_mismatch the prompt's tokens are not the stored or sent ones
-    └── SessionUnreadable       500 session_unreadable    the log or content of this session is damaged
-
 `StartupError` is not sent to clients: it stops the process with one line, or one for each wrong setting.
 """
 
@@ -58,6 +17,8 @@ class AppError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
+    meaning: ClassVar[str] = "a fault of Turnlog's; the server's log has it"
+    """Of the code, in the OpenAPI document."""
     type: ClassVar[str] = "server_error"
     retry: bool | None = None
     retry_after_s: int | None = None
@@ -75,24 +36,37 @@ class AppError(Exception):
         return headers
 
 
+def codes(error: type[AppError] = AppError) -> dict[str, str]:
+    """The codes of an error and of all below it, and what they mean."""
+    found = {error.code: error.meaning}
+    for below in error.__subclasses__():
+        found |= codes(below)
+    return found
+
+
 class InvalidRequest(AppError):
     status, code, type, retry = 400, "invalid_request", "invalid_request_error", False
+    meaning = "the message says what is wrong, and where"
 
 
 class Unsupported(InvalidRequest):
     code = "unsupported"
+    meaning = "documented, but not in this version or installation"
 
 
 class RollbackTooDeep(InvalidRequest):
     code = "rollback_too_deep"
+    meaning = "the history goes back further than the rollback window"
 
 
 class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"
+    meaning = "the history differs from the stored one"
 
 
 class Unauthorized(AppError):
     status, code, type, retry = 401, "unauthorized", "authentication_error", False
+    meaning = "no token, or an unknown one"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "www-authenticate": "Bearer"}
@@ -100,24 +74,29 @@ class Unauthorized(AppError):
 
 class Forbidden(AppError):
     status, code, type, retry = 403, "forbidden", "permission_error", False
+    meaning = "the token does not allow it; or no token is set and the client is on another machine"
 
 
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
+    meaning = "the id was never used, or is another token's"
 
 
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
+    meaning = "the session was closed or erased"
 
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
+    meaning = "a turn, payload or refused reply does not exist"
 
 
 class RequestTimeout(AppError):
     """The connection is closed: the rest of the body would be parsed as the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
+    meaning = "the body did not arrive in time"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "connection": "close"}
@@ -125,96 +104,116 @@ class RequestTimeout(AppError):
 
 class SessionExists(AppError):
     status, code, type, retry = 409, "session_exists", "invalid_request_error", False
+    meaning = "created earlier with another body"
 
 
 class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
+    meaning = "created earlier, and closed or erased since"
 
 
 class TooManySessions(AppError):
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
+    meaning = "a session token has created its maximum below a root"
 
 
 class SessionBusy(AppError):
     status, code, type, retry = 409, "session_busy", "conflict_error", False
+    meaning = "another turn of the session is in flight"
 
 
 class ClaimLost(AppError):
     """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
+    meaning = "the claim was taken over during the turn"
 
 
 class PayloadTombstoned(AppError):
     status, code, type, retry = 410, "payload_tombstoned", "invalid_request_error", False
+    meaning = "a replay payload older than the rollback window"
 
 
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
+    meaning = "past `TURNLOG_MAX_REQUEST_BYTES`"
 
 
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
+    meaning = "path and query exceed the limit"
 
 
 class HeadersTooLarge(AppError):
     status, code, type, retry = 431, "headers_too_large", "invalid_request_error", False
+    meaning = "the headers are too large"
 
 
 class IdempotencyMismatch(AppError):
     status, code, type, retry = 422, "idempotency_mismatch", "invalid_request_error", False
+    meaning = "the key was used with another body"
 
 
 class ClientGone(AppError):
     status, code, type = 499, "client_disconnected", "invalid_request_error"
+    meaning = "for the log only: the client is gone"
 
 
 class UpstreamInvalid(AppError):
     """The engine's reply failed validation; another generation may succeed."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
+    meaning = "a 200 with an invalid body"
 
 
 class WorkerCrash(AppError):
     """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
+    meaning = "two worker processes in a row crashed on the reply"
 
 
 class EnginesFailed(AppError):
     """The gate is in the requested state. The body lists each engine's result beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
+    meaning = "an engine did not carry out a pause or resume"
 
 
 class UpstreamUnreachable(AppError):
     status, code, type = 502, "upstream_unreachable", "upstream_error"
+    meaning = "no connection to an engine, or one that broke"
 
 
 class SessionOpenFailed(AppError):
     """`nvext.session_control` failed: no generation was sent, and the session is bound to no engine."""
 
     status, code, type = 502, "session_open_failed", "upstream_error"
+    meaning = "an engine did not open the session of the request"
 
 
 class UpstreamTimeout(AppError):
     status, code, type = 504, "upstream_timeout", "upstream_error"
+    meaning = "the engine took too long"
 
 
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
+    meaning = "there is no engine"
     retry_after_s = 5
 
 
 class GenerationAborted(AppError):
     status, code, type = 503, "generation_aborted", "upstream_error"
+    meaning = "an engine aborted the generation; the policy is `fail`"
     retry_after_s = 1
 
 
 class Overloaded(AppError):
     status, code, type = 503, "overloaded", "server_error"
+    meaning = "a limit is reached; retry later"
     retry_after_s = 1
 
 
@@ -227,6 +226,7 @@ class BodyGivenUp(Overloaded):
 
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
+    meaning = "the database cannot answer or commit"
     retry_after_s: int | None = 2
 
 
@@ -247,6 +247,7 @@ class StoreLocked(StoreUnavailable):
 
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
+    meaning = "the disk or the database is full"
     retry_after_s = 30
 
 
@@ -254,12 +255,14 @@ class TokenPrefixMismatch(AppError):
     """Nothing is committed: the engine never saw the token sequence that would be trained on."""
 
     status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
+    meaning = "the prompt's tokens are not the stored or sent ones"
 
 
 class SessionUnreadable(AppError):
     """Nothing is guessed, and no other session is affected."""
 
     status, code, type, retry = 500, "session_unreadable", "server_error", False
+    meaning = "the log or content of this session is damaged"
 
 
 class StartupError(Exception):

@@ -25,7 +25,6 @@ from app.api.auth import Guard
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
-from app.api.limits import RequestMemory
 from app.api.page import files as ui_files
 from app.api.page import live as ui_live
 from app.api.page import routes as ui
@@ -35,28 +34,18 @@ from app.api.security_headers import hardened
 from app.api.state import Services
 from app.api.tokens import Tokens
 from app.api.turns import serve_turn
-from app.assembly import Assembly
 from app.errors import AppError, StartupError
-from app.event_loop_lag import LoopLag
-from app.export.exports import Exports
-from app.export.feed import Feed
-from app.export.session_samples import Samples
 from app.extras import install
-from app.fleet.health import HealthWatch
-from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
-from app.store.cached_figures import CachedFigures
 from app.store.engine import Database, load_driver
 from app.tito.families import family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
-from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.api.page.page import Page
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -71,7 +60,7 @@ async def run_services(
     settings: Settings,
     release: str,
     tokens: Tokens,
-    doorway: ConnectionLimit,
+    connection_limit: ConnectionLimit,
     load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
     """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
@@ -88,125 +77,29 @@ async def run_services(
         prompts = await _prompts(settings, load_prompts)
         registration = Registration(database)
         await registration.attempt()
-        pool = Pool(settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes)
-        made = _assembled(settings, database, client, pool, registration, prompts)
+        made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
         stack.push_async_callback(made.stop)
         await _open(made)
-        health = _health(settings, made, client)
-        stack.push_async_callback(health.stop)
-        stack.push_async_callback(pool.stop, 0)
+        stack.push_async_callback(made.health.stop)
+        stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
-        counted = CachedFigures(database, time.monotonic)
-        stack.push_async_callback(counted.stop)
-        lag = LoopLag(time.monotonic)
-        stack.push_async_callback(lag.stop)
-        lag.start()
+        stack.push_async_callback(made.counted.stop)
+        stack.push_async_callback(made.lag.stop)
+        made.lag.start()
         made.start()
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
-        health.start()
-        pool.start()
-        yield _services(
-            settings, release, tokens, doorway, metrics, database, registration, pool, made, health, counted, lag
-        )
+        made.health.start()
+        made.pool.start()
+        yield made
 
 
-def _assembled(
-    settings: Settings,
-    database: Database,
-    client: EngineClient,
-    pool: Pool,
-    registration: Registration,
-    prompts: Prompts | None,
-) -> Assembly:
-    return Assembly(
-        database=database,
-        client=client,
-        pool=pool,
-        settings=settings,
-        clock=time.time,
-        incarnation=registration.incarnation,
-        prompts=prompts,
-    )
-
-
-def _services(
-    settings: Settings,
-    release: str,
-    tokens: Tokens,
-    doorway: ConnectionLimit,
-    metrics: Metrics,
-    database: Database,
-    registration: Registration,
-    pool: Pool,
-    made: Assembly,
-    health: HealthWatch,
-    counted: CachedFigures,
-    lag: LoopLag,
-) -> Services:
-    exporter = Exports(database, release)
-    return Services(
-        settings=settings,
-        database=database,
-        registration=registration,
-        writer=made.writer,
-        engines=made.engines,
-        engine_pool=made.engine_pool,
-        health=health,
-        fleet=made.fleet,
-        gates=made.gates,
-        pauses=made.pauses,
-        sessions=made.sessions,
-        turns=made.turns,
-        exporter=exporter,
-        feed=Feed(database, made.writer, exporter),
-        samples=Samples(made.cache, made.token_in, release),
-        pool=pool,
-        inflight=RequestMemory(settings.inflight_bytes, settings.max_request_bytes),
-        followers=made.followers,
-        metrics=metrics,
-        counted=counted,
-        cache=made.cache,
-        janitor=made.janitor,
-        tokens=tokens,
-        doorway=doorway,
-        lag=lag,
-        page=LazyImport("app.api.page.page", lambda: _page(database, registration, made, metrics, release)),
-    )
-
-
-def _page(database: Database, registration: Registration, made: Assembly, metrics: Metrics, release: str) -> Page:
-    from app.api.page.page import page_of  # loaded at the page's first request
-
-    return page_of(
-        database=database,
-        turns=made.turns,
-        engines=made.engines,
-        pauses=made.pauses,
-        token_in=made.token_in,
-        recent=metrics.recent,
-        registration=registration,
-        release=release,
-    )
-
-
-async def _open(made: Assembly) -> None:
+async def _open(made: Services) -> None:
     """Open the assembly. Raises StartupError if the fleet's log cannot be read."""
     try:
         await made.open()
     except AppError as error:
         raise StartupError(f"the fleet's log cannot be read: {error}") from error
-
-
-def _health(settings: Settings, made: Assembly, client: EngineClient) -> HealthWatch:
-    """The health watch, not started yet."""
-    return HealthWatch(
-        made.engines,
-        client,
-        dialect=settings.upstream_dialect,
-        api_key=settings.upstream_api_key,
-        is_paused=lambda: made.fleet.fleet.gate.is_shut,
-    )
 
 
 def _client(settings: Settings) -> EngineClient:
@@ -245,14 +138,14 @@ class Turnlog(FastAPI):
         self._settings = settings
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
-        self._doorway = ConnectionLimit(time.monotonic)
+        self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self._doorway.open()
-            bound_connections(receive, self._doorway)
+            self._connection_limit.open()
+            bound_connections(receive, self._connection_limit)
             await self._live(receive, send)
         elif scope["type"] == "http":
             await self._requests(scope, receive, send)
@@ -280,7 +173,9 @@ class Turnlog(FastAPI):
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version, self._tokens, self._doorway, self._load_prompts)
+                started = run_services(
+                    self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
+                )
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
@@ -290,7 +185,7 @@ class Turnlog(FastAPI):
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
             await stack.enter_async_context(metrics_route.published(self.state.services))
-            on_stop_signal(self.state.services.let_go)
+            on_stop_signal(self.state.services.end_waits)
             _calm_collector()
             sys.setswitchinterval(SWITCH_S)
             await send({"type": "lifespan.startup.complete"})

@@ -15,7 +15,7 @@ from typing import get_args, get_type_hints
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import AppError, EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized
+from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
 from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -77,7 +77,7 @@ class Metrics:
 
     def _turn_instruments(self) -> None:
         registry = self.registry
-        turns = Counter("turnlog_turns_total", "Requests for a turn by outcome.", ["outcome"], registry=registry)
+        turns = self._counter("turnlog_turns_total", "Requests for a turn by outcome.", "outcome")
         self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_turn_codes())}
         stages = Histogram(
             "turnlog_turn_stage_seconds",
@@ -93,11 +93,10 @@ class Metrics:
             buckets=OWN_BUCKETS,
             registry=registry,
         )
-        sizes = Counter(
+        sizes = self._counter(
             "turnlog_turn_bytes_total",
             "Bytes of committed turns: request and reply as received, and their content as stored.",
-            ["kind"],
-            registry=registry,
+            "kind",
         )
         self._bytes = tuple(sizes.labels(kind) for kind in ("request", "reply", "stored"))
         self.turns_in_flight = self._gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate.")
@@ -110,19 +109,14 @@ class Metrics:
         self.request_errors = self._counter(
             "turnlog_request_errors_total", "Errors of other requests, and of turns refused by authorisation.", "code"
         )
-        self.totals(self.request_errors, dict.fromkeys((*_codes(AppError), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
+        self.totals(self.request_errors, dict.fromkeys((*codes(), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
         self.inflight = self._gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory.")
         self.inflight_limit = self._gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes.")
         self.connections = self._gauge("turnlog_connections", "Open connections of clients.")
         self.connections_refused = self._counter(
             "turnlog_connections_refused_total", "Connections refused for lack of file descriptors."
         )
-        self.loop_lag = Gauge(
-            "turnlog_loop_lag_seconds",
-            "Largest delay of the event loop in the last minute.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
-        )
+        self.loop_lag = self._largest("turnlog_loop_lag_seconds", "Largest delay of the event loop in the last minute.")
         self.cache_bytes = self._gauge("turnlog_cache_bytes", "Approximate memory of the session cache.")
         self.cache_sessions = self._gauge("turnlog_cache_sessions", "Sessions in the cache.")
         self.cache_hits = self._counter("turnlog_cache_hits_total", "Lookups found in the session cache.", "content")
@@ -137,11 +131,8 @@ class Metrics:
         self.export_bytes = self._counter("turnlog_export_bytes_total", "Bytes sent by all exports.")
         self.export_seconds = self._counter("turnlog_export_seconds_total", "Total duration of ended exports.")
         self.processes = self._gauge("turnlog_processes", "Living API processes.")
-        self.started = Gauge(
-            "turnlog_process_start_time_seconds",
-            "Start time of the youngest API process, in seconds since the epoch.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.started = self._largest(
+            "turnlog_process_start_time_seconds", "Start time of the youngest API process, in seconds since the epoch."
         )
 
     def _store_instruments(self) -> None:
@@ -167,16 +158,18 @@ class Metrics:
         self.totals(self.tombstones, _zero_by_reason(BlobsTombstoned))
         self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted.")
         self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action")
-        self.janitor_round = Gauge(
+        self.janitor_round = self._largest(
             "turnlog_janitor_last_round_timestamp_seconds",
             "End of the janitor's last round, in seconds since the epoch.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
         )
 
     def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
         """A gauge that is summed over the living processes."""
         return Gauge(name, help_text, labels, registry=self.registry, multiprocess_mode="livesum")
+
+    def _largest(self, name: str, help_text: str) -> Gauge:
+        """A gauge of the process that lives and has the largest."""
+        return Gauge(name, help_text, registry=self.registry, multiprocess_mode="livemax")
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
@@ -235,11 +228,4 @@ def _zero_by_reason(event: type[Event]) -> Mapping[str, float]:
 
 
 def _turn_codes() -> Iterable[str]:
-    return (code for code in _codes(AppError) if code not in NOT_OF_TURNS)
-
-
-def _codes(error: type[AppError]) -> Iterable[str]:
-    """The codes of an error class and all its subclasses."""
-    yield error.code
-    for below in error.__subclasses__():
-        yield from _codes(below)
+    return (code for code in codes() if code not in NOT_OF_TURNS)

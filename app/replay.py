@@ -172,7 +172,6 @@ def _time_text(at: float) -> str:
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:
-    """The state as text for a terminal."""
     closed = "" if state["closed_at"] is None else f", closed {_time_text(state['closed_at'])}"
     yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
     yield f"created {_time_text(state['created_at'])}{closed}"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def cancelled(*tasks: asyncio.Task[Any] | None) -> None:
@@ -12,3 +16,19 @@ async def cancelled(*tasks: asyncio.Task[Any] | None) -> None:
     for task in started:
         task.cancel()
     await asyncio.gather(*started, return_exceptions=True)
+
+
+async def uncancelled(reading: Coroutine[Any, Any, T]) -> T:
+    """Run `reading` to its end; a cancellation takes effect afterwards.
+
+    A cancelled SQLite read leaves its statement to the garbage collector, and until then a reader that prevents the log
+    file from being emptied.
+    """
+    task = asyncio.ensure_future(reading)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise

@@ -21,7 +21,7 @@ from app.errors import StartupError
 from app.store.salvage import Damage
 from ops.keeping import (
     REST_S,
-    Outcome,
+    CommandResult,
     Progress,
     as_turnlog,
     check_sqlite,
@@ -45,7 +45,7 @@ def perform(database_url: str | None, copy: Path, *, salvage: bool = False, as_j
     return run("backup", work, interrupted="there is no copy", as_json=as_json)
 
 
-def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> Outcome:
+def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> CommandResult:
     url = settings_for(database_url).database_url
     source = sqlite_path(url)
     if source is None:

@@ -36,7 +36,7 @@ from ops.keeping import (
     DONE,
     NOT_ALL_WELL,
     REST_S,
-    Outcome,
+    CommandResult,
     Progress,
     as_turnlog,
     check_sqlite,
@@ -73,7 +73,7 @@ def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_j
     return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
 
 
-def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
+def _compact(database_url: str | None, *, full: bool, salvage: bool) -> CommandResult:
     if salvage and not full:
         raise StartupError("--salvage needs --full: it writes the file anew")
     url = settings_for(database_url).database_url
@@ -83,7 +83,7 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     require_store(url)
     tell = Progress("compact")
     before = path.stat().st_size
-    rewritten = Rewritten()
+    rewritten = Compacted()
     if full:
         with stopped(url):
             rewritten = rewrite(path, tell, salvage=salvage)
@@ -96,7 +96,7 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
     fields = {"store": str(path), "bytes_before": before, "bytes": now}
     if rewritten.kept is None:
-        return Outcome(DONE, [line], fields)
+        return CommandResult(DONE, [line], fields)
     line += f"; the damaged file is {rewritten.kept}: remove it, with its content, when it is needed no more"
     return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
 
@@ -129,21 +129,21 @@ def _free_pages(connection: sqlite3.Connection) -> int:
     return count
 
 
-class Rewritten(NamedTuple):
+class Compacted(NamedTuple):
     """Of a damaged store: what is missing now, and where the damaged file is kept."""
 
     missing: Damage | None = None
     kept: Path | None = None
 
 
-def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Rewritten:
+def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Compacted:
     """Write the file anew, under another name, and put it in its own place: nothing but live rows is in it.
 
     The caller keeps servers off it. `salvage`: of a damaged one what can be read. Raises StartupError, DamagedStore,
     sqlite3.Error; the file is as it was then.
     """
     made = path.with_name(f"{path.name}.compacting")
-    rewritten = Rewritten()
+    rewritten = Compacted()
     try:
         try:
             empty_log(path)
@@ -159,7 +159,7 @@ def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool =
                 raise refusal(path, tell, "it is as it was")
             _create(made)
             kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
-            rewritten = Rewritten(copy_rest(path, made, tell), kept)
+            rewritten = Compacted(copy_rest(path, made, tell), kept)
         check_sqlite(made, tell)
         like(made, path)
         sync(made)
@@ -198,7 +198,7 @@ def _put_away(path: Path, kept: Path) -> None:
     sync(path.parent)
 
 
-async def _vacuum(url: str, *, full: bool) -> Outcome:
+async def _vacuum(url: str, *, full: bool) -> CommandResult:
     """A connection of its own: the service's end a statement that takes as long as a rewrite may."""
     database = Database(url)
     try:
@@ -225,7 +225,7 @@ async def _vacuum(url: str, *, full: bool) -> Outcome:
     count = len(metadata.sorted_tables)
     left = list(dict.fromkeys(refused))
     lines = [*left, f"{count} tables vacuumed{', content rewritten' if full else ''}"]
-    return Outcome(NOT_ALL_WELL if left else DONE, lines, {"tables": count, "not_done": left})
+    return CommandResult(NOT_ALL_WELL if left else DONE, lines, {"tables": count, "not_done": left})
 
 
 async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:

@@ -30,7 +30,7 @@ from app.store.lock import Held
 DONE, NOT_ALL_WELL, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
 
-class Outcome(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command did: its exit code, the lines for people, and the same for machines."""
 
     code: int
@@ -206,7 +206,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def run(command: str, work: Callable[[], Outcome], *, interrupted: str, as_json: bool = False) -> int:
+def run(command: str, work: Callable[[], CommandResult], *, interrupted: str, as_json: bool = False) -> int:
     """Do it, print what was done, and return the exit code. `interrupted` says what a cut-short run has left behind.
 
     `work` begins outside an event loop: in one, the first Ctrl-C only asks a task to end, which a copy does not hear.

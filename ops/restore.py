@@ -29,7 +29,7 @@ from app.store.projections import require_revision
 from app.store.revision import revision_head
 from ops.keeping import (
     DONE,
-    Outcome,
+    CommandResult,
     Progress,
     as_turnlog,
     at_rest,
@@ -51,7 +51,7 @@ def perform(database_url: str | None, copy: Path | None, *, as_json: bool = Fals
     return run("restore", work, interrupted="run it again before a server starts", as_json=as_json)
 
 
-def _restore(database_url: str | None, copy: Path | None) -> Outcome:
+def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
     settings = settings_for(database_url, "lease_s")
     path = sqlite_path(settings.database_url)
     if path is None:
@@ -66,7 +66,7 @@ def _restore(database_url: str | None, copy: Path | None) -> Outcome:
         return _put(copy, path)
 
 
-def _put(copy: Path, path: Path) -> Outcome:
+def _put(copy: Path, path: Path) -> CommandResult:
     """Raises StartupError; the store is as it was then."""
     tell = Progress("restore")
     check_sqlite(copy, tell)
@@ -91,7 +91,7 @@ def _put(copy: Path, path: Path) -> Outcome:
     if revision != revision_head():
         lines.append(f"it is at revision {revision}: run `turnlog migrate`")
     fields = {"store": str(path), "epoch": epoch, "kept": None if kept is None else str(kept), "revision": revision}
-    return Outcome(DONE, lines, fields)
+    return CommandResult(DONE, lines, fields)
 
 
 def _exchange(staged: Path, path: Path) -> Path | None:
@@ -154,7 +154,7 @@ async def _settle(engine: AsyncEngine) -> str:
         return await connection.run_sync(settle)
 
 
-async def _finish(url: str, lease_s: float) -> Outcome:
+async def _finish(url: str, lease_s: float) -> CommandResult:
     """A PostgreSQL store that has been loaded from a dump, or brought back to an earlier moment."""
     tell = Progress("restore")
     database = Database(url)
@@ -177,7 +177,7 @@ async def _finish(url: str, lease_s: float) -> Outcome:
         lines.append(
             f"its events named transactions up to {newest}, of another server: they stand before this one's now"
         )
-    return Outcome(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
+    return CommandResult(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
 
 
 if __name__ == "__main__":

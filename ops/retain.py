@@ -22,7 +22,7 @@ from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
-from ops.keeping import DONE, Outcome, Progress, as_turnlog, require_store, run, settings_for
+from ops.keeping import DONE, CommandResult, Progress, as_turnlog, require_store, run, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
@@ -39,12 +39,12 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
     return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=LEFT, as_json=as_json)
 
 
-async def _retain(database_url: str | None) -> Outcome:
+async def _retain(database_url: str | None) -> CommandResult:
     settings = settings_for(database_url, "lease_s", *LIMITS)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
         await _told(janitor)
-        return Outcome(DONE, [str(janitor.done)], msgspec.to_builtins(janitor.done))
+        return CommandResult(DONE, [str(janitor.done)], msgspec.to_builtins(janitor.done))
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from app.store.damaged import PageDamaged
 from app.store.dialect import FILE_PRAGMAS
 from app.store.revision import revision_head
 from app.store.salvage import Damage, copy_readable, find
-from ops.keeping import DONE, NOT_ALL_WELL, Outcome, sync
+from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, sync
 
 SHOWN = 20
 """Sessions that one line names."""
@@ -69,14 +69,14 @@ def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
     return found
 
 
-def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> Outcome:
+def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> CommandResult:
     """How a command ends that copied a store, or what could be read of it."""
     if not found:
-        return Outcome(DONE, [line], fields)
+        return CommandResult(DONE, [line], fields)
     tables = [f"table {name}: rows are missing" for name in found.tables]
     sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(found.sessions.items())]
     missing = {"tables": found.tables, "sessions": found.sessions}
-    return Outcome(NOT_ALL_WELL, [*tables, *sessions, line], {**fields, "missing": missing})
+    return CommandResult(NOT_ALL_WELL, [*tables, *sessions, line], {**fields, "missing": missing})
 
 
 def is_damage(error: BaseException) -> bool:

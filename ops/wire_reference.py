@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.api.openapi import document
-from app.api.openapi.meanings import ERRORS
 from app.api.openapi.schemas import JSON
+from app.errors import codes
 from app.main import create_app
 from app.settings import Settings
 from ops.server import ROOT
@@ -40,8 +40,6 @@ Schema = dict[str, Any]
 
 
 class Reference:
-    """The document as Markdown."""
-
     def __init__(self, document: Schema) -> None:
         self._document = document
         self._operations = [
@@ -102,9 +100,9 @@ class Reference:
         rows, errors = [], []
         for status, given in operation["responses"].items():
             reply = self._resolved(given)
-            codes = [f"`{code}`" for code in _codes(reply) if code not in self._everywhere]
-            if codes:
-                errors.append(f"{status} {', '.join(codes)}")
+            named = [f"`{code}`" for code in _codes(reply) if code not in self._everywhere]
+            if named:
+                errors.append(f"{status} {', '.join(named)}")
             elif not _codes(reply):
                 content = "; ".join(self._content(one, of["schema"]) for one, of in reply.get("content", {}).items())
                 headers = ", ".join(f"`{name}`" for name in reply.get("headers", {}))
@@ -125,8 +123,9 @@ class Reference:
         yield "\n## Errors\n"
         yield ABOUT_ERRORS
         found = sorted(set.union(*(self._codes_of(operation) for _, _, operation in self._operations)))
+        meanings = codes()
         rows = [
-            f"| {f'**`{code}`**' if code in self._everywhere else f'`{code}`'} | {ERRORS[code]} |" for code in found
+            f"| {f'**`{code}`**' if code in self._everywhere else f'`{code}`'} | {meanings[code]} |" for code in found
         ]
         yield _table("| code | |", rows)
 
@@ -245,8 +244,8 @@ def _codes(reply: Schema) -> list[str]:
     parts = [
         part for one in (schema, *schema.get("anyOf", ())) for part in one.get("allOf", ()) if "properties" in part
     ]
-    codes: list[str] = parts[0]["properties"]["error"]["properties"]["code"]["enum"] if parts else []
-    return codes
+    found: list[str] = parts[0]["properties"]["error"]["properties"]["code"]["enum"] if parts else []
+    return found
 
 
 def _sample(parameter: Schema) -> str:

@@ -92,7 +92,7 @@ def json_reply(component: str, description: str = "Done.", status: int = 200) ->
 NOTHING = Reply("Done.", {}, status=204)
 
 
-class Operation(NamedTuple):
+class RouteDescription(NamedTuple):
     """A route. With `optional_body` an empty body means `{}`. `example` is a valid body."""
 
     summary: str
@@ -121,7 +121,7 @@ def describe(
     passes_engines_errors: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
     """Attach an Operation to an endpoint, whose docstring is the route's description."""
-    operation = Operation(summary, who, replies, errors, body, optional_body, example, passes_engines_errors)
+    operation = RouteDescription(summary, who, replies, errors, body, optional_body, example, passes_engines_errors)
 
     def described(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _OPERATION, operation)
@@ -130,6 +130,6 @@ def describe(
     return described
 
 
-def operation_of(endpoint: Callable[..., Any]) -> Operation:
-    found: Operation = getattr(endpoint, _OPERATION)
+def operation_of(endpoint: Callable[..., Any]) -> RouteDescription:
+    found: RouteDescription = getattr(endpoint, _OPERATION)
     return found

@@ -57,7 +57,7 @@ router = APIRouter(tags=["Sessions"])
 log = logging.getLogger("turnlog.sessions")
 
 _PagePosition = tuple[float, Annotated[str, msgspec.Meta(pattern=ID)]]
-"""A cursor's content: creation time and id of the last session of a page."""
+"""Where a page of sessions ends: the last one's time of creation and id."""
 
 
 class CreateSession(BaseModel):

@@ -2,78 +2,96 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-import msgspec
 from fastapi import Request
 from starlette.types import Scope
 
 from app.api.connection_limit import ConnectionLimit
 from app.api.limits import RequestMemory, peer_of, read_body
 from app.api.tokens import Tokens
+from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
 from app.export.exports import Exports
 from app.export.feed import Feed
-from app.export.session_samples import Samples
-from app.fleet.engine_pool import EnginePool
-from app.fleet.engines import Engines
-from app.fleet.gates import Gates
+from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
-from app.fleet.pauses import Pauses
-from app.fleet.state import FleetState
 from app.lazy_import import LazyImport
 from app.metrics import Metrics
-from app.sessions.cache import SessionCache
-from app.sessions.followers import Followers
-from app.sessions.janitor import Janitor
-from app.sessions.lifecycle import Sessions
 from app.sessions.registration import Registration
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
 from app.store.engine import Database
-from app.store.writer import Writer
-from app.turn.turns import Turns
+from app.upstream.client import EngineClient
 from workers.pool import Pool
 
 if TYPE_CHECKING:
-    from app.api.page.page import Page
+    from app.api.page.page import PageReaders
+    from app.tito.prompts import Prompts
 
 
-class Services(msgspec.Struct, frozen=True):
-    settings: Settings
-    database: Database
-    registration: Registration
-    writer: Writer
-    engines: Engines
-    engine_pool: EnginePool
-    health: HealthWatch
-    fleet: FleetState
-    gates: Gates
-    pauses: Pauses
-    sessions: Sessions
-    turns: Turns
-    exporter: Exports
-    samples: Samples
-    feed: Feed
-    pool: Pool
-    inflight: RequestMemory
-    followers: Followers
-    metrics: Metrics
-    counted: CachedFigures
-    cache: SessionCache
-    janitor: Janitor
-    tokens: Tokens
-    doorway: ConnectionLimit
-    lag: LoopLag
-    page: LazyImport[Page]
+class Services(Assembly):
+    """What takes turns, and what the routes need beside it."""
 
-    def let_go(self) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        release: str,
+        database: Database,
+        client: EngineClient,
+        registration: Registration,
+        prompts: Prompts | None,
+        metrics: Metrics,
+        tokens: Tokens,
+        connection_limit: ConnectionLimit,
+    ) -> None:
+        self.pool = Pool(
+            settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
+        )
+        super().__init__(
+            database=database,
+            client=client,
+            pool=self.pool,
+            settings=settings,
+            clock=time.time,
+            incarnation=registration.incarnation,
+            prompts=prompts,
+        )
+        self.settings = settings
+        self.database = database
+        self.registration = registration
+        self.metrics = metrics
+        self.tokens = tokens
+        self.connection_limit = connection_limit
+        self.exporter = Exports(database, release)
+        self.feed = Feed(database, self.writer, self.exporter)
+        self.samples = SessionSamples(self.cache, self.token_in, release)
+        self.health = HealthWatch(
+            self.engines,
+            client,
+            dialect=settings.upstream_dialect,
+            api_key=settings.upstream_api_key,
+            is_paused=lambda: self.fleet.fleet.gate.is_shut,
+        )
+        self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
+        self.counted = CachedFigures(database, time.monotonic)
+        self.lag = LoopLag(time.monotonic)
+        self.page = LazyImport("app.api.page.page", lambda: _page(self, release))
+
+    def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""
         self.followers.stop()
         self.gates.stop()
         if self.page.made is not None:
             self.page.made.watch.stop()
+
+
+def _page(made: Services, release: str) -> PageReaders:
+    from app.api.page.page import page_of  # nobody may ever look
+
+    return page_of(made, release)
 
 
 def services(request: Request) -> Services:

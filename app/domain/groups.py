@@ -48,7 +48,7 @@ class Statistics(msgspec.Struct, frozen=True):
     zero_variance: bool
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class GroupOutcome(msgspec.Struct, frozen=True):
     """What has become of a group's rollouts, of which erased ones do not count; no statistics without a reward."""
 
     rollouts: int
@@ -71,10 +71,10 @@ def is_complete(rollouts: int, unfinished: int) -> bool:
     return rollouts > 0 and unfinished == 0
 
 
-def outcome(attempts: Iterable[Attempt]) -> Outcome:
+def outcome(attempts: Iterable[Attempt]) -> GroupOutcome:
     counted = [one for one in attempts if one.status != "erased"]
     rewards = [one.reward for one in counted if one.reward is not None]
-    return Outcome(
+    return GroupOutcome(
         rollouts=len(counted),
         closed=sum(one.status == "closed" for one in counted),
         statistics=statistics(rewards) if rewards else None,

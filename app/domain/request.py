@@ -261,5 +261,4 @@ def _one_choice(raw: msgspec.Raw | None, name: str = "n") -> None:
 
 
 def join_object(fields: Mapping[str, bytes]) -> bytes:
-    """A JSON object from raw values."""
     return b"{" + b",".join(msgspec.json.encode(name) + b":" + raw for name, raw in fields.items()) + b"}"

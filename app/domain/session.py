@@ -97,7 +97,7 @@ class Affinity(msgspec.Struct, frozen=True, array_like=True):
     control: str | None = None
 
 
-class Reward(msgspec.Struct, frozen=True, array_like=True):
+class AssignedReward(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     components: dict[str, float]
 
@@ -125,8 +125,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     open_turns: dict[int, OpenTurn] = {}
     blobs: tuple[BlobRef, ...] = ()
     blob_count: int = 0
-    reward: Reward | None = None
-    turn_rewards: dict[int, Reward] = {}
+    reward: AssignedReward | None = None
+    turn_rewards: dict[int, AssignedReward] = {}
     closed_at: float | None = None
     payloads: dict[int, tuple[Payload, ...]] = {}
     affinity: Affinity | None = None
@@ -242,14 +242,14 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
 def _without_components(session: Session) -> dict[str, Any]:
     """Rewards stay as numbers. A state from before the components were removed may still hold them."""
     return {
-        "reward": None if session.reward is None else Reward(session.reward.reward, {}),
-        "turn_rewards": {turn: Reward(one.reward, {}) for turn, one in session.turn_rewards.items()},
+        "reward": None if session.reward is None else AssignedReward(session.reward.reward, {}),
+        "turn_rewards": {turn: AssignedReward(one.reward, {}) for turn, one in session.turn_rewards.items()},
     }
 
 
 def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
     """An episode has one reward: the root's replaces any other in all of its sessions."""
-    reward = Reward(event.reward, event.components)
+    reward = AssignedReward(event.reward, event.components)
     if event.turn is not None:
         return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
     if session.has_roots_reward and not event.of_root:

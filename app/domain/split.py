@@ -62,7 +62,6 @@ def items(raw: bytes) -> list[msgspec.Raw]:
 
 
 def quoted(text: str) -> bytes:
-    """A text as JSON."""
     return b"".join(quoted_parts(text))
 
 

@@ -30,9 +30,7 @@ class Exports:
         return Exporter(self._database, self.release, exported=self.exported)
 
     async def start(self, query: ExportQuery, cursor: str | None) -> Export:
-        """As `Exporter.start`."""
         return await (await self._exporter()).start(query, cursor)
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
-        """As `Exporter.rows`."""
         return await (await self._exporter()).rows(session_ids, query)

@@ -14,7 +14,7 @@ from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION
-from app.export.containers.writer import Writer as Writer
+from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.row import Fields, Row, Shape
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
 from app.extras import install
@@ -23,7 +23,7 @@ GroupShape = Callable[[Sequence[Row]], Fields]
 """Makes one row of all rows of a group. Raises Unfit."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ShapeEntry(msgspec.Struct, frozen=True):
     """How a shape makes its rows, from one row or from all rows of a group, and its columns.
 
     `last_status`: a row's status is that of its last turn instead of all its turns.
@@ -37,28 +37,28 @@ class Entry(msgspec.Struct, frozen=True):
 
 DEFAULT = "turnlog"
 
-SHAPES: Mapping[str, Entry] = {
-    "turnlog": Entry(turnlog.COLUMNS, turnlog.fields),
-    "miles": Entry(miles.COLUMNS, miles.fields, last_status=True),
-    "slime": Entry(slime.COLUMNS, slime.fields),
-    "verl": Entry(verl.COLUMNS, verl.fields),
-    "skyrl": Entry(skyrl.COLUMNS, skyrl.fields),
-    "trl": Entry(trl.COLUMNS, trl.fields),
-    "tinker": Entry(tinker.COLUMNS, tinker.fields),
-    "areal": Entry(areal.COLUMNS, areal.fields),
-    "prime-rl": Entry(prime_rl.COLUMNS, prime_rl.fields),
-    "atropos": Entry(atropos.COLUMNS, of_group=atropos.group_fields),
+SHAPES: Mapping[str, ShapeEntry] = {
+    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields),
+    "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True),
+    "slime": ShapeEntry(slime.COLUMNS, slime.fields),
+    "verl": ShapeEntry(verl.COLUMNS, verl.fields),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields),
+    "trl": ShapeEntry(trl.COLUMNS, trl.fields),
+    "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
+    "areal": ShapeEntry(areal.COLUMNS, areal.fields),
+    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields),
+    "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
 }
 
 
-def _parquet(columns: Columns) -> Writer:
+def _parquet(columns: Columns) -> ContainerWriter:
     # pyarrow is heavy; a server that never writes Parquet never loads it.
     from app.export.containers.parquet import ParquetWriter
 
     return ParquetWriter(columns)
 
 
-CONTAINERS: Mapping[str, Callable[[Columns], Writer]] = {
+CONTAINERS: Mapping[str, Callable[[Columns], ContainerWriter]] = {
     "ndjson": lambda columns: lines.ndjson(),
     "parquet": _parquet,
     "safetensors": SafetensorsWriter,
@@ -66,9 +66,9 @@ CONTAINERS: Mapping[str, Callable[[Columns], Writer]] = {
 }
 """Formats that take any shape."""
 
-DOCUMENTS: Mapping[str, Entry] = {
-    "atif": Entry(atif.COLUMNS, atif.fields),
-    "messages": Entry(messages.COLUMNS, messages.fields),
+DOCUMENTS: Mapping[str, ShapeEntry] = {
+    "atif": ShapeEntry(atif.COLUMNS, atif.fields),
+    "messages": ShapeEntry(messages.COLUMNS, messages.fields),
 }
 """Formats with rows of their own, one JSON object per line."""
 
@@ -116,7 +116,7 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
     return make(rows)
 
 
-def open_writer(format: str, shape: str, explain: bool) -> Writer:
+def open_writer(format: str, shape: str, explain: bool) -> ContainerWriter:
     """With `explain`, the columns of exclusions are added."""
     columns = _entry(format, shape).columns
     if format in DOCUMENTS:
@@ -124,5 +124,5 @@ def open_writer(format: str, shape: str, explain: bool) -> Writer:
     return CONTAINERS[format]({**EXCLUSION, **columns} if explain else columns)
 
 
-def _entry(format: str, shape: str) -> Entry:
+def _entry(format: str, shape: str) -> ShapeEntry:
     return DOCUMENTS.get(format) or SHAPES[shape]

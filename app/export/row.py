@@ -72,6 +72,12 @@ class Row(msgspec.Struct, frozen=True):
     replay: bool = False
     root: Root | None = None
 
+    def with_response(self) -> Sample:
+        """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""
+        if self.sample.response_length == 0:
+            raise Unfit("no token was sampled")
+        return self.sample
+
     @property
     def rollout_id(self) -> str:
         return self.session.session_id if self.root is None else self.root.session_id

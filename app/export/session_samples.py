@@ -20,7 +20,7 @@ from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
 
-class Samples:
+class SessionSamples:
     """`release` is Turnlog's version, for provenance."""
 
     def __init__(self, cache: SessionCache, token_in: TokenIn, release: str) -> None:

@@ -7,8 +7,9 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from app.export.containers.writer import Writer
+from app.export.containers.writer import ContainerWriter
 from app.export.row import Fields
+from app.tasks import cancelled
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ T = TypeVar("T")
 class _Worker:
     """Runs a writer on threads. A cancelled request cannot stop a thread, so closing waits for it."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ContainerWriter) -> None:
         self._writer = writer
         self._work: asyncio.Task[Any] | None = None
 
@@ -44,12 +45,11 @@ async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[S
             task = asyncio.create_task(following())
             yield rows
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancelled(task)
 
 
 async def written(
-    writer: Writer, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
+    writer: ContainerWriter, first: Sequence[Fields] | None, rest: AsyncGenerator[Sequence[Fields]]
 ) -> AsyncGenerator[bytes]:
     """The pages as pieces of one file."""
     with contextlib.closing(_Worker(writer)) as worker:

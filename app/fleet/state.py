@@ -148,7 +148,7 @@ class FleetState:
     def _set_clock(self, clock: float) -> None:
         self._clock_ahead = clock - asyncio.get_running_loop().time()
 
-    def _reset(self, seen: store.Seen) -> None:
+    def _reset(self, seen: store.FleetRead) -> None:
         self._set_clock(seen.now)
         self._newest = seen.events[-1] if seen.events else None
         self._set_state(domain.fold(seen.events))

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 
 from app.domain.events import BlobRef, Recorded, name_of, to_fields
-from app.domain.session import Affinity, OpenTurn, Payload, Reward, Session, Turn
+from app.domain.session import Payload, Session, Turn
+
+OPEN_TURN = ("turn", "parent", "fence", "incarnation", "adapter")
 
 
 def described(session: Session) -> dict[str, Any]:
     """The state as JSON-able fields, without hashes that only the server compares. Times are epoch seconds."""
     path = set(session.path)
     return {
-        "session_id": session.session_id,
-        "version": session.version,
-        "status": session.status,
-        "created_at": session.created_at,
-        "closed_at": session.closed_at,
-        "config": msgspec.structs.asdict(session.config),
+        **_fields(session, "session_id", "version", "status", "created_at", "closed_at"),
+        "config": asdict(session.config),
         "metadata": None if session.metadata is None else _blob(session.metadata),
         "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
-        "open_turn": None if session.open_turn is None else _open_turn(session.open_turn),
-        "affinity": None if session.affinity is None else _affinity(session.affinity),
-        "reward": None if session.reward is None else _reward(session.reward),
-        "turn_rewards": {str(turn): _reward(reward) for turn, reward in sorted(session.turn_rewards.items())},
+        "open_turn": None if session.open_turn is None else _fields(session.open_turn, *OPEN_TURN),
+        "affinity": None if session.affinity is None else asdict(session.affinity),
+        "reward": None if session.reward is None else asdict(session.reward),
+        "turn_rewards": {str(turn): asdict(reward) for turn, reward in sorted(session.turn_rewards.items())},
         "payloads": [_payload(turn, one) for turn, kept in sorted(session.payloads.items()) for one in kept],
         "blob_count": session.blob_count,
         "blobs": [_blob(blob) for blob in session.blobs],
@@ -45,41 +43,23 @@ def event_fields(recorded: Recorded) -> dict[str, Any]:
 def _turn(turn: Turn, *, live: bool) -> dict[str, Any]:
     return {
         "turn": turn.number,
-        "parent": turn.parent,
-        "segment": turn.segment,
+        **_fields(turn, "parent", "segment"),
         "live": live,
         "seq": turn.seq,
         "messages": turn.message_count,
         "tokens": turn.token_count,
-        "output_tokens": turn.output_tokens,
-        "finish_reason": turn.finish_reason,
+        **_fields(turn, "output_tokens", "finish_reason"),
     }
 
 
-def _open_turn(held: OpenTurn) -> dict[str, Any]:
-    return {
-        "turn": held.turn,
-        "parent": held.parent,
-        "fence": held.fence,
-        "incarnation": held.incarnation,
-        "adapter": held.adapter,
-    }
-
-
-def _affinity(bound: Affinity) -> dict[str, Any]:
-    return {"engine": bound.engine, "control": bound.control}
-
-
-def _reward(reward: Reward) -> dict[str, Any]:
-    return {"reward": reward.reward, "components": reward.components}
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def _payload(turn: int, payload: Payload) -> dict[str, Any]:
     return {
         "turn": turn,
-        "kind": payload.kind,
-        "start": payload.start,
-        "stop": payload.stop,
+        **_fields(payload, "kind", "start", "stop"),
         "shape": list(payload.shape),
         "chunks": len(payload.chunks),
         "bytes": sum(chunk.size for chunk in payload.chunks),
@@ -87,4 +67,4 @@ def _payload(turn: int, payload: Payload) -> dict[str, Any]:
 
 
 def _blob(blob: BlobRef) -> dict[str, Any]:
-    return {"number": blob.number, "kind": blob.kind, "size": blob.size}
+    return _fields(blob, "number", "kind", "size")

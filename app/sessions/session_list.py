@@ -93,7 +93,7 @@ class SessionQuery(BaseModel):
     order: Literal["desc", "asc"] = Field(default="desc", description="Up or down.")
 
 
-class Page(msgspec.Struct, frozen=True):
+class SessionListPage(msgspec.Struct, frozen=True):
     """A page. `total` is the number of matches up to 100,000; beyond that, `total_is_exact` is False."""
 
     sessions: Sequence[SessionRow]
@@ -128,20 +128,20 @@ class SessionList:
         self._engines = engines
         self._clock = clock
 
-    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> Page:
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> SessionListPage:
         """Raises InvalidRequest for an invalid cursor, StoreUnavailable."""
         after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
-        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> Page:
-            return Page(
+        def page(found: Sequence[HeadRow], total: int, is_exact: bool, newest: int | None) -> SessionListPage:
+            return SessionListPage(
                 sessions=[session_row(row, newest, held) for row in found[:limit]],
                 next_cursor=_cursor_behind(found[limit - 1], query) if len(found) > limit else None,
                 total=min(total, COUNTED),
                 total_is_exact=is_exact,
             )
 
-        def read(connection: Connection) -> Page:
+        def read(connection: Connection) -> SessionListPage:
             newest = self.newest_version(connection)
             if query.state == "gated" or _needs_claim(query):
                 rows, is_exact = self._in_flight(connection, query, newest, held)
@@ -152,7 +152,7 @@ class SessionList:
             found = _page(connection, wanted, query, after, limit + 1, many=not is_exact or wanted == HeadFilter())
             return page(found, total, is_exact, newest)
 
-        def around_damage(connection: Connection) -> Page:
+        def around_damage(connection: Connection) -> SessionListPage:
             newest = self.newest_version_of_each(connection)
             every = survey_lists.rows(connection, _wanted(query, newest, held))
             rows = [row for row in every if self._is_claimed_as_asked(row, query, held)]
@@ -209,22 +209,11 @@ class SessionList:
 
 
 def session_row(row: HeadRow, newest: int | None, held: Mapping[str, bool]) -> SessionRow:
-    return SessionRow(
-        session_id=row.session_id,
-        version=row.version,
-        state=_state(row, held),
-        turns=row.turns,
-        group_id=row.group_id,
-        attempt=row.attempt,
-        reward=row.reward,
-        weight_version=row.weight_version,
-        staleness=staleness(newest, row.weight_version),
-        engine=row.engine,
-        created_at=row.created_at,
-        updated_at=row.updated_at,
-        claimed_since=row.claimed_since,
-        closed_at=row.closed_at,
-    )
+    known = {name: getattr(row, name) for name in _AS_STORED}
+    return SessionRow(state=_state(row, held), staleness=staleness(newest, row.weight_version), **known)
+
+
+_AS_STORED = tuple(name for name in SessionRow.__struct_fields__ if name in HeadRow.__struct_fields__)
 
 
 def _state(row: HeadRow, held: Mapping[str, bool]) -> State:

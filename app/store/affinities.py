@@ -19,7 +19,7 @@ from sqlalchemy import BigInteger, Boolean, Connection, Double, String, bindpara
 
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
 from app.store.dialect import Row, Tx, now
-from app.store.log import BaseOperation
+from app.store.log import StoreOperation
 from app.store.schema import affinities, incarnations
 from app.store.statements import holder_is_dead
 
@@ -163,15 +163,11 @@ def _end(tx: Tx, row: AffinityRow, me: int) -> Ending | None:
     return Ending(row.control_id, row.engine)
 
 
-class _NameOperation(BaseOperation, frozen=True):
+class _NameOperation(StoreOperation, frozen=True):
     """An operation on names: it belongs to no session and runs alone. A binding lost in a power cut is made again."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
 
 class Use(_NameOperation, frozen=True):

@@ -120,7 +120,7 @@ class _Batch:
         given = {
             "sids": [claim.session_id for _, claim in claims],
             "expected": [claim.expected for _, claim in claims],
-            "tips": [claim.last_event_at for _, claim in claims],
+            "last_events_at": [claim.last_event_at for _, claim in claims],
         }
         won = {row[0] for row in tx.all(_claim_heads, given)}
         winners = [(place, claim) for place, claim in claims if claim.session_id in won]
@@ -136,7 +136,7 @@ class _Batch:
         given = {
             "sids": [commit.session_id for _, commit in commits],
             "fences": [commit.fence for _, commit in commits],
-            "holders": [commit.incarnation for _, commit in commits],
+            "incarnations": [commit.incarnation for _, commit in commits],
         }
         won = {row[0] for row in tx.all(_free_open_turns, given)}
         winners = [(place, commit) for place, commit in commits if commit.session_id in won]
@@ -191,7 +191,7 @@ def _given(**types: tuple[str, Any]) -> TableValuedAlias:
 _known = select(sessions.c.session_id).where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
 _lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked=True)
 
-_claims = _given(sid=("sids", Text), expected=("expected", BigInteger), last_event_at=("tips", Double))
+_claims = _given(sid=("sids", Text), expected=("expected", BigInteger), last_event_at=("last_events_at", Double))
 _claim_heads = (
     update(sessions)
     .where(
@@ -202,13 +202,13 @@ _claim_heads = (
     .returning(sessions.c.session_id)
 )
 
-_held = _given(sid=("sids", Text), fence=("fences", BigInteger), holder=("holders", BigInteger))
+_held = _given(sid=("sids", Text), fence=("fences", BigInteger), incarnation=("incarnations", BigInteger))
 _free_open_turns = (
     delete(open_turns)
     .where(
         open_turns.c.session_id == _held.c.sid,
         open_turns.c.fence == _held.c.fence,
-        open_turns.c.incarnation == _held.c.holder,
+        open_turns.c.incarnation == _held.c.incarnation,
     )
     .returning(open_turns.c.session_id)
 )

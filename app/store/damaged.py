@@ -18,6 +18,7 @@ from app.store.broken import BrokenRow, damage
 from app.store.schema import events, sessions, turns
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 AT_ONCE = 64
 """Sessions read together before their part is halved."""
@@ -45,6 +46,14 @@ def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
         if why is None:
             raise
         raise PageDamaged(f"the database answered {why}") from error
+
+
+def attempt_or(connection: Connection, read: Callable[[Connection], T], default: D) -> T | D:
+    """`default` where the data is on a damaged page."""
+    try:
+        return attempt(connection, read)
+    except PageDamaged:
+        return default
 
 
 def split(
@@ -101,11 +110,8 @@ def _by_creation(connection: Connection) -> set[str]:
 
 def _page_or_none(connection: Connection, query: Select[Any]) -> Sequence[str] | None:
     """None where the page is damaged. SQLite may also return a blob as an id, without an error."""
-    try:
-        page = attempt(connection, lambda again: list(again.execute(query).scalars()))
-    except PageDamaged:
-        return None
-    return page if all(isinstance(one, str) for one in page) else None
+    page = attempt_or(connection, lambda again: list(again.execute(query).scalars()), None)
+    return page if page is not None and all(isinstance(one, str) for one in page) else None
 
 
 def _walked(connection: Connection, table: Table, known: Sequence[str]) -> tuple[set[str], bool]:

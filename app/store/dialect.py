@@ -25,107 +25,77 @@ Row = Sequence[Any]
 Parameters = Mapping[str, Any]
 
 
-class current_tx(FunctionElement[int]):
+class _Expression(FunctionElement[Any]):
+    """SQL without arguments, spelled differently in the two databases."""
+
+    inherit_cache = True
+    sqlite: str
+    postgresql: str
+
+
+@compiles(_Expression)
+def _on_sqlite(element: _Expression, compiler: Any, **options: Any) -> str:
+    return element.sqlite
+
+
+@compiles(_Expression, "postgresql")
+def _on_postgresql(element: _Expression, compiler: Any, **options: Any) -> str:
+    return element.postgresql
+
+
+class current_tx(_Expression):
     """The id of the running transaction; 0 on SQLite, which has one writer."""
 
-    type = BigInteger()
     inherit_cache = True
+    type = BigInteger()
+    sqlite = "0"
+    postgresql = "(pg_current_xact_id()::text::bigint)"
 
 
-@compiles(current_tx)
-def _no_tx(element: current_tx, compiler: Any, **options: Any) -> str:
-    return "0"
-
-
-@compiles(current_tx, "postgresql")
-def _xid8(element: current_tx, compiler: Any, **options: Any) -> str:
-    return "(pg_current_xact_id()::text::bigint)"
-
-
-class oldest_tx(FunctionElement[int]):
+class oldest_tx(_Expression):
     """The oldest transaction that may still commit; all events with a lower id are complete and in order."""
 
-    type = BigInteger()
     inherit_cache = True
+    type = BigInteger()
+    sqlite = "1"
+    postgresql = "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)"
 
 
-@compiles(oldest_tx)
-def _one_writer(element: oldest_tx, compiler: Any, **options: Any) -> str:
-    return "1"
-
-
-@compiles(oldest_tx, "postgresql")
-def _xmin(element: oldest_tx, compiler: Any, **options: Any) -> str:
-    return "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)"
-
-
-class next_tx(FunctionElement[int]):
+class next_tx(_Expression):
     """The first transaction that has not begun; `oldest_tx` reaches it when all that run now have ended."""
 
-    type = BigInteger()
     inherit_cache = True
+    type = BigInteger()
+    sqlite = "1"
+    postgresql = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
 
 
-@compiles(next_tx)
-def _after_the_writer(element: next_tx, compiler: Any, **options: Any) -> str:
-    return "1"
-
-
-@compiles(next_tx, "postgresql")
-def _xmax(element: next_tx, compiler: Any, **options: Any) -> str:
-    return "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
-
-
-class now(FunctionElement[float]):
+class now(_Expression):
     """Seconds since the epoch by the database's clock."""
 
-    type = Double()
     inherit_cache = True
+    type = Double()
+    sqlite = "((julianday('now') - 2440587.5) * 86400.0)"
+    postgresql = "extract(epoch from clock_timestamp())::double precision"
 
 
-@compiles(now)
-def _julian(element: now, compiler: Any, **options: Any) -> str:
-    return "((julianday('now') - 2440587.5) * 86400.0)"
-
-
-@compiles(now, "postgresql")
-def _clock_timestamp(element: now, compiler: Any, **options: Any) -> str:
-    return "extract(epoch from clock_timestamp())::double precision"
-
-
-class up_since(FunctionElement[float]):
+class up_since(_Expression):
     """When the database server was started, by its own clock; 0 on SQLite."""
 
-    type = Double()
     inherit_cache = True
+    type = Double()
+    sqlite = "0.0"
+    postgresql = "extract(epoch from pg_postmaster_start_time())::double precision"
 
 
-@compiles(up_since)
-def _always(element: up_since, compiler: Any, **options: Any) -> str:
-    return "0.0"
-
-
-@compiles(up_since, "postgresql")
-def _postmaster_start(element: up_since, compiler: Any, **options: Any) -> str:
-    return "extract(epoch from pg_postmaster_start_time())::double precision"
-
-
-class used_bytes(FunctionElement[int]):
+class used_bytes(_Expression):
     """The database's size in bytes, without free pages."""
 
-    type = BigInteger()
     inherit_cache = True
-
-
-@compiles(used_bytes)
-def _pages(element: used_bytes, compiler: Any, **options: Any) -> str:
-    used = "(SELECT page_count FROM pragma_page_count()) - (SELECT freelist_count FROM pragma_freelist_count())"
-    return f"(({used}) * (SELECT page_size FROM pragma_page_size()))"
-
-
-@compiles(used_bytes, "postgresql")
-def _database_size(element: used_bytes, compiler: Any, **options: Any) -> str:
-    return "pg_database_size(current_database())"
+    type = BigInteger()
+    sqlite = """(((SELECT page_count FROM pragma_page_count()) - (SELECT freelist_count FROM pragma_freelist_count()))
+        * (SELECT page_size FROM pragma_page_size()))"""
+    postgresql = "pg_database_size(current_database())"
 
 
 class begins_with(FunctionElement[bool]):

@@ -8,9 +8,8 @@ do not delay writes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sqlite3
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +48,7 @@ from app.store.revision import require_head, revision_of
 from app.store.sqlite import SqliteWriter
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
+from app.tasks import uncancelled
 
 T = TypeVar("T")
 
@@ -94,22 +94,6 @@ def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     return create_async_engine(
         url, pool_size=connections, max_overflow=0, pool_recycle=RECYCLE_S, connect_args=arguments
     )
-
-
-async def _uncancelled(reading: Coroutine[Any, Any, T]) -> T:
-    """Run `reading` to its end; a cancellation takes effect afterwards.
-
-    A cancelled SQLite read leaves its statement to the garbage collector, and until then a reader that prevents the log
-    file from being emptied.
-    """
-    task = asyncio.ensure_future(reading)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        raise
 
 
 async def _dispose(engine: AsyncEngine) -> None:
@@ -294,7 +278,7 @@ class Database:
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self.is_sqlite:
-            return await _uncancelled(self._read_sqlite(function))
+            return await uncancelled(self._read_sqlite(function))
         return await self._patience.retrying(lambda: self._read(function, one_moment))
 
     async def _error_for(self, error: BaseException, session_id: str | None = None) -> BaseException:

@@ -13,7 +13,7 @@ from app.domain.events import UnknownEvent, name_of
 from app.domain.fleet import AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
-from app.store.log import BaseOperation
+from app.store.log import StoreOperation
 from app.store.schema import fleet_events, open_turns
 
 _ROW = (fleet_events.c.seq, fleet_events.c.at, fleet_events.c.type, fleet_events.c.version, fleet_events.c.data)
@@ -37,21 +37,21 @@ _generating = (
 _counts = select(open_turns.c.adapter, func.count()).group_by(open_turns.c.adapter)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class FleetRead(msgspec.Struct, frozen=True):
     """Events in order, and the database's clock at the read, in seconds since the epoch."""
 
     events: list[Placed]
     now: float
 
 
-def state(connection: Connection) -> Seen:
+def state(connection: Connection) -> FleetRead:
     """The last event of each key, which is the whole state. Raises StoreUnavailable if one cannot be read."""
-    return Seen(_decoded(connection.execute(_state)), clock(connection))
+    return FleetRead(_decoded(connection.execute(_state)), clock(connection))
 
 
-def seen(rows: Sequence[Row]) -> Seen:
+def seen(rows: Sequence[Row]) -> FleetRead:
     """The result of `SINCE`. Raises as `state`."""
-    return Seen(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
+    return FleetRead(_decoded(row[1:] for row in rows if row[1] is not None), float(rows[0][0]))
 
 
 def clock(connection: Connection) -> float:
@@ -82,7 +82,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
     return placed
 
 
-class AppendFleet(BaseOperation, frozen=True):
+class AppendFleet(StoreOperation, frozen=True):
     """Append an event after number `expected`; None if the log has advanced.
 
     `lease_s`: a pause ends this many seconds after the write, or at the event's own `until` if that is later.
@@ -92,11 +92,6 @@ class AppendFleet(BaseOperation, frozen=True):
     event: FleetEvent
     lease_s: float | None = None
     runs_inline: ClassVar[bool] = True
-
-    @property
-    def session_id(self) -> str:
-        """It belongs to no session, so it runs alone."""
-        return ""
 
     def apply(self, tx: Tx) -> Placed | None:
         row = tx.one(_last, {})

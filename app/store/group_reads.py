@@ -87,7 +87,7 @@ def candidates(
     `oldest` are left out.
     """
     query = (
-        select(groups.c.group_id, groups.c.completed_at, groups.c.sessions, groups.c.measured, groups.c.oldest_version)
+        select(*(groups.c[name] for name in Candidate.__struct_fields__))
         .where(
             groups.c.acked_at.is_(None),
             groups.c.completed_at.is_not(None),
@@ -147,15 +147,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     """
     counted_in = group()
     query = (
-        select(
-            counted_in,
-            events.c.session_id,
-            events.c.seq,
-            events.c.at,
-            events.c.type,
-            events.c.version,
-            events.c.data,
-        )
+        select(counted_in, events.c.session_id, *(events.c[name] for name in reads.EventRow._fields))
         .join_from(sessions, events, events.c.session_id == sessions.c.session_id)
         .where(
             in_groups(group_ids),
@@ -198,18 +190,9 @@ class Waiting(msgspec.Struct, frozen=True):
 
 def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
     """Groups that have not been acknowledged, with ids after `after`."""
+    columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
     query = (
-        select(
-            groups.c.group_id,
-            groups.c.sessions,
-            groups.c.erased,
-            groups.c.unfinished,
-            groups.c.completed_at,
-            groups.c.measured,
-            groups.c.oldest_version,
-            groups.c.consumer,
-            case((is_free, False), else_=True),
-        )
+        select(*columns)
         .where(groups.c.acked_at.is_(None), groups.c.group_id > after)
         .order_by(groups.c.group_id)
         .limit(limit)

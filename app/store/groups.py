@@ -22,7 +22,7 @@ from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
 from app.store.group_reads import Candidate, is_free
-from app.store.log import BaseOperation
+from app.store.log import StoreOperation
 from app.store.rollouts import is_finished, is_root
 from app.store.schema import group_changes, groups, sessions
 
@@ -85,7 +85,7 @@ _settle = (
 )
 
 
-class Settle(BaseOperation, frozen=True):
+class Settle(StoreOperation, frozen=True):
     """Update the rows of groups from their sessions, for up to `most` notes. True while there may be more.
 
     A complete group in which a new rollout begins loses its lease; its consumer may still acknowledge what it got. Not
@@ -94,11 +94,6 @@ class Settle(BaseOperation, frozen=True):
 
     durable: ClassVar[bool] = False
     most: int
-
-    @property
-    def session_id(self) -> str:
-        """It belongs to no session, so it runs alone."""
-        return ""
 
     @property
     def size(self) -> int:
@@ -111,15 +106,11 @@ class Settle(BaseOperation, frozen=True):
         return len(notes) == self.most
 
 
-class SettleGroup(BaseOperation, frozen=True):
+class SettleGroup(StoreOperation, frozen=True):
     """As `Settle`, for one group and all its notes."""
 
     durable: ClassVar[bool] = False
     group_id: str
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
     def apply(self, tx: Tx) -> None:
         tx.run(_notes_of_group, {"gid": self.group_id})
@@ -183,7 +174,7 @@ _lease = (
 )
 
 
-class Lease(BaseOperation, frozen=True):
+class Lease(StoreOperation, frozen=True):
     """Lease the groups that have not changed since the caller measured them and that nobody else holds.
 
     `own_too`: also those that the consumer itself holds.
@@ -193,10 +184,6 @@ class Lease(BaseOperation, frozen=True):
     lease_s: float
     own_too: bool
     wanted: Sequence[Candidate]
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
     @property
     def size(self) -> int:
@@ -233,15 +220,11 @@ _measure = (
 )
 
 
-class Measure(BaseOperation, frozen=True):
+class Measure(StoreOperation, frozen=True):
     """Store the age of groups that were not handed out, so that the next request need not read their logs."""
 
     durable: ClassVar[bool] = False
     found: Sequence[Candidate]
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
     def apply(self, tx: Tx) -> None:
         for group in sorted(self.found, key=lambda group: group.group_id):
@@ -273,15 +256,11 @@ class Acknowledged(msgspec.Struct, frozen=True):
     unknown: list[str]
 
 
-class Acknowledge(BaseOperation, frozen=True):
+class Acknowledge(StoreOperation, frozen=True):
     """Mark groups as consumed, also after their lease has ended, unless another consumer got them."""
 
     consumer: str
     group_ids: Sequence[str]
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
     @property
     def size(self) -> int:

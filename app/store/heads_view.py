@@ -123,7 +123,7 @@ def claimed(connection: Connection, before: float | None, limit: int) -> list[st
     return list(connection.execute(query).scalars())
 
 
-class Counts(msgspec.Struct, frozen=True):
+class HeadCounts(msgspec.Struct, frozen=True):
     """Sessions by status; `changed`: open ones that changed since a given time."""
 
     open: int
@@ -132,13 +132,13 @@ class Counts(msgspec.Struct, frozen=True):
     changed: int
 
 
-def counts(connection: Connection, since: float) -> Counts:
+def counts(connection: Connection, since: float) -> HeadCounts:
     """Reads every head."""
     changed = and_(sessions.c.status == "open", sessions.c.turns > 0, sessions.c.updated_at >= since)
     query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
     found = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     opened, closed, erased = (found.get(status, (0, 0)) for status in ("open", "closed", "erased"))
-    return Counts(opened[0], closed[0], erased[0], changed=opened[1])
+    return HeadCounts(opened[0], closed[0], erased[0], changed=opened[1])
 
 
 class ClaimCounts(msgspec.Struct, frozen=True):

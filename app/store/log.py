@@ -142,6 +142,14 @@ class BaseOperation(msgspec.Struct, frozen=True):
         return False
 
 
+class StoreOperation(BaseOperation, frozen=True):
+    """An operation that belongs to no session, so it runs alone."""
+
+    @property
+    def session_id(self) -> str:
+        return ""
+
+
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
     """Abandon open turns of others; those that have ended meanwhile are skipped."""
     tx.lock(sql.lock_head, {"sid": session_id})

@@ -30,7 +30,7 @@ DERIVED = (sessions, events, open_turns)
 """The log, and the tables derived from it."""
 
 
-class Log(NamedTuple):
+class FoldedLog(NamedTuple):
     """All events of a session (at least one) and their fold.
 
     `root_id` also depends on the logs of its parents.
@@ -41,25 +41,25 @@ class Log(NamedTuple):
     root_id: str | None
 
 
-def _updated_at(log: Log) -> float:
+def _updated_at(log: FoldedLog) -> float:
     """Time of the last change; a claim is not a change."""
     return next(recorded.at for recorded in reversed(log.events) if not isinstance(recorded.event, TurnOpened))
 
 
-def _weight_version(log: Log) -> int | None:
+def _weight_version(log: FoldedLog) -> int | None:
     """The largest numeric weight version of its committed turns, discarded ones too."""
     turns = (recorded.event for recorded in log.events if isinstance(recorded.event, TurnCommitted))
     versions = (version for turn in turns if (version := largest_version(turn)) is not None)
     return max(versions, default=None)
 
 
-def _engine(log: Log) -> str | None:
+def _engine(log: FoldedLog) -> str | None:
     """The engine of its newest committed turn, live or discarded."""
     turns = (recorded.event for recorded in reversed(log.events) if isinstance(recorded.event, TurnCommitted))
     return next((turn.engine for turn in turns), None)
 
 
-HEAD: Mapping[str, Callable[[Log], Any]] = {
+HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "version": lambda log: log.session.version,
     "status": lambda log: log.session.status,
     "open_turns": lambda log: len(_open_turns(log)),
@@ -77,7 +77,7 @@ HEAD: Mapping[str, Callable[[Log], Any]] = {
 }
 """How each column of `sessions` but the key follows from the log."""
 
-OPEN_TURN: Mapping[str, Callable[[Log, OpenTurn], Any]] = {
+OPEN_TURN: Mapping[str, Callable[[FoldedLog, OpenTurn], Any]] = {
     "turn": lambda log, open_turn: open_turn.turn,
     "parent_turn": lambda log, open_turn: open_turn.parent,
     "incarnation": lambda log, open_turn: open_turn.incarnation,
@@ -127,25 +127,19 @@ class Examined(msgspec.Struct, frozen=True):
 _COLUMNS = tuple(HEAD)
 _OPEN_COLUMNS = tuple(OPEN_TURN)
 
-_head = select(*(sessions.c[name] for name in _COLUMNS)).where(sessions.c.session_id == bindparam("sid"))
+_head = select(*(sessions.c[name] for name in _COLUMNS)).where(sql.of_session(sessions))
 _open = (
     select(open_turns.c.fence, *(open_turns.c[name] for name in _OPEN_COLUMNS))
-    .where(open_turns.c.session_id == bindparam("sid"))
+    .where(sql.of_session(open_turns))
     .order_by(open_turns.c.fence)
 )
-_log = (
-    select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
-    .where(events.c.session_id == bindparam("sid"))
-    .order_by(events.c.seq)
-)
+_log = select(*(events.c[name] for name in EventRow._fields)).where(sql.of_session(events)).order_by(events.c.seq)
 _set_head = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"))
-    .values({name: bindparam(f"new_{name}") for name in _COLUMNS})
+    update(sessions).where(sql.of_session(sessions)).values({name: bindparam(f"new_{name}") for name in _COLUMNS})
 )
 _insert_head = insert(sessions)
 _note_group = insert(group_changes)
-_drop_open = delete(open_turns).where(open_turns.c.session_id == bindparam("sid"))
+_drop_open = delete(open_turns).where(sql.of_session(open_turns))
 _insert_open = insert(open_turns)
 _living = (
     select(incarnations.c.id, incarnations.c.pid, incarnations.c.host)
@@ -181,18 +175,20 @@ async def require_revision(database: Database) -> None:
     require_head(found)
 
 
-def read_log(tx: Tx, session_id: str) -> Log | None:
+def read_log(tx: Tx, session_id: str) -> FoldedLog | None:
     """The whole log, decoded and folded; None if there is none. Raises UnknownEvent, also for a gap."""
     recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
     return folded(session_id, recorded, partial(root_in_logs, tx))
 
 
-def folded(session_id: str, recorded: Sequence[Recorded], root: Callable[[str, str | None], str | None]) -> Log | None:
+def folded(
+    session_id: str, recorded: Sequence[Recorded], root: Callable[[str, str | None], str | None]
+) -> FoldedLog | None:
     """`root` returns the root of a session with a given parent. Raises UnknownEvent."""
     session = fold(session_id, recorded)
     if session is None:
         return None
-    return Log(session, recorded, root(session_id, session.config.parent))
+    return FoldedLog(session, recorded, root(session_id, session.config.parent))
 
 
 def examine(connection: Connection, session_id: str) -> Examined:
@@ -240,8 +236,7 @@ def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]
     return [(row[0], row[1], row[2]) for row in connection.execute(_living, {"lease_s": lease_s})]
 
 
-def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
-    """Differences between the stored rows and the log."""
+def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Difference]:
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
     found = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
@@ -252,7 +247,7 @@ def differences(tx: Tx, session_id: str, log: Log | None) -> list[Difference]:
     return found
 
 
-def _examine(tx: Tx, session_id: str) -> tuple[Examined, Log | None]:
+def _examine(tx: Tx, session_id: str) -> tuple[Examined, FoldedLog | None]:
     try:
         log = read_log(tx, session_id)
     except UnknownEvent as error:
@@ -276,16 +271,16 @@ def _named(columns: Sequence[str], row: Row | None) -> dict[str, Any] | None:
     return None if row is None else dict(zip(columns, row, strict=True))
 
 
-def _open_turns(log: Log) -> list[OpenTurn]:
+def _open_turns(log: FoldedLog) -> list[OpenTurn]:
     return [] if log.session.open_turn is None else [log.session.open_turn]
 
 
-def head_row(log: Log) -> dict[str, Any]:
+def head_row(log: FoldedLog) -> dict[str, Any]:
     """Every column of `sessions` but the key."""
     return {name: derive(log) for name, derive in HEAD.items()}
 
 
-def open_rows(log: Log) -> dict[int, dict[str, Any]]:
+def open_rows(log: FoldedLog) -> dict[int, dict[str, Any]]:
     """By fence every column of `open_turns` but the key."""
     return {
         open_turn.fence: {name: derive(log, open_turn) for name, derive in OPEN_TURN.items()}

@@ -49,16 +49,7 @@ class Head(msgspec.Struct, frozen=True):
     updated_at: float
 
 
-_HEAD = (
-    sessions.c.session_id,
-    sessions.c.version,
-    sessions.c.status,
-    sessions.c.turns,
-    sessions.c.group_id,
-    sessions.c.reward,
-    sessions.c.created_at,
-    sessions.c.updated_at,
-)
+_HEAD = tuple(sessions.c[name] for name in Head.__struct_fields__)
 
 
 class Position(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -104,7 +95,7 @@ def event_rows(
 ) -> list[EventRow]:
     """A session's events after seq `after`, in order."""
     query = (
-        select(events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
+        select(*(events.c[name] for name in EventRow._fields))
         .where(events.c.session_id == session_id, events.c.seq > after)
         .order_by(events.c.seq)
     )

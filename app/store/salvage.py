@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Table, func, insert, select, tuple_
+from sqlalchemy import Connection, Select, Table, func, insert, select, tuple_
 
 from app.domain.events import TurnCommitted, UnknownEvent
 from app.store import projections as heads
-from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids
+from app.store.damaged import attempt, attempt_or, rows_in_parts, session_ids
 from app.store.dialect import AlchemyTx
-from app.store.projections import Log
+from app.store.projections import FoldedLog
 from app.store.reads import EventRow, decode_events
 from app.store.rollouts import root_in_logs
 from app.store.schema import (
@@ -80,21 +80,13 @@ def find(connection: Connection, report: Report) -> Damage:
 
 
 def _is_sound(connection: Connection, table: str) -> bool:
-    try:
-        lines = attempt(
-            connection, lambda again: again.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
-        )
-    except PageDamaged:
-        return False
-    return lines == ["ok"]
+    check = f'PRAGMA integrity_check("{table}")'
+    return attempt_or(connection, lambda again: again.exec_driver_sql(check).scalars().all(), None) == ["ok"]
 
 
 def _can_be_read(connection: Connection, table: Table, session_id: str) -> bool:
-    try:
-        attempt(connection, lambda again: again.execute(select(table).where(table.c.session_id == session_id)).all())
-    except PageDamaged:
-        return False
-    return True
+    query = select(table).where(table.c.session_id == session_id)
+    return attempt_or(connection, lambda again: again.execute(query).all(), None) is not None
 
 
 def copy_readable(source: Connection, target: Connection, report: Report) -> Damage:
@@ -173,10 +165,7 @@ class _Copy:
     def _rows(self, table: Table, session_id: str) -> list[Fields] | None:
         """None where they cannot all be read."""
         query = select(table).where(table.c.session_id == session_id)
-        try:
-            return attempt(self._source, lambda again: [dict(row) for row in again.execute(query).mappings()])
-        except PageDamaged:
-            return None
+        return attempt_or(self._source, lambda again: _fields(again, query), None)
 
     def _events(self, session_id: str) -> list[Fields]:
         rows = self._rows(events, session_id)
@@ -184,8 +173,7 @@ class _Copy:
             own = events.c.session_id == session_id
 
             def read(again: Connection, first: int, last: int) -> list[Fields]:
-                query = select(events).where(own, events.c.seq.between(first, last))
-                return [dict(row) for row in again.execute(query).mappings()]
+                return _fields(again, select(events).where(own, events.c.seq.between(first, last)))
 
             rows, _ = rows_in_parts(self._source, 1, self._last_seq(session_id) or 0, read)
         sound = [row for row in rows if _is_event(row)]
@@ -194,11 +182,8 @@ class _Copy:
     def _last_seq(self, session_id: str) -> int | None:
         """By the index over the key; None where that cannot be read."""
         query = select(func.max(events.c.seq)).where(events.c.session_id == session_id)
-        try:
-            found = attempt(self._source, lambda again: again.execute(query).scalar())
-        except PageDamaged:
-            return None
-        return found if isinstance(found, int) else 0
+        found = attempt_or(self._source, lambda again: again.execute(query).scalar() or 0, None)
+        return found if found is None or isinstance(found, int) else 0
 
     def _version(self, session_id: str, head: Fields | None, log: Sequence[Fields]) -> int:
         """The number of the last event that there was, or one more than is known where nobody says."""
@@ -209,7 +194,7 @@ class _Copy:
         return known + 1 if indexed is None else max(known, min(indexed, known + MOST_LOST))
 
     def _derived_head(
-        self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: Log | None
+        self, session_id: str, log: Sequence[Fields], missing: Sequence[int], folded: FoldedLog | None
     ) -> Fields:
         """What the log says; of one that cannot be read, a head by which the session is known and not written to."""
         if folded is not None:
@@ -227,13 +212,13 @@ class _Copy:
             "body_hash": "",
         }
 
-    def _claims(self, session_id: str, folded: Log | None) -> None:
+    def _claims(self, session_id: str, folded: FoldedLog | None) -> None:
         rows = self._rows(open_turns, session_id)
         if rows is None and folded is not None:
             rows = [{"session_id": session_id, "fence": fence, **row} for fence, row in heads.open_rows(folded).items()]
         self._insert(open_turns, rows or [])
 
-    def _content(self, table: Table, session_id: str, folded: Log | None) -> bool:
+    def _content(self, table: Table, session_id: str, folded: FoldedLog | None) -> bool:
         """Copy a session's rows of a table; was it all of them?"""
         rows = self._rows(table, session_id)
         if rows is not None:
@@ -250,16 +235,9 @@ class _Copy:
         """Row by row, where the index over the key says which there are."""
         key = tuple_(*table.primary_key.columns)
         keys = select(*table.primary_key.columns).where(table.c.session_id == session_id)
-        try:
-            named = attempt(self._source, lambda again: again.execute(keys).all())
-        except PageDamaged:
-            return
-        for one in named:
+        for one in attempt_or(self._source, lambda again: again.execute(keys).all(), ()):
             query = select(table).where(key == tuple(one))
-            try:
-                yield from attempt(self._source, lambda again: [dict(row) for row in again.execute(query).mappings()])  # noqa: B023
-            except PageDamaged:
-                continue
+            yield from attempt_or(self._source, lambda again: _fields(again, query), ())  # noqa: B023
 
     def _note_groups(self) -> None:
         """Groups whose rows are lost are counted again, from their sessions."""
@@ -281,9 +259,8 @@ def _walked(connection: Connection, table: Table, descending: bool) -> tuple[lis
             last = tuple(found[-1][one.name] for one in key)
             place = tuple_(*key)
             query = query.where(place < last if descending else place > last)
-        try:
-            page = attempt(connection, lambda again: [dict(row) for row in again.execute(query).mappings()])  # noqa: B023
-        except PageDamaged:
+        page = attempt_or(connection, lambda again: _fields(again, query), None)  # noqa: B023
+        if page is None:
             if limit == 1:
                 return found, False
             limit = max(1, limit // 8)
@@ -293,12 +270,16 @@ def _walked(connection: Connection, table: Table, descending: bool) -> tuple[lis
             return found, True
 
 
+def _fields(connection: Connection, query: Select[Any]) -> list[Fields]:
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
 def _is_event(row: Mapping[str, Any]) -> bool:
     kinds = {"seq": int, "position": int, "tx": int, "at": float, "type": str, "version": int, "data": bytes}
     return all(isinstance(row[name], kind) for name, kind in kinds.items())
 
 
-def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> Log | None:
+def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> FoldedLog | None:
     rows = [EventRow(row["seq"], row["at"], row["type"], row["version"], row["data"]) for row in log]
     try:
         return heads.folded(session_id, decode_events(rows), partial(_root, source))
@@ -308,10 +289,7 @@ def _folded(source: Connection, session_id: str, log: Sequence[Fields]) -> Log |
 
 def _root(source: Connection, session_id: str, parent: str | None) -> str | None:
     """The parent, where the log of one above it cannot be read."""
-    try:
-        return attempt(source, lambda again: root_in_logs(AlchemyTx(again), session_id, parent))
-    except PageDamaged:
-        return parent
+    return attempt_or(source, lambda again: root_in_logs(AlchemyTx(again), session_id, parent), parent)
 
 
 def _lost_event(session_id: str, seq: int, at: float) -> Fields:
@@ -327,7 +305,7 @@ def _lost_event(session_id: str, seq: int, at: float) -> Fields:
     }
 
 
-def _lost_chunks(session_id: str, log: Log) -> Iterator[Fields]:
+def _lost_chunks(session_id: str, log: FoldedLog) -> Iterator[Fields]:
     """Every live chunk of the log, without its content; those that were copied stay as they are."""
     needed = {
         (chunk.fence, chunk.number): (payload.kind, chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ColumnElement, Double, and_, bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import BigInteger, ColumnElement, Double, Table, bindparam, delete, exists, insert, or_, select, update
 
 from app.store.dialect import now, up_since
 from app.store.schema import (
@@ -20,6 +20,17 @@ from app.store.schema import (
 members = sessions.alias("members")
 """The sessions of a rollout, without its root."""
 
+
+def of_session(table: Table) -> ColumnElement[bool]:
+    """Condition on rows: of the session `sid`."""
+    return table.c.session_id == bindparam("sid")
+
+
+def _fenced(table: Table) -> ColumnElement[bool]:
+    """Condition on rows: of the turn of the session `sid` that was opened under the fence `fenced`."""
+    return of_session(table) & (table.c.fence == bindparam("fenced"))
+
+
 insert_event = insert(events)
 insert_session = insert(sessions)
 insert_open_turn = insert(open_turns)
@@ -29,9 +40,9 @@ insert_chunk = insert(chunks)
 insert_refused_reply = insert(refused_replies)
 
 head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
-    sessions.c.session_id == bindparam("sid")
+    of_session(sessions)
 )
-lock_head = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid")).with_for_update()
+lock_head = select(sessions.c.version).where(of_session(sessions)).with_for_update()
 """Always lock the head before changing a session or its open turns; another order could deadlock."""
 
 
@@ -47,7 +58,7 @@ def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float])
 claim_head = (
     update(sessions)
     .where(
-        sessions.c.session_id == bindparam("sid"),
+        of_session(sessions),
         *claimable(bindparam("expected", type_=BigInteger), bindparam("tip", type_=Double)),
     )
     .values(version=sessions.c.version + 1, open_turns=1)
@@ -55,15 +66,14 @@ claim_head = (
 free_open_turn = (
     delete(open_turns)
     .where(
-        open_turns.c.session_id == bindparam("sid"),
-        open_turns.c.fence == bindparam("fenced"),
+        _fenced(open_turns),
         open_turns.c.incarnation == bindparam("holder"),
     )
     .returning(open_turns.c.fence)
 )
 advance_head = (
     update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"))
+    .where(of_session(sessions))
     .values(
         version=sessions.c.version + bindparam("count"),
         open_turns=sessions.c.open_turns - bindparam("freed"),
@@ -74,35 +84,31 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status != "erased")
+    .where(of_session(sessions), sessions.c.status != "erased")
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
-set_reward = update(sessions).where(sessions.c.session_id == bindparam("sid")).values(reward=bindparam("value"))
+set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"))
 close_head = (
     update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "open")
+    .where(of_session(sessions), sessions.c.status == "open")
     .values(status="closed", closed_at=bindparam("at"))
 )
 
 
 def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
     """Condition on heads: it and its rollout's open sessions have no turn in flight and are unchanged since then."""
-    of_root = and_(members.c.root_id == sessions.c.session_id, members.c.status == "open")
+    of_root = (members.c.root_id == sessions.c.session_id) & (members.c.status == "open")
     busy = or_(members.c.open_turns > 0, members.c.updated_at > since)
-    return and_(sessions.c.open_turns == 0, sessions.c.updated_at <= since, ~exists().where(of_root, busy))
+    return (sessions.c.open_turns == 0) & (sessions.c.updated_at <= since) & ~exists().where(of_root, busy)
 
 
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
-erase_head = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("sid"), sessions.c.status == "closed")
-    .values(status="erased")
-)
+erase_head = update(sessions).where(of_session(sessions), sessions.c.status == "closed").values(status="erased")
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),
-    and_(incarnations.c.heartbeat_at < now() - bindparam("lease_s"), up_since() < now() - bindparam("lease_s")),
+    (incarnations.c.heartbeat_at < now() - bindparam("lease_s")) & (up_since() < now() - bindparam("lease_s")),
     incarnations.c.id.is_(None),
 )
 holders = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
@@ -116,7 +122,7 @@ open_turns_of = (
         holder_is_dead.label("dead"),
     )
     .select_from(holders)
-    .where(open_turns.c.session_id == bindparam("sid"))
+    .where(of_session(open_turns))
 )
 dead_open_turns = (
     select(open_turns.c.session_id)
@@ -125,51 +131,42 @@ dead_open_turns = (
     .order_by(open_turns.c.session_id)
     .limit(bindparam("most"))
 )
-drop_open_turn = delete(open_turns).where(
-    open_turns.c.session_id == bindparam("sid"), open_turns.c.fence == bindparam("fenced")
-)
+drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 holds_open_turn = select(open_turns.c.fence).where(
-    open_turns.c.session_id == bindparam("sid"),
-    open_turns.c.fence == bindparam("fenced"),
+    _fenced(open_turns),
     open_turns.c.incarnation == bindparam("holder"),
 )
-drop_staged = delete(chunks).where(chunks.c.session_id == bindparam("sid"), chunks.c.fence == bindparam("fenced"))
+drop_staged = delete(chunks).where(_fenced(chunks))
 tombstone_chunk = (
     update(chunks)
     .where(
-        chunks.c.session_id == bindparam("sid"),
-        chunks.c.fence == bindparam("fenced"),
+        _fenced(chunks),
         chunks.c.number == bindparam("place"),
     )
     .values(data=None, tombstoned_by=bindparam("by"))
 )
-chunk_numbers = select(chunks.c.number).where(
-    chunks.c.session_id == bindparam("sid"), chunks.c.fence == bindparam("fenced")
-)
+chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
 tombstone_event = select(events.c.seq).where(
-    events.c.session_id == bindparam("sid"),
+    of_session(events),
     events.c.seq == bindparam("place", type_=BigInteger),
     events.c.type == "BlobsTombstoned",
 )
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
-    .where(chunks.c.session_id == bindparam("sid"), chunks.c.data.is_not(None))
+    .where(of_session(chunks), chunks.c.data.is_not(None))
     .limit(bindparam("most"))
 )
 oldest_refused = (
     select(refused_replies.c.fence)
-    .where(refused_replies.c.session_id == bindparam("sid"))
+    .where(of_session(refused_replies))
     .order_by(refused_replies.c.fence.desc())
     .offset(bindparam("kept"))
     .limit(1)
 )
-drop_refused = delete(refused_replies).where(
-    refused_replies.c.session_id == bindparam("sid"), refused_replies.c.fence <= bindparam("upto")
-)
-drop_all_refused = delete(refused_replies).where(refused_replies.c.session_id == bindparam("sid"))
+drop_refused = delete(refused_replies).where(of_session(refused_replies), refused_replies.c.fence <= bindparam("upto"))
+drop_all_refused = delete(refused_replies).where(of_session(refused_replies))
 drop_content = tuple(
-    delete(table).where(table.c.session_id == bindparam("sid"))
-    for table in (turns, blobs, chunks, refused_replies, snapshots)
+    delete(table).where(of_session(table)) for table in (turns, blobs, chunks, refused_replies, snapshots)
 )
-drop_snapshot = delete(snapshots).where(snapshots.c.session_id == bindparam("sid"))
+drop_snapshot = delete(snapshots).where(of_session(snapshots))
 insert_snapshot = insert(snapshots)

@@ -16,7 +16,7 @@ from app.domain.groups import Attempt
 from app.store import group_reads, heads_view
 from app.store import projections as heads
 from app.store.broken import BrokenRow
-from app.store.damaged import PageDamaged, attempt, rows_in_parts, session_ids, split
+from app.store.damaged import PageDamaged, attempt, attempt_or, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.heads_view import HeadRow
 from app.store.reads import SYNCED, EventRow, Position
@@ -156,10 +156,7 @@ def _readable_places(connection: Connection, session_id: str, types: Sequence[st
     is_sqlite = connection.dialect.name == "sqlite"
     # Both are in the index over the key, so that no row is looked at.
     numbered = select(events.c.seq, *((_rowid,) if is_sqlite else ())).where(own).order_by(events.c.seq)
-    try:
-        rows = attempt(connection, lambda again: again.execute(numbered).all())
-    except PageDamaged:
-        return [], []
+    rows = attempt_or(connection, lambda again: again.execute(numbered).all(), ())
     if not all(isinstance(row[0], int) for row in rows):  # changed bytes of an index may be another type's
         return [], []
 
@@ -185,10 +182,7 @@ def _places_by_row(connection: Connection, wanted: Collection[int]) -> dict[int,
             .order_by(events.c.tx, events.c.position)
             .limit(PLACES)
         )
-        try:
-            page = attempt(connection, lambda again: again.execute(query).all())  # noqa: B023
-        except PageDamaged:
-            break
+        page = attempt_or(connection, lambda again: again.execute(query).all(), ())  # noqa: B023
         if not page:
             break
         numbers = [row for row in page if row[0] in rows and isinstance(row[1], int) and isinstance(row[2], int)]

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, select, union
 
 from app.store import group_reads, reads
-from app.store.damaged import PageDamaged, attempt, split
+from app.store.damaged import attempt_or, split
 from app.store.figures import Figures
 from app.store.group_reads import FeedLease
-from app.store.heads_view import ClaimCounts, Counts, HeadFilter, HeadRow
+from app.store.heads_view import ClaimCounts, HeadCounts, HeadFilter, HeadRow
 from app.store.schema import chunks, groups, refused_replies
 from app.store.survey import all_heads
 
@@ -38,13 +38,13 @@ def _is_wanted(row: HeadRow, wanted: HeadFilter) -> bool:
     )
 
 
-def counts(connection: Connection, since: float) -> Counts:
+def counts(connection: Connection, since: float) -> HeadCounts:
     """As `heads_view.counts`."""
     found = all_heads(connection).rows.values()
     opened = [row for row in found if row.status == "open"]
     changed = sum(row.turns > 0 and row.updated_at >= since for row in opened)
     closed, erased = (sum(row.status == status for row in found) for status in ("closed", "erased"))
-    return Counts(len(opened), closed, erased, changed)
+    return HeadCounts(len(opened), closed, erased, changed)
 
 
 def claims(connection: Connection, since: float) -> ClaimCounts:
@@ -117,7 +117,4 @@ def _holding(connection: Connection, ids: Sequence[str]) -> Mapping[str, bool]:
 def _is_consumed(connection: Connection, group_id: str) -> bool:
     """Where that cannot be read it counts as not consumed, and what it holds is kept."""
     query = select(groups.c.acked_at).where(groups.c.group_id == group_id)
-    try:
-        return attempt(connection, lambda again: again.execute(query).scalar()) is not None
-    except PageDamaged:
-        return False
+    return attempt_or(connection, lambda again: again.execute(query).scalar(), None) is not None

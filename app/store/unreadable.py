@@ -14,8 +14,6 @@ MOST = 10_000
 
 
 class Unreadable:
-    """The unreadable sessions of a process."""
-
     def __init__(self) -> None:
         self._logged: OrderedDict[str, None] = OrderedDict()
 

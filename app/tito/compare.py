@@ -19,7 +19,7 @@ _SHOWN = 8
 """How many segments the description of a structural difference shows, from the first difference on."""
 
 
-class Segment(msgspec.Struct, frozen=True):
+class ComparedSegment(msgspec.Struct, frozen=True):
     """Ids `[start, end)` of a sequence: one special token, or everything between two."""
 
     start: int
@@ -74,20 +74,20 @@ class Comparator:
         unsampled = tail - junction.sampled_of_tail(actual[-tail:], junction.tail)
         return expected[: len(expected) - unsampled], actual
 
-    def _segments(self, ids: array[int]) -> list[Segment]:
-        segments: list[Segment] = []
+    def _segments(self, ids: array[int]) -> list[ComparedSegment]:
+        segments: list[ComparedSegment] = []
         start = 0
         for index, token in enumerate(ids):
             if token in self._special:
                 if index > start:
-                    segments.append(Segment(start, index, False))
-                segments.append(Segment(index, index + 1, True))
+                    segments.append(ComparedSegment(start, index, False))
+                segments.append(ComparedSegment(index, index + 1, True))
                 start = index + 1
         if start < len(ids):
-            segments.append(Segment(start, len(ids), False))
+            segments.append(ComparedSegment(start, len(ids), False))
         return segments
 
-    def _in_assistant(self, ids: array[int], segments: list[Segment]) -> Iterator[bool]:
+    def _in_assistant(self, ids: array[int], segments: list[ComparedSegment]) -> Iterator[bool]:
         """For each segment: is it inside an assistant's message?"""
         opening = self._junction.opening
         inside = opened = False
@@ -102,7 +102,7 @@ class Comparator:
             yield inside
 
     def _structure(
-        self, expected: array[int], ours: list[Segment], actual: array[int], theirs: list[Segment]
+        self, expected: array[int], ours: list[ComparedSegment], actual: array[int], theirs: list[ComparedSegment]
     ) -> dict[str, Any]:
         """The structural difference, from the first segment with another special token, or with none."""
         pairs = enumerate(zip(ours, theirs, strict=False))
@@ -112,13 +112,13 @@ class Comparator:
             if one.special != other.special or (one.special and expected[one.start] != actual[other.start])
         )
         index = next(unlike, min(len(ours), len(theirs)))
-        here = Segment(_start(ours, index, expected), len(expected), True)
-        there = Segment(_start(theirs, index, actual), len(actual), True)
+        here = ComparedSegment(_start(ours, index, expected), len(expected), True)
+        there = ComparedSegment(_start(theirs, index, actual), len(actual), True)
         texts = self._outline(expected, ours[index:]), self._outline(actual, theirs[index:])
         detail = f"{len(ours)} segments expected, {len(theirs)} found, the first difference at segment {index}"
         return {**_mismatch("special_token_count", -1, texts, (here, there)), "detail": detail}
 
-    def _outline(self, ids: array[int], segments: list[Segment]) -> str:
+    def _outline(self, ids: array[int], segments: list[ComparedSegment]) -> str:
         return " ".join(
             f"[{self._decode(ids[segment.start : segment.end])}]"
             if segment.special
@@ -127,11 +127,13 @@ class Comparator:
         )
 
 
-def _start(segments: list[Segment], index: int, ids: array[int]) -> int:
+def _start(segments: list[ComparedSegment], index: int, ids: array[int]) -> int:
     return segments[index].start if index < len(segments) else len(ids)
 
 
-def _mismatch(kind: str, index: int, texts: tuple[str, str], places: tuple[Segment, Segment]) -> dict[str, Any]:
+def _mismatch(
+    kind: str, index: int, texts: tuple[str, str], places: tuple[ComparedSegment, ComparedSegment]
+) -> dict[str, Any]:
     expected, actual = places
     return {
         "type": kind,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
@@ -23,7 +22,7 @@ def family(pid: int) -> list[int]:
     """A process and all below it."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (fields := _stat(int(entry))):
+        if entry.isdigit() and (fields := stat(int(entry))):
             parents.setdefault(int(fields[1]), []).append(int(entry))
     found = [pid]
     for one in found:
@@ -31,7 +30,7 @@ def family(pid: int) -> list[int]:
     return found
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """The fields behind the process's name, or none where it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

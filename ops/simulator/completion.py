@@ -7,7 +7,7 @@ from array import array
 
 import msgspec
 
-from ops.simulator.generation import Generation, Writer, encode
+from ops.simulator.generation import Generation, ReplyWriter, encode
 from ops.simulator.template import Conversation, Toolbox
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
@@ -47,7 +47,7 @@ def conversation(prompt: Encoded) -> Conversation:
     return Conversation((), Toolbox((), ""), digest, digest, 0)
 
 
-def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """SGLang's reply: no ``meta_info``, payloads in ``sglext``, weight versions in ``metadata``."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
@@ -65,14 +65,14 @@ def sglang(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
     metadata = b'{"weight_version":%s' % versions
     if writer.config.weight_versions or len(generation.versions) > 1:
         metadata += b',"weight_versions":' + encode(generation.versions)
-    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**_usage(generation), "reasoning_tokens": 0}), metadata)
+    tail = b'}],"usage":%s,"metadata":%s}' % (encode({**generation.usage, "reasoning_tokens": 0}), metadata)
     parts = [b"".join(choice), tail]
     if experts is not None:
         parts += [b',"sglext":{"routed_experts":', experts, b"}"]
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def vllm(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
+def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """vLLM's reply: everything that belongs to the tokens is on the choice."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
@@ -90,7 +90,7 @@ def vllm(generation: Generation[CompletionRequest], writer: Writer) -> Reply:
         b',"routed_experts":',
     ]
     tail = b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"kv_transfer_params":null' % (
-        encode(_usage(generation))
+        encode(generation.usage)
     )
     return Reply(writer.padded([b"".join(choice), experts or b"null", tail], generation.sim.body_bytes))
 
@@ -103,13 +103,13 @@ def _head(generation: Generation[CompletionRequest], name: str) -> bytes:
     )
 
 
-def _text(generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool) -> bytes:
+def _text(generation: Generation[CompletionRequest], writer: ReplyWriter, with_prompt: bool) -> bytes:
     text = generation.draft.text
     return encode(writer.text_of(generation.prompt.ids()) + text if with_prompt else text)
 
 
 def _logprobs(
-    generation: Generation[CompletionRequest], writer: Writer, with_prompt: bool, counted: bool = False
+    generation: Generation[CompletionRequest], writer: ReplyWriter, with_prompt: bool, counted: bool = False
 ) -> bytes:
     """An echoed prompt's tokens stand before the sampled ones; nothing predicted the first, so it has no logprob."""
     draft, prompt = generation.draft, generation.prompt
@@ -122,13 +122,3 @@ def _logprobs(
         return writer.token_logprobs(draft.ids, numbers, counted, alternatives)
     before = [b"null", *[b"-1.5"] * (prompt.count - 1)]
     return writer.token_logprobs(prompt.ids() + draft.ids, before + numbers, counted, alternatives)
-
-
-def _usage(generation: Generation[CompletionRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }

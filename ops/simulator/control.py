@@ -19,9 +19,10 @@ Query = dict[str, str]
 Handler = Callable[[bytes, Query], Awaitable[Reply]]
 
 
-class OpenSession(Struct):
-    """Body of ``/open_session``."""
+# The bodies of the routes that they are named after.
 
+
+class OpenSession(Struct):
     capacity_of_str_len: int
     session_id: str | None = None
     streaming: bool | None = None
@@ -29,27 +30,19 @@ class OpenSession(Struct):
 
 
 class CloseSession(Struct):
-    """Body of ``/close_session``."""
-
     session_id: str
 
 
 class AbortRequest(Struct):
-    """Body of ``/abort_request``."""
-
     rid: str | None = None
     abort_all: bool = False
 
 
 class PauseGeneration(Struct):
-    """Body of ``/pause_generation``."""
-
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
 class UpdateWeightVersion(Struct):
-    """Body of ``/update_weight_version``."""
-
     new_version: str
     abort_all_requests: bool = True
 
@@ -266,12 +259,22 @@ class Control:
         return json_reply(self._behaviour)
 
     async def _sim_stats(self, body: bytes, query: Query) -> Reply:
-        engine = self._engine
+        engine, runs, counters = self._engine, self._engine.runs, self._engine.counters
         return json_reply(
             {
-                **msgspec.structs.asdict(_stats(engine)),
-                "in_flight_rids": engine.runs.rids,
-                "paused": engine.runs.paused,
+                # Started are those that are finished (the aborted among them), disconnected or in flight.
+                "started": counters.started,
+                "finished": counters.finished,
+                "aborted": runs.aborted,
+                "disconnected": runs.disconnected,
+                "faulted": counters.faulted,
+                "refused": counters.refused,
+                "in_flight": len(runs.rids),
+                "prompt_tokens": counters.prompt_tokens,
+                "prefix_hit_tokens": counters.prefix_hit_tokens,
+                "sampled_tokens": counters.sampled_tokens,
+                "in_flight_rids": runs.rids,
+                "paused": runs.paused,
                 "weight_version": engine.weight_version,
                 "latency_s": engine.latency_s,
                 "prefix_cache_tokens": engine.prefixes.tokens,
@@ -294,33 +297,3 @@ class Control:
         self._closed.clear()
         self._behaviour = Behaviour()
         return json_reply({"ok": True})
-
-
-class _Stats(Struct):
-    started: int
-    finished: int
-    aborted: int
-    disconnected: int
-    faulted: int
-    refused: int
-    in_flight: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    sampled_tokens: int
-
-
-def _stats(engine: Engine) -> _Stats:
-    """``started`` = finished + disconnected + in flight; finished has the aborted."""
-    counters, runs = engine.counters, engine.runs
-    return _Stats(
-        counters.started,
-        counters.finished,
-        runs.aborted,
-        runs.disconnected,
-        counters.faulted,
-        counters.refused,
-        len(runs.rids),
-        counters.prompt_tokens,
-        counters.prefix_hit_tokens,
-        counters.sampled_tokens,
-    )

@@ -13,7 +13,7 @@ from ops.simulator import completion, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault
 from ops.simulator.generate import Draft, Policy
-from ops.simulator.generation import Generation, R, Span, Writer
+from ops.simulator.generation import Generation, R, ReplyWriter, Span
 from ops.simulator.payloads import Payloads
 from ops.simulator.prefixes import PrefixCache
 from ops.simulator.records import Counters
@@ -36,10 +36,10 @@ class Wire(Protocol):
     def adapter(self, request: Request, config: Config) -> str | None:
         """The LoRA adapter that a request is for."""
 
-    def render(self, generation: Generation[ChatRequest], writer: Writer) -> Reply:
+    def render(self, generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         """A whole reply."""
 
-    def stream(self, generation: Generation[ChatRequest], writer: Writer) -> Reply:
+    def stream(self, generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         """A reply as events."""
 
 
@@ -51,7 +51,7 @@ class Engine:
         self.tokenizer = Tokenizer()
         self.template = Template(self.tokenizer)
         self.policy = Policy(config, self.tokenizer)
-        self.writer = Writer(config, self.tokenizer, Payloads(config.seed))
+        self.writer = ReplyWriter(config, self.tokenizer, Payloads(config.seed))
         self.runs = Runs()
         self.faults = FaultQueue()
         self.counters = Counters()
@@ -67,7 +67,6 @@ class Engine:
         self._number = 0
 
     def error(self, message: str, status: int = 400) -> Reply:
-        """An error in the dialect's shape."""
         return self._dialect.error(message, status)
 
     def adapter_of(self, body: bytes) -> str | None:

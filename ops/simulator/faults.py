@@ -233,26 +233,19 @@ def _break_experts(value: dict[str, Any]) -> None:
     _experts_holder(value)["routed_experts"] = "not*base64!"
 
 
-def _misalign_experts(value: dict[str, Any]) -> None:
-    """One byte and some ids too many: neither whole rows nor whole ids."""
-    holder = _experts_holder(value)
-    payload = holder.get("routed_experts")
-    if isinstance(payload, list):
-        del payload[-1:]
-        return
-    raw = pybase64.b64decode(payload) if payload else b"\0" * 4
-    holder["routed_experts"] = pybase64.b64encode(raw + b"\0" * 5).decode()
+def _recut_experts(recut: Callable[[bytes], bytes]) -> Edit:
+    """The payload's bytes as ``recut`` makes them; a list loses its last."""
 
+    def edit(value: dict[str, Any]) -> None:
+        holder = _experts_holder(value)
+        payload = holder.get("routed_experts")
+        if isinstance(payload, list):
+            del payload[-1:]
+            return
+        raw = pybase64.b64decode(payload) if payload else b"\0" * 8
+        holder["routed_experts"] = pybase64.b64encode(recut(raw)).decode()
 
-def _drop_experts_row(value: dict[str, Any]) -> None:
-    """A whole number of ids, one id short of whole rows."""
-    holder = _experts_holder(value)
-    payload = holder.get("routed_experts")
-    if isinstance(payload, list):
-        del payload[-1:]
-        return
-    raw = pybase64.b64decode(payload) if payload else b"\0" * 8
-    holder["routed_experts"] = pybase64.b64encode(raw[:-4]).decode()
+    return edit
 
 
 FAULTS: dict[str, Fault] = {
@@ -295,8 +288,9 @@ FAULTS: dict[str, Fault] = {
     "missing_prompt_ids": Fault(_edited(_drop_prompt_ids)),
     "other_prompt": Fault(_edited(_change_prompt_id)),
     "bad_experts_base64": Fault(_edited(_break_experts)),
-    "misaligned_experts": Fault(_edited(_misalign_experts)),
-    "wrong_experts_rows": Fault(_edited(_drop_experts_row)),
+    # One byte and an id too many: neither whole rows nor whole ids. Then one id short of whole rows.
+    "misaligned_experts": Fault(_edited(_recut_experts(lambda raw: raw + b"\0" * 5))),
+    "wrong_experts_rows": Fault(_edited(_recut_experts(lambda raw: raw[:-4]))),
     "drip": Fault(_delivered(Delivery.DRIP)),
     "reset": Fault(_delivered(Delivery.RESET)),
     "abort": Fault(lambda reply, order: reply, finish="abort"),
@@ -333,14 +327,11 @@ class FaultQueue:
         return self._waiting.popleft() if self._waiting else None
 
     def names(self) -> list[str]:
-        """What is queued, in order."""
         return [order.fault for order in self._waiting]
 
     def clear(self) -> None:
-        """Forget what is queued."""
         self._waiting.clear()
 
 
 def replace_count(order: FaultOrder) -> FaultOrder:
-    """``order`` for a single request."""
     return msgspec.structs.replace(order, count=1)

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from ops.simulator.arguments import draw_arguments
 from ops.simulator.config import Config
@@ -54,6 +55,11 @@ class Draft:
     digest: str
     stop_text: str | None = None
     cuts: int = 0
+
+    def saying(self, text: str, planned: tuple[Call, ...], **changes: Any) -> Draft:
+        """With another text, which is parsed anew."""
+        reasoning, content, calls = parse(text, planned)
+        return replace(self, text=text, content=content, reasoning=reasoning, calls=calls, **changes)
 
 
 class Policy:
@@ -200,36 +206,16 @@ class Policy:
             if self._tokenizer.ids(shown) == shorter:
                 ids, text = shorter, shown
                 break
-        reasoning, content, calls = parse(text, draft.calls)
-        return replace(
-            draft,
-            text=text,
-            content=content,
-            reasoning=reasoning,
-            calls=calls,
-            ids=ids,
-            finish=finish,
-            stop_text=None,
-        )
+        return draft.saying(text, draft.calls, ids=ids, finish=finish, stop_text=None)
 
     def leave(self, prompt: bytes, whole: Draft, kept: int) -> None:
         """An abort cut ``whole`` after ``kept`` tokens; who sends them behind ``prompt`` gets the rest."""
         ids = whole.ids[kept:]
         text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._end] else ids)
         calls = whole.calls[len(whole.calls) - text.count("<tool_call>") :]
-        reasoning, content, calls = parse(text, calls)
-        finish = whole.finish if whole.finish not in ("stop", "tool_calls") else "tool_calls" if calls else "stop"
-        rest = replace(
-            whole,
-            text=text,
-            content=content,
-            reasoning=reasoning,
-            calls=calls,
-            ids=ids,
-            finish=finish,
-            logprob_offset=whole.logprob_offset + kept,
-            cuts=whole.cuts + 1,
-        )
+        rest = whole.saying(text, calls, ids=ids, logprob_offset=whole.logprob_offset + kept, cuts=whole.cuts + 1)
+        if whole.finish in ("stop", "tool_calls"):
+            rest = replace(rest, finish="tool_calls" if rest.calls else "stop")
         self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
 
     def unfinished(self, prompt: bytes) -> Draft | None:
@@ -248,17 +234,7 @@ class Policy:
         ends = list(accumulate(map(len, pieces)))
         count = bisect_left(ends, at + len(stop.encode())) + 1
         text = whole[:at].decode("utf-8", "replace")
-        reasoning, content, calls = parse(text, draft.calls)
-        return replace(
-            draft,
-            text=text,
-            content=content,
-            reasoning=reasoning,
-            calls=calls,
-            ids=ids[:count],
-            finish="stop",
-            stop_text=stop,
-        )
+        return draft.saying(text, draft.calls, ids=ids[:count], finish="stop", stop_text=stop)
 
 
 def _limit(request: Request) -> int | None:

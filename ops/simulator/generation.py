@@ -53,7 +53,6 @@ class Generation(Generic[R]):
 
     @property
     def sim(self) -> Sim:
-        """The request's wishes."""
         return self.request.sim or Sim()
 
     @property
@@ -62,12 +61,22 @@ class Generation(Generic[R]):
         return len(self.draft.ids)
 
     @property
+    def usage(self) -> dict[str, object]:
+        prompt, completion = self.prompt.count, self.completion_tokens
+        return {
+            "prompt_tokens": prompt,
+            "total_tokens": prompt + completion,
+            "completion_tokens": completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    @property
     def ended_itself(self) -> bool:
         """Whether the end token was sampled, and not a stop string found or a limit met."""
         return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None
 
 
-class Writer:
+class ReplyWriter:
     """Tables from token ids to their wire form; the hot path only joins."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:
@@ -204,5 +213,4 @@ def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
     return b"data: " + encode(value) + b"\n\n"

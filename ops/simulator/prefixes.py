@@ -37,7 +37,6 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
-        """Flush."""
         self._root = _Node(b"", None)
         self._order: OrderedDict[_Node, None] = OrderedDict()
         self._size = 0

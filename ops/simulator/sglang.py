@@ -5,7 +5,7 @@ from __future__ import annotations
 from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
-    Writer,
+    ReplyWriter,
     deltas,
     encode,
     event,
@@ -48,7 +48,7 @@ def check_start(request: Request, prompt_tokens: int) -> None:
         raise BadRequest(f"routed_experts_start_len must be in [0, {prompt_tokens}].")
 
 
-def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
@@ -75,7 +75,7 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, object]:
+def _finish(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[str, object]:
     finish = generation.draft.finish
     if finish == "length":
         return {"type": "length", "length": generation.completion_tokens}
@@ -89,7 +89,7 @@ def _finish(generation: Generation[ChatRequest], writer: Writer) -> dict[str, ob
 
 
 def _meta_info(
-    generation: Generation[ChatRequest], writer: Writer, numbers: list[bytes], experts: bytes | None
+    generation: Generation[ChatRequest], writer: ReplyWriter, numbers: list[bytes], experts: bytes | None
 ) -> list[bytes]:
     facts = {
         "id": generation.id,
@@ -111,23 +111,12 @@ def _meta_info(
     return [*parts, b"}"]
 
 
-def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-        "reasoning_tokens": 0,
-    }
-
-
 def _tail(generation: Generation[ChatRequest]) -> bytes:
     metadata = {"weight_version": generation.weight_version}
-    return b',"usage":%s,"metadata":%s' % (encode(_usage(generation)), encode(metadata))
+    return b',"usage":%s,"metadata":%s' % (encode({**generation.usage, "reasoning_tokens": 0}), encode(metadata))
 
 
-def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events."""
     request, draft = generation.request, generation.draft
     common = {
@@ -147,5 +136,5 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     }
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:
-        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+        events.append(event({**common, "choices": [], "usage": {**generation.usage, "reasoning_tokens": 0}}))
     return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

@@ -127,11 +127,9 @@ class Encoded:
 
     @staticmethod
     def of(ids: list[int]) -> Encoded:
-        """Pack ``ids``."""
         return Encoded(",".join(map(str, ids)).encode(), array("i", ids).tobytes(), len(ids))
 
     def ids(self) -> list[int]:
-        """The ids as integers."""
         return list(array("i", self.packed))
 
 
@@ -152,7 +150,6 @@ class Tokenizer:
         self._cache: Lru[str, Encoded] = Lru(96 * 2**20)
 
     def ids(self, text: str) -> list[int]:
-        """The canonical ids of ``text``, special tokens recognised."""
         found: list[int] = self.bpe.encode(text, add_special_tokens=False).ids
         return found
 

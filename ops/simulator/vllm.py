@@ -5,7 +5,7 @@ from __future__ import annotations
 from ops.simulator.config import Config
 from ops.simulator.generation import (
     Generation,
-    Writer,
+    ReplyWriter,
     deltas,
     encode,
     event,
@@ -28,7 +28,7 @@ def adapter(request: Request, config: Config) -> str | None:
     return None
 
 
-def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
+def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes:
     """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
     request = generation.request
     if not request.logprobs:
@@ -38,7 +38,7 @@ def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
     return writer.content_logprobs(generation.draft, writer.logprobs(generation.draft))
 
 
-def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, large payloads in parts of their own."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
@@ -59,22 +59,12 @@ def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
     parts.append(
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":null,'
-        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(_usage(generation)), prompt_ids)
+        b'"prompt_token_ids":%s,"kv_transfer_params":null' % (encode(generation.usage), prompt_ids)
     )
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
-    prompt, completion = generation.prompt.count, generation.completion_tokens
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }
-
-
-def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
+def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events, token ids as deltas where asked for."""
     request, draft = generation.request, generation.draft
     common = {
@@ -98,5 +88,5 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
         last["token_ids"] = draft.ids
     events.append(event({**common, "choices": [last]}))
     if request.stream_options and request.stream_options.include_usage:
-        events.append(event({**common, "choices": [], "usage": _usage(generation)}))
+        events.append(event({**common, "choices": [], "usage": generation.usage}))
     return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")

@@ -19,15 +19,11 @@ MAX_ID = 2**31 - 1
 
 
 class ToolFunction(Struct):
-    """The ``function`` of a tool definition."""
-
     name: str
     parameters: dict[str, Any] | None = None
 
 
 class Tool(Struct):
-    """One entry of ``tools``."""
-
     function: ToolFunction
 
 
@@ -46,8 +42,6 @@ class SentToolCall(Struct):
 
 
 class SentMessage(Struct):
-    """A message of the history."""
-
     role: str
     content: str | list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
@@ -107,8 +101,6 @@ class Sim(Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(Struct):
-    """OpenAI's ``stream_options``."""
-
     include_usage: bool | None = None
 
 
@@ -199,5 +191,4 @@ class Reply:
 
 
 def json_reply(value: object, status: int = 200) -> Reply:
-    """``value`` as a JSON response."""
     return Reply((msgspec.json.encode(value),), status)

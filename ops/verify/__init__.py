@@ -17,7 +17,7 @@ from app.errors import StoreDamaged
 from app.store import damaged
 from app.store import projections as heads
 from app.store.engine import Database
-from ops.keeping import DONE, NOT_ALL_WELL, Outcome, Progress, require_store, run, settings_for, silent
+from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
@@ -95,11 +95,11 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
     return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
 
 
-def _checked(database_url: str | None) -> Outcome:
+def _checked(database_url: str | None) -> CommandResult:
     report = asyncio.run(verify_url(settings_for(database_url).database_url, Progress("verify")))
     lines = [
         *(f"{problem.session_id}: {problem.what}" for problem in report.problems),
         *report.damage(),
         report.summary(),
     ]
-    return Outcome(NOT_ALL_WELL if report.problems else DONE, lines, msgspec.to_builtins(report))
+    return CommandResult(NOT_ALL_WELL if report.problems else DONE, lines, msgspec.to_builtins(report))

@@ -14,7 +14,7 @@ from app.sessions.transcript import stored_reply
 from app.store import projections as heads
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.projections import Log
+from app.store.projections import FoldedLog
 from ops.verify.report import Acknowledged, Report
 
 
@@ -55,7 +55,7 @@ async def _check_session(database: Database, session_id: str, held: Sequence[Ack
     return len(doubled)
 
 
-async def _wrong(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
+async def _wrong(database: Database, log: FoldedLog | None, one: Acknowledged, report: Report) -> str | None:
     if log is None or not 1 <= one.turn <= len(log.session.turns):
         return "but is not in the log"
     session = log.session
@@ -85,12 +85,12 @@ def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
         yield from combinations(kinds, count)
 
 
-def _tombstoned(log: Log, session: Session, number: int) -> bool:
+def _tombstoned(log: FoldedLog, session: Session, number: int) -> bool:
     """Did the reply bring a payload that can no longer be read?"""
     return len(_committed(log, session, number).payloads) > len(session.payloads.get(number, ()))
 
 
-def _committed(log: Log, session: Session, number: int) -> TurnCommitted:
+def _committed(log: FoldedLog, session: Session, number: int) -> TurnCommitted:
     event = log.events[session.turn(number).seq - 1].event
     assert isinstance(event, TurnCommitted)
     return event

@@ -29,7 +29,7 @@ from app.store import projections as heads
 from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
-from app.store.projections import Log
+from app.store.projections import FoldedLog
 from app.store.reads import ChunkKey
 from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
 from ops.verify.report import Report
@@ -120,7 +120,7 @@ class SessionCheck:
     def _rows(self, table: Any, *columns: Any) -> Sequence[Any]:
         return self._connection.execute(select(*columns).where(table.c.session_id == self._session_id)).all()
 
-    def _folded(self) -> Log | None:
+    def _folded(self) -> FoldedLog | None:
         """The log without a gap, each event readable, folded."""
         try:
             log = heads.read_log(AlchemyTx(self._connection), self._session_id)
@@ -131,7 +131,7 @@ class SessionCheck:
             self._found("rows without a log")
         return log
 
-    def _derived(self, log: Log) -> None:
+    def _derived(self, log: FoldedLog) -> None:
         for difference in heads.differences(AlchemyTx(self._connection), self._session_id, log):
             self._found(str(difference))
 
@@ -154,12 +154,9 @@ class SessionCheck:
             match recorded.event:
                 case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
-                case TurnCommitted(turn=turn, fence=fence) | TurnRejected(turn=turn, fence=fence):
-                    self._ended(opened, last, turn, fence, recorded.seq)
-                    last = max(last, fence)
-                case TurnAbandoned(turn=turn, fence=fence):
-                    self._ended(opened, last, turn, fence, recorded.seq)
-                    last = max(last, fence)
+                case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
+                    self._ended(opened, last, ended.turn, ended.fence, recorded.seq)
+                    last = max(last, ended.fence)
 
     def _ended(self, opened: dict[int, int], last: int, turn: int, fence: int, seq: int) -> None:
         self._must(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")

@@ -45,7 +45,7 @@ def asked(port: int, path: str, method: str = "GET") -> bytes:
         return came
 
 
-@pytest.mark.threat("idle connections take all file descriptors")
+@pytest.mark.threat("idle connections use up file descriptors")
 def test_who_finds_no_descriptor_is_told_and_the_last_are_kept(server: ServerProcess) -> None:
     with httpx.Client(base_url=server.base_url, timeout=20) as known:
         session = known.post("/sessions").json()["session_id"]

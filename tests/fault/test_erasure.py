@@ -133,7 +133,7 @@ def erase(stand: Stand, session_id: str) -> httpx.Response:
     return stand.http.delete(f"/sessions/{session_id}", params={"erase": "true"})
 
 
-@pytest.mark.threat("what was erased can still be read")
+@pytest.mark.threat("erased content still readable")
 def test_nothing_of_an_erased_session_is_in_any_file(alone: Stand) -> None:
     other = alone.talk()
     other.say("Hello")
@@ -176,7 +176,7 @@ LARGE_REWARD = {f"{CANARY}-{number:07}": number / 7 for number in range(1_200_00
 
 
 @pytest.mark.long
-@pytest.mark.threat("what was erased can still be read")
+@pytest.mark.threat("erased content still readable")
 def test_a_reward_from_before_there_was_a_limit_is_read_exported_and_erased(alone: Stand) -> None:
     talk = alone.talk()
     talk.say("Hello")

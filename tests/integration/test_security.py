@@ -54,7 +54,7 @@ def test_every_route_is_known() -> None:
     assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
 
 
-@pytest.mark.threat("a request without a token, to a server that requires one")
+@pytest.mark.threat("missing token")
 def test_without_a_token_nothing_but_health_and_the_pages_files_is_served(guarded: Guarded) -> None:
     for method, path in ROUTES:
         for headers in ({}, bearer("unknown"), bearer(f"tls.a.{'A' * 43}")):
@@ -67,7 +67,7 @@ def test_without_a_token_nothing_but_health_and_the_pages_files_is_served(guarde
                 assert method == "HEAD" or error_of(reply) == (401, "unauthorized")
 
 
-@pytest.mark.threat("who holds a session's token uses an admin's route")
+@pytest.mark.threat("session token on an admin route")
 def test_a_sessions_token_opens_its_own_routes_and_no_other(guarded: Guarded) -> None:
     mine, other = guarded.client(), guarded.client()
     before = guarded.events(other.id)
@@ -117,7 +117,7 @@ SUBROUTES = [
 ]
 
 
-@pytest.mark.threat("who holds a session's token finds out which sessions there are")
+@pytest.mark.threat("probing for sessions")
 def test_another_session_looks_like_none_whatever_became_of_it(guarded: Guarded) -> None:
     mine = guarded.client()
     names = [f"open-{uuid.uuid4().hex[:8]}", f"shut-{uuid.uuid4().hex[:8]}", f"gone-{uuid.uuid4().hex[:8]}"]
@@ -144,7 +144,7 @@ def appearance(reply: httpx.Response, name: str) -> tuple[int, tuple[tuple[str, 
     return reply.status_code, headers, reply.text.replace(name, "NAME")
 
 
-@pytest.mark.threat("a path is spelled so that the guard and the router take it for different ones")
+@pytest.mark.threat("path confusion between guard and router")
 def test_no_spelling_of_a_path_leads_to_another_session(guarded: Guarded) -> None:
     mine, other = guarded.client(), guarded.client()
     secret = uuid.uuid4().hex
@@ -203,7 +203,7 @@ def test_no_spelling_of_a_path_leads_to_another_session(guarded: Guarded) -> Non
     assert guarded.events(b) == before
 
 
-@pytest.mark.threat("who holds a session's token reads or changes another's")
+@pytest.mark.threat("session token on another session")
 def test_a_session_in_a_header_must_be_the_tokens_own(guarded: Guarded) -> None:
     mine, other = guarded.client(), guarded.client()
     before = guarded.events(other.id)
@@ -247,7 +247,7 @@ def test_agents_of_a_session_with_a_long_name_too(guarded: Guarded) -> None:
     assert error_of(other.chat_at(CHAT, headers=agent)) == (404, "session_not_found")
 
 
-@pytest.mark.threat("who holds a session's token reads or changes another's")
+@pytest.mark.threat("session token on another session")
 def test_a_session_that_only_has_the_name_of_an_agent_is_another(guarded: Guarded) -> None:
     mine = guarded.client()
     guarded.client(session_id=f"{mine.id}:theirs")
@@ -261,7 +261,7 @@ def test_a_session_that_only_has_the_name_of_an_agent_is_another(guarded: Guarde
     assert mine.chat_at(CHAT, headers={"x-session-id": f"{mine.id}:given"}).status_code == 200
 
 
-@pytest.mark.threat("who holds a session's token steers another's engine, or goes on with its context")
+@pytest.mark.threat("session token steers another session's engine")
 @pytest.mark.parametrize("action", ["open", "bind", "close", None])
 def test_session_control_is_for_the_own_session(guarded: Guarded, action: str | None) -> None:
     mine, other = guarded.client(), guarded.client()
@@ -276,7 +276,7 @@ def test_session_control_is_for_the_own_session(guarded: Guarded, action: str | 
     assert guarded.admin.post(mine.chat_path, json=body(nvext={"session_control": wish})).status_code == 200
 
 
-@pytest.mark.threat("who holds a session's token steers another's engine, or goes on with its context")
+@pytest.mark.threat("session token steers another session's engine")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -314,7 +314,7 @@ OF_THE_ENGINE = {
 }
 
 
-@pytest.mark.threat("who holds a session's token has the engine run, load or prefer what it says")
+@pytest.mark.threat("session token sets operator-only fields")
 @pytest.mark.parametrize("name", OF_THE_ENGINE)
 def test_what_only_an_operator_decides_is_for_the_admin(guarded: Guarded, lenient: Guarded, name: str) -> None:
     fields = {name: OF_THE_ENGINE[name]}
@@ -331,7 +331,7 @@ def test_what_only_an_operator_decides_is_for_the_admin(guarded: Guarded, lenien
     assert allowed.chat_at(allowed.chat_path, **fields).status_code == status
 
 
-@pytest.mark.threat("who holds a session's token takes ids without end")
+@pytest.mark.threat("session token creates unlimited sessions")
 def test_a_token_makes_so_many_agents_sessions_and_no_more(lenient: Guarded) -> None:
     mine, long = lenient.client(), lenient.client(session_id=f"{uuid.uuid4().hex}{'x' * 90}")
     for client in (mine, long):
@@ -350,7 +350,7 @@ def test_a_token_makes_so_many_agents_sessions_and_no_more(lenient: Guarded) -> 
     assert lenient.admin.post(CHAT, headers=by_admin, json=body()).status_code == 200
 
 
-@pytest.mark.threat("who holds a session's token takes ids without end")
+@pytest.mark.threat("session token creates unlimited sessions")
 def test_neither_many_at_once_nor_unknown_parents_make_more(lenient: Guarded) -> None:
     mine = lenient.client()
 
@@ -420,7 +420,7 @@ def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:
         assert "; secure" in secure.headers["set-cookie"].lower()
 
 
-@pytest.mark.threat("what an agent or an engine said is run by a browser")
+@pytest.mark.threat("script injection into the page")
 @pytest.mark.parametrize("path", ["/sessions", "/export", "/groups/g", "/health", "/nowhere", "/v1/models"])
 def test_replies_are_data_to_a_browser(guarded: Guarded, path: str) -> None:
     for client in (guarded.admin, guarded.stranger):
@@ -432,7 +432,7 @@ def test_replies_are_data_to_a_browser(guarded: Guarded, path: str) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-@pytest.mark.threat("a token that was given away stays good for ever")
+@pytest.mark.threat("leaked token stays valid")
 def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
     guarded: Guarded, places: Places, sglang: SimulatorProcess
 ) -> None:

@@ -106,7 +106,7 @@ async def client() -> AsyncIterator[EngineClient]:
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("an engine's reply fills the memory")
+@pytest.mark.threat("oversized engine reply")
 @pytest.mark.parametrize("way", ["endless_headers", "one_endless_header", "many_headers", "much", "announced"])
 async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient, way: str) -> None:
     tracemalloc.start()
@@ -120,14 +120,14 @@ async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient,
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("a reply that unpacks to thousands of times its size")
+@pytest.mark.threat("decompression bomb from an engine")
 async def test_nothing_is_unpacked(engine: Engine, client: EngineClient) -> None:
     reply = await client.get(f"{engine.url}/a_bomb/v1/models", [])
     assert reply.body.joined() == BOMB
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("an engine, or the environment, sends Turnlog elsewhere")
+@pytest.mark.threat("redirect or proxy to another host")
 async def test_no_redirect_is_followed_and_no_proxy_asked(
     engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +140,7 @@ async def test_no_redirect_is_followed_and_no_proxy_asked(
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("a request reaches a path of an engine that is none of its business")
+@pytest.mark.threat("engine path that Turnlog must not call")
 @pytest.mark.parametrize(
     "path", ["/update_weights_from_disk", "/v1/files", "/", "", "/health/../flush_cache", "/health#"]
 )
@@ -151,7 +151,7 @@ async def test_an_engine_is_asked_for_what_is_listed(engine: Engine, client: Eng
     assert engine.asked == []
 
 
-@pytest.mark.threat("a request reaches a path of an engine that is none of its business")
+@pytest.mark.threat("engine path that Turnlog must not call")
 def test_no_path_of_a_client_is_passed_on(stand: Stand) -> None:
     """After an ordinary turn and much that is none."""
     talk = stand.talk()
@@ -174,7 +174,7 @@ def test_no_path_of_a_client_is_passed_on(stand: Stand) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("what an agent or an engine said is run by a browser")
+@pytest.mark.threat("script injection into the page")
 async def test_a_page_from_an_engine_is_told_without_its_orders(engine: Engine, client: EngineClient) -> None:
     """`test_security.py` shows that a browser runs nothing of it."""
     reply = await client.get(f"{engine.url}/a_page/v1/models", [])

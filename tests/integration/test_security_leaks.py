@@ -112,7 +112,7 @@ def looked_at(guarded: Guarded, session: Client) -> Iterator[httpx.Response]:
     yield session.ask("GET", f"{session.path}/events")
 
 
-@pytest.mark.threat("a secret, a prompt or a completion is in a log line, an error, an event or a metric")
+@pytest.mark.threat("content or secret in logs, errors, events, metrics")
 def test_what_is_secret_is_nowhere(guarded: Guarded) -> None:
     session = guarded.client(metadata={"what": "a canary's metadata"})
     assert said(session).status_code == 200

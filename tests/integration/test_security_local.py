@@ -23,7 +23,7 @@ def host_of(stand: Stand) -> str:
     return f"Host: 127.0.0.1:{stand.server.port}"
 
 
-@pytest.mark.threat("DNS rebinding: a page's own host name is made to mean this machine")
+@pytest.mark.threat("DNS rebinding")
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "0.0.0.0", "10.0.0.1"])
 def test_another_host_name_is_refused(stand: Stand, host: str) -> None:
     for start in ("GET /sessions HTTP/1.1", "GET /nowhere HTTP/1.1", "POST /v1/chat/completions HTTP/1.1", PAUSE):
@@ -38,7 +38,7 @@ def test_another_host_name_is_refused(stand: Stand, host: str) -> None:
     assert raw(stand.server.port, "GET /sessions HTTP/1.1", "Host: localhost", f"Host: {host}")[0] in (400, 403)
 
 
-@pytest.mark.threat("a page that the operator looks at sends requests to a server on his machine")
+@pytest.mark.threat("cross-site request to a local server")
 @pytest.mark.parametrize(
     "lines",
     [
@@ -59,7 +59,7 @@ def test_a_simple_post_of_another_site_pauses_nothing(stand: Stand, lines: tuple
     assert b"access-control-allow" not in came.lower()
 
 
-@pytest.mark.threat("a proxy on this machine lets the world in")
+@pytest.mark.threat("local proxy without a token")
 @pytest.mark.parametrize(
     "line",
     [
@@ -85,7 +85,7 @@ def trusting(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
         yield made
 
 
-@pytest.mark.threat("a header says that the client is in a trusted network")
+@pytest.mark.threat("forged client address")
 def test_a_header_puts_nobody_into_a_trusted_network(trusting: Stand) -> None:
     """uvicorn then takes the header's word for who the client is."""
     port = trusting.server.port
@@ -113,7 +113,7 @@ def test_signing_in_where_no_token_is_needed_sets_nothing(stand: Stand) -> None:
     assert stand.http.get("/sessions", headers={"authorization": "Bearer unused"}).status_code == 200
 
 
-@pytest.mark.threat("a request's head is larger than anybody needs")
+@pytest.mark.threat("oversized request head")
 def test_a_head_has_limits(stand: Stand) -> None:
     assert error_of(stand.http.get("/health", headers={"x-much": "v" * (64 << 10)})) == (431, "headers_too_large")
     assert error_of(stand.http.get("/health", params={"q": "v" * (16 << 10)})) == (414, "target_too_long")
@@ -123,7 +123,7 @@ def test_a_head_has_limits(stand: Stand) -> None:
     assert error_of(chat) == (431, "headers_too_large")
 
 
-@pytest.mark.threat("a head that never ends fills the memory")
+@pytest.mark.threat("endless request head")
 @pytest.mark.parametrize("piece", [b"x-more: " + b"v" * 1000 + b"\r\n", b"v" * 1000], ids=["headers", "one header"])
 def test_an_endless_head_is_answered_before_its_end(stand: Stand, piece: bytes) -> None:
     status, came = raw(stand.server.port, "GET /health HTTP/1.1", host_of(stand), endless=b"x: " + piece * 400)

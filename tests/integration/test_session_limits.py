@@ -56,7 +56,7 @@ def test_the_place_of_a_fault_is_told_in_few_words(stand: Stand) -> None:
         assert len(answer.json()["error"]["message"]) < 400
 
 
-@pytest.mark.threat("what is kept for ever is too large: metadata, a reward's components")
+@pytest.mark.threat("oversized metadata or reward")
 def test_metadata_has_a_limit_that_its_refusal_names(stand: Stand) -> None:
     most = "é" * ((LIMIT - len('{"a":""}')) // 2)
     assert stand.http.post("/sessions", json={"metadata": {"a": most}}).status_code == 200
@@ -65,7 +65,7 @@ def test_metadata_has_a_limit_that_its_refusal_names(stand: Stand) -> None:
     assert refused.json()["error"]["message"] == f"metadata has {LIMIT + 1} bytes as JSON; the limit is {LIMIT}"
 
 
-@pytest.mark.threat("what is kept for ever is too large: metadata, a reward's components")
+@pytest.mark.threat("oversized metadata or reward")
 def test_a_reward_has_a_limit_that_its_refusal_names(stand: Stand) -> None:
     talk = stand.talk()
     talk.say("Hello")
@@ -87,7 +87,7 @@ def pieces_of(body: bytes) -> Iterator[bytes]:
     yield from (body[at : at + 65536] for at in range(0, len(body), 65536))
 
 
-@pytest.mark.threat("what is kept for ever is too large: metadata, a reward's components")
+@pytest.mark.threat("oversized metadata or reward")
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_a_large_body_is_refused_before_it_is_read_as_json(stand: Stand, in_pieces: bool) -> None:
     """45 MiB of components once became an event. What is refused need not even be JSON."""

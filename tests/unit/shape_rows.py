@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.domain.events import SessionConfig, TurnCommitted, VersionSpan
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import Reward, Session, Status
+from app.domain.session import AssignedReward, Session, Status
 from app.export.row import Routing, Row, Source, TurnContent
 
 JSON = dict[str, Any]
@@ -87,7 +87,7 @@ def rows(
         created_at=1_000.0,
         last_event_at=1_000.0,
         path=tuple(content),
-        reward=None if reward is None else Reward(reward, {"exact": reward}),
+        reward=None if reward is None else AssignedReward(reward, {"exact": reward}),
     )
     found = samples(session, content, max_seq_len)
     conversation = [[*turn.messages, turn.message] for turn in turns]

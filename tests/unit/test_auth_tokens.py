@@ -51,7 +51,7 @@ def test_a_session_token_names_its_session_and_is_the_same_each_time(session_id:
     assert len(made.rpartition(b".")[2]) == 43
 
 
-@pytest.mark.threat("a session token is made up, or another's is changed")
+@pytest.mark.threat("forged session token")
 @given(IDS, st.data())
 def test_no_other_token_fits(session_id: str, data: st.DataObject) -> None:
     tokens = Tokens(["admin"], ["secret"])
@@ -64,7 +64,7 @@ def test_no_other_token_fits(session_id: str, data: st.DataObject) -> None:
         assert tokens.session_of(cut) is None
 
 
-@pytest.mark.threat("a session token is made up, or another's is changed")
+@pytest.mark.threat("forged session token")
 def test_every_character_counts() -> None:
     tokens = Tokens(["admin"], ["secret"])
     made = token(tokens, "a" * 128)
@@ -72,7 +72,7 @@ def test_every_character_counts() -> None:
         assert tokens.session_of(made[:at] + b"b" + made[at + 1 :]) is None or made[at : at + 1] == b"b"
 
 
-@pytest.mark.threat("a session token is made up, or another's is changed")
+@pytest.mark.threat("forged session token")
 def test_a_token_for_one_session_is_none_for_another() -> None:
     tokens = Tokens(["admin"])
     mac = token(tokens, "a").rpartition(b".")[2]
@@ -81,7 +81,7 @@ def test_a_token_for_one_session_is_none_for_another() -> None:
     assert tokens.session_of(token(tokens, "a.b")) == "a.b"
 
 
-@pytest.mark.threat("one kind of token is used as another")
+@pytest.mark.threat("token of the wrong kind")
 def test_each_use_has_a_key_of_its_own() -> None:
     secret = b"shared-by-all"
     tokens = Tokens([secret.decode()])
@@ -95,7 +95,7 @@ def test_each_use_has_a_key_of_its_own() -> None:
     assert tokens.session_of(b"tls.s." + plain) is None
 
 
-@pytest.mark.threat("a token that was given away stays good for ever")
+@pytest.mark.threat("leaked token stays valid")
 def test_admin_tokens_rotate() -> None:
     old, both, new = Tokens(["old"]), Tokens(["new", "old"]), Tokens(["new"])
     assert [tokens.is_admin(b"old") for tokens in (old, both, new)] == [True, True, False]
@@ -105,7 +105,7 @@ def test_admin_tokens_rotate() -> None:
     assert [tokens.session_of(meanwhile) for tokens in (old, both, new)] == [None, "s", "s"]
 
 
-@pytest.mark.threat("a token that was given away stays good for ever")
+@pytest.mark.threat("leaked token stays valid")
 def test_session_secrets_rotate_without_the_admin_token() -> None:
     old, both, new = (Tokens(["admin"], secrets) for secrets in (["old"], ["new", "old"], ["new"]))
     before, meanwhile = token(old, "s"), token(both, "s")
@@ -114,7 +114,7 @@ def test_session_secrets_rotate_without_the_admin_token() -> None:
     assert token(Tokens(["another"], ["old"]), "s") == before
 
 
-@pytest.mark.threat("a browser stays signed in for ever")
+@pytest.mark.threat("endless browser session")
 def test_a_cookie_ends_with_its_time_and_with_its_token() -> None:
     both = Tokens(["new", "old"])
     made = {name: (both.cookie_for(name, NOW) or "").encode() for name in (b"new", b"old")}
@@ -138,7 +138,7 @@ def test_what_is_no_cookie_is_none(cookie: bytes) -> None:
     assert not Tokens(["admin"]).is_signed_in(cookie, NOW)
 
 
-@pytest.mark.threat("the time of a refusal tells how much of a token was right")
+@pytest.mark.threat("timing attack on tokens")
 def test_what_is_compared_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every secret is looked at whichever fits, and only by `hmac.compare_digest`."""
     asked: list[tuple[bytes, bytes]] = []

@@ -176,7 +176,7 @@ def test_versions_are_compared_as_numbers(found: str, requirement: str, beyond: 
     assert host._beyond(found, requirement) == beyond
 
 
-SOUND = postgres.Server(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
+SOUND = postgres.PostgresFacts(160004, False, "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)
 
 
 @pytest.mark.parametrize(

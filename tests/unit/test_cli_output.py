@@ -19,7 +19,11 @@ ID = "a" * 70
 
 def printed(capsys: pytest.CaptureFixture[str], width: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], str]:
     monkeypatch.setenv("COLUMNS", str(width))
-    table(COLUMNS, [(ID, 3, "http://engine-of-a-long-name.example:30000", "2026-11-21"), ("b", None, "x", "")])
+    records = [
+        {"session": ID, "turns": 3, "engine": "http://engine-of-a-long-name.example:30000", "created": "2026-11-21"},
+        {"session": "b", "turns": None, "engine": "x", "created": ""},
+    ]
+    table(COLUMNS, records)
     said = capsys.readouterr()
     return said.out.splitlines(), said.err
 
@@ -65,7 +69,7 @@ def test_text_of_agents_does_not_reach_the_terminal_as_commands() -> None:
 
 def test_markup_is_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    table([Column("id", whole=True)], [("[bold]a[/bold] :smile:",)])
+    table([Column("id", whole=True)], [{"id": "[bold]a[/bold] :smile:"}])
     assert capsys.readouterr().out.splitlines()[1] == "[bold]a[/bold] :smile:"
 
 

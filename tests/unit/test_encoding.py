@@ -28,7 +28,7 @@ def test_what_can_be_read_is_unpacked(encoding: str, data: bytes) -> None:
     assert (reply.status, reply.headers) == (429, [("Retry-After", "17"), ("Content-Type", "text/plain")])
 
 
-@pytest.mark.threat("a reply that unpacks to thousands of times its size")
+@pytest.mark.threat("decompression bomb from an engine")
 @pytest.mark.parametrize(
     ("encoding", "data"),
     [

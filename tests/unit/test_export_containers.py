@@ -28,7 +28,7 @@ from app.export.containers import lines, parquet
 from app.export.containers import safetensors as tensors
 from app.export.containers.parquet import ParquetWriter
 from app.export.containers.safetensors import SafetensorsWriter, TensorFile
-from app.export.containers.writer import EXCLUSION, Writer
+from app.export.containers.writer import EXCLUSION, ContainerWriter
 from app.export.row import Fields
 
 COLUMNS: Columns = {
@@ -50,7 +50,7 @@ COLUMNS: Columns = {
     "inner": {"ids": "[int32]", "label": "text"},
 }
 
-WRITERS: dict[str, Callable[[Columns], Writer]] = {
+WRITERS: dict[str, Callable[[Columns], ContainerWriter]] = {
     "ndjson": lambda columns: lines.ndjson(),
     "msgpack": lambda columns: lines.msgpack(),
     "safetensors": SafetensorsWriter,

@@ -21,7 +21,7 @@ FOR_PROXIES = ("x-accel-redirect", "x-accel-buffering", "x-sendfile", "x-forward
 """nginx and others take these from a reply as an order, for one to send a file of theirs instead."""
 
 
-@pytest.mark.threat("a client's credentials reach an engine")
+@pytest.mark.threat("client credentials sent to an engine")
 def test_credentials_and_routing_of_the_client_never_reach_the_engine() -> None:
     client = [
         ("authorization", "Bearer client"),
@@ -47,7 +47,7 @@ def test_our_own_key_goes_to_the_engine() -> None:
     assert dict(to_engine([("authorization", "x")], "s", "ours"))["authorization"] == "Bearer ours"
 
 
-@pytest.mark.threat("an engine's reply gives orders to the browser, or to the proxy before Turnlog")
+@pytest.mark.threat("engine header for browsers or proxies")
 @pytest.mark.parametrize("name", [*HOP_BY_HOP, *OURS, *FOR_BROWSERS, *FOR_PROXIES, *sorted(NOT_PASSED), "made-up"])
 @pytest.mark.parametrize("case", [str.lower, str.title, str.upper])
 def test_what_is_not_the_engines_to_say_ends_here(name: str, case: type[str]) -> None:
@@ -72,7 +72,7 @@ def test_whole_families_are_left_out(prefix: str) -> None:
     assert to_client([(f"{prefix}anything", "v")]) == []
 
 
-@pytest.mark.threat("an engine's header ends the reply, or begins another")
+@pytest.mark.threat("response splitting by an engine header")
 @pytest.mark.parametrize("value", ["a\x01b", "\x7f", "a\r\nset-cookie: b=c", "a\x00"])
 def test_what_no_header_may_hold_ends_here(value: str) -> None:
     assert to_client([("x-own", value), ("x-other", "tab\tand caf\xe9")]) == [("x-other", "tab\tand caf\xe9")]

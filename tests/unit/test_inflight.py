@@ -49,7 +49,7 @@ def test_all_bodies_together_have_a_limit() -> None:
     assert inflight.size == 0
 
 
-@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+@pytest.mark.threat("unfinished bodies fill the memory for bodies")
 def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
     inflight = RequestMemory(LIMIT)
     with inflight.reserve("s", "p") as room, inflight.reserve("s", "q") as same, inflight.reserve("t", "p") as other:
@@ -65,7 +65,7 @@ def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
     assert inflight.size == 0
 
 
-@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+@pytest.mark.threat("unfinished bodies fill the memory for bodies")
 def test_an_address_has_a_share_of_what_has_not_ended() -> None:
     """All harnesses may be behind one address: what is whole is not its share, nor is what is small."""
     inflight = RequestMemory(LIMIT)
@@ -108,7 +108,7 @@ FULL_SHARE = [*((name, "p", EIGHTH) for name in "abcd"), ("far", "q", SMALL)]
 FULL = [(name, name, EIGHTH) for name in "abcdefgh"]
 
 
-@pytest.mark.threat("bodies whose ends are held back take all the room that there is for bodies")
+@pytest.mark.threat("unfinished bodies fill the memory for bodies")
 @pytest.mark.parametrize(
     ("bodies", "size", "given_up"),
     [

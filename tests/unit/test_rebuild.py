@@ -18,16 +18,16 @@ from app.domain.events import (
 )
 from app.domain.session import fold
 from app.sessions.inspection import described
-from app.store.projections import HEAD, OPEN_TURN, Log
+from app.store.projections import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions
 
 
-def log_of(new: Sequence[Event]) -> Log:
+def log_of(new: Sequence[Event]) -> FoldedLog:
     """The events at the times 10.0, 11.0, and so on."""
     recorded = [Recorded(seq, 9.0 + seq, event) for seq, event in enumerate(new, 1)]
     session = fold("s", recorded)
     assert session is not None
-    return Log(session, recorded, None)
+    return FoldedLog(session, recorded, None)
 
 
 def head(*new: Event) -> dict[str, object]:

@@ -219,7 +219,7 @@ TOO_MUCH = {
 }
 
 
-@pytest.mark.threat("a request is so large or so full of small values that everybody waits while it is read")
+@pytest.mark.threat("request that blocks the event loop")
 @pytest.mark.parametrize("name", TOO_MUCH)
 def test_what_holds_too_much_is_refused_and_the_limit_is_named(name: str) -> None:
     text, message = TOO_MUCH[name]

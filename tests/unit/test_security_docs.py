@@ -14,7 +14,7 @@ DOCUMENT = TESTS.parent / "docs" / "security.md"
 
 def table() -> dict[str, list[str]]:
     """By threat the tests of its row."""
-    text = DOCUMENT.read_text().partition("| threat | what stands against it |")[2].partition("\n\n")[0]
+    text = DOCUMENT.read_text().partition("| threat | defence |")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in text.splitlines()[2:]]
     return {row[0].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 

@@ -26,7 +26,7 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.session import RECENT_BLOBS, OpenTurn, Reward, Session, apply, fold
+from app.domain.session import RECENT_BLOBS, AssignedReward, OpenTurn, Session, apply, fold
 from app.domain.upcast import decode, encode
 
 
@@ -78,8 +78,8 @@ def test_rewards_replace_earlier_ones_of_the_same_turn() -> None:
     book.add(
         RewardAssigned(1.0), RewardAssigned(0.5, {"a": 1.0}), RewardAssigned(2.0, turn=1), RewardAssigned(3.0, turn=1)
     )
-    assert book.session.reward == Reward(0.5, {"a": 1.0})
-    assert book.session.turn_rewards == {1: Reward(3.0, {})}
+    assert book.session.reward == AssignedReward(0.5, {"a": 1.0})
+    assert book.session.turn_rewards == {1: AssignedReward(3.0, {})}
 
 
 def test_close_and_erase() -> None:
@@ -87,7 +87,7 @@ def test_close_and_erase() -> None:
     book.add(SessionClosed())
     assert (book.session.status, book.session.closed_at) == ("closed", book.events[-1].at)
     book.add(RewardAssigned(1.0), SessionErased())
-    assert (book.session.status, book.session.reward) == ("erased", Reward(1.0, {}))
+    assert (book.session.status, book.session.reward) == ("erased", AssignedReward(1.0, {}))
 
 
 def test_blobs_are_numbered_for_good_and_only_the_newest_are_compared() -> None:
@@ -116,9 +116,9 @@ def test_an_erased_session_has_its_rewards_without_components() -> None:
     book = two_turns()
     for event in (RewardAssigned(0.5, {"style": 0.25}), RewardAssigned(1.0, {"length": 2.0}, 2), SessionClosed()):
         book.add(event)
-    assert book.session.turn_rewards == {2: Reward(1.0, {"length": 2.0})}
+    assert book.session.turn_rewards == {2: AssignedReward(1.0, {"length": 2.0})}
     book.add(SessionErased())
-    assert (book.session.reward, book.session.turn_rewards) == (Reward(0.5, {}), {2: Reward(1.0, {})})
+    assert (book.session.reward, book.session.turn_rewards) == (AssignedReward(0.5, {}), {2: AssignedReward(1.0, {})})
 
 
 def test_a_gap_a_repeat_and_a_foreign_beginning_are_refused() -> None:

@@ -134,7 +134,7 @@ SECRETS = {
 }
 
 
-@pytest.mark.threat("a secret of the settings is shown")
+@pytest.mark.threat("secret shown with the settings")
 def test_no_secret_is_shown_with_the_settings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

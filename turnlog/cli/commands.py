@@ -9,7 +9,7 @@ import typer
 from turnlog.cli import export, fleet, maintain, sessions, tail
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
-from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand
+from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, asking
 
 app = typer.Typer(
     name="turnlog",
@@ -41,7 +41,9 @@ for _panel, _name, _function in (
     (KEEP, "retain", maintain.retain),
     (KEEP, "replay", maintain.replay),
 ):
-    app.command(_name, rich_help_panel=_panel, cls=ServerCommand if _panel in (RUN, KEEP) else None)(_function)
+    _is_asking = _panel in (OBSERVE, ORDER)
+    _made = app.command(_name, rich_help_panel=_panel, cls=None if _is_asking else ServerCommand)
+    _made(asking(_function) if _is_asking else _function)
 app.command("bench", cls=ServerCommand, rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON)(
     serving.bench
 )

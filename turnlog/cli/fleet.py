@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, Usage, wants_json
+from turnlog.cli.run import Json, Token, Url, UsageError, asking, printed_as_json
 from turnlog.errors import TurnlogError
 
 
@@ -31,89 +31,63 @@ Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and
 def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
     """List, add, drain and remove engines."""
     if ctx.invoked_subcommand is None:
-        _list(ctx, url, token, as_json)
+        list_engines(ctx, url=url, token=token, as_json=as_json)
     elif url is not None or token is not None or as_json:
-        raise Usage("options stand behind list, add, drain or remove")
+        raise UsageError("options stand behind list, add, drain or remove")
 
 
 @engines_app.command("list")
-def list_engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+@asking
+def list_engines(ctx: typer.Context) -> None:
     """List the engines, with their health as seen by the answering process."""
-    _list(ctx, url, token, as_json)
-
-
-@engines_app.command()
-def add(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Add an engine, or bring back one that was drained or removed."""
-    _put(ctx, engine, "serving", url, token, as_json)
-
-
-@engines_app.command()
-def drain(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Send no more sessions to an engine; turns in flight end there."""
-    _put(ctx, engine, "draining", url, token, as_json)
-
-
-@engines_app.command()
-def remove(ctx: typer.Context, engine: Engine, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Take an engine out of the pool; turns in flight end there."""
-    remote(ctx, url, token).call("DELETE", "/engines", parameters={"url": engine})
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine({"url": engine, "state": "removed"})
-
-
-def _list(ctx: typer.Context, url: str | None, token: str | None, as_json: bool) -> None:
-    found = remote(ctx, url, token).read("GET", "/engines")
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine(found)
-    else:
+    found = remote(ctx).read("GET", "/engines")
+    if not printed_as_json(ctx, found):
         _print_engines(found["engines"])
 
 
-def _put(ctx: typer.Context, engine: str, state: str, url: str | None, token: str | None, as_json: bool) -> None:
-    found = remote(ctx, url, token).read("POST", "/engines", body={"url": engine, "state": state})
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
+@engines_app.command()
+@asking
+def add(ctx: typer.Context, engine: Engine) -> None:
+    """Add an engine, or bring back one that was drained or removed."""
+    _put(ctx, engine, "serving")
 
-        machine(found)
-    else:
+
+@engines_app.command()
+@asking
+def drain(ctx: typer.Context, engine: Engine) -> None:
+    """Send no more sessions to an engine; turns in flight end there."""
+    _put(ctx, engine, "draining")
+
+
+@engines_app.command()
+@asking
+def remove(ctx: typer.Context, engine: Engine) -> None:
+    """Take an engine out of the pool; turns in flight end there."""
+    remote(ctx).call("DELETE", "/engines", parameters={"url": engine})
+    printed_as_json(ctx, {"url": engine, "state": "removed"})
+
+
+def _put(ctx: typer.Context, engine: str, state: str) -> None:
+    found = remote(ctx).read("POST", "/engines", body={"url": engine, "state": state})
+    if not printed_as_json(ctx, found):
         _print_engines([found])
 
 
 def _print_engines(engines: list[dict[str, Any]]) -> None:
     from turnlog.cli.output import Column, since, table
 
-    table(
-        [
-            Column("engine", whole=True),
-            Column("state"),
-            Column("health"),
-            Column("for", right=True),
-            Column("in flight", right=True),
-            Column("dialect"),
-            Column("weights"),
-            Column("from"),
-            Column("last error", long=True),
-        ],
-        [
-            (
-                one["url"],
-                one["state"],
-                one["health"],
-                since(one["since"]),
-                one["in_flight"],
-                one["dialect"],
-                one["weight_version"],
-                one["source"],
-                one["last_error"],
-            )
-            for one in engines
-        ],
-    )
+    columns = [
+        Column("engine", "url", whole=True),
+        Column("state"),
+        Column("health"),
+        Column("for", lambda one: since(one["since"]), right=True),
+        Column("in flight", "in_flight", right=True),
+        Column("dialect"),
+        Column("weights", "weight_version"),
+        Column("from", "source"),
+        Column("last error", "last_error", long=True),
+    ]
+    table(columns, engines)
 
 
 def pause(
@@ -122,15 +96,12 @@ def pause(
     fleet: Fleet = False,
     lease_s: Annotated[float | None, typer.Option(min=0, help="The gate opens by itself then (600).")] = None,
     mode: Annotated[Mode | None, typer.Option(help="With --fleet: how engines pause (abort).")] = None,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """Hold an adapter's turns, or with --fleet all turns, and abort running generations."""
     wish = {"lease_s": lease_s, "mode": mode}
     if mode is not None and not fleet:
-        raise Usage("--mode needs --fleet")
-    _order(ctx, "pause", adapter, fleet, wish, url, token, as_json)
+        raise UsageError("--mode needs --fleet")
+    _order(ctx, "pause", adapter, fleet, wish)
 
 
 def resume(
@@ -138,14 +109,11 @@ def resume(
     adapter: Adapter = None,
     fleet: Fleet = False,
     version: Annotated[str | None, typer.Option(help="The weight version that the adapter has now.")] = None,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """Let an adapter's turns proceed, or with --fleet all turns."""
     if version is not None and fleet:
-        raise Usage("--version is for an adapter")
-    _order(ctx, "resume", adapter, fleet, {"version": version}, url, token, as_json)
+        raise UsageError("--version is for an adapter")
+    _order(ctx, "resume", adapter, fleet, {"version": version})
 
 
 def _order(
@@ -154,28 +122,21 @@ def _order(
     adapter: str | None,
     fleet: bool,
     wish: Mapping[str, object],
-    url: str | None,
-    token: str | None,
-    as_json: bool,
 ) -> None:
     """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
-        raise Usage("name an adapter, or --fleet")
+        raise UsageError("name an adapter, or --fleet")
     where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"
     body = {name: value for name, value in wish.items() if value is not None}
     failure: TurnlogError | None = None
     state: Mapping[str, Any]
     try:
-        state = remote(ctx, url, token).read("POST", f"{where}/{verb}", body=body, slow=True)
+        state = remote(ctx).read("POST", f"{where}/{verb}", body=body, slow=True)
     except TurnlogError as error:
         if "engines" not in error.body:
             raise
         failure, state = error, error.body
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine({name: value for name, value in state.items() if name != "error"})
-    else:
+    if not printed_as_json(ctx, {name: value for name, value in state.items() if name != "error"}):
         _print_gate("the fleet" if fleet else f"adapter {adapter}", state)
     if failure is not None:
         raise failure
@@ -191,7 +152,10 @@ def _print_gate(what: str, state: Mapping[str, Any]) -> None:
     line(f"{state['held']} turns held in this process, {state['in_flight']} in flight{aborted}")
     told = state.get("engines")
     if told:
-        table(
-            [Column("engine", whole=True), Column("done"), Column("aborted", right=True), Column("error", long=True)],
-            [(engine, one["ok"], one["aborted"], one["error"]) for engine, one in told.items()],
-        )
+        columns = [
+            Column("engine", whole=True),
+            Column("done", "ok"),
+            Column("aborted", right=True),
+            Column("error", long=True),
+        ]
+        table(columns, [{"engine": engine, **one} for engine, one in told.items()])

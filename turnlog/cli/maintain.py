@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Json, Usage, wants_json
+from turnlog.cli.run import DatabaseUrl, Json, UsageError, wants_json
 
 
 def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
@@ -82,11 +82,11 @@ def replay(
 ) -> None:
     """Fold a session's log directly from the store, or check the heads of all sessions."""
     if heads == (session is not None):
-        raise Usage("name a session, or --heads")
+        raise UsageError("name a session, or --heads")
     if heads and (seq is not None or with_events):
-        raise Usage("--at and --events are for a session")
+        raise UsageError("--at and --events are for a session")
     if fix and not heads:
-        raise Usage("--fix needs --heads")
+        raise UsageError("--fix needs --heads")
     from app.replay import main
 
     if database_url is not None:

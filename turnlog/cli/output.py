@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -29,13 +29,23 @@ SHORTEST = 16
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 
 
+Record = Mapping[str, Any]
+
+
 class Column(NamedTuple):
-    """`whole`: never cut or left out, such as ids, which are copied. `long`: may be cut to SHORTEST."""
+    """`of`: the field that it shows, or a function of the record; by default the field named like its title.
+
+    `whole`: never cut or left out, such as ids, which are copied. `long`: may be cut to SHORTEST.
+    """
 
     title: str
+    of: str | Callable[[Any], object] | None = None
     whole: bool = False
     right: bool = False
     long: bool = False
+
+    def text(self, record: Record) -> str:
+        return shown(self.of(record) if callable(self.of) else record[self.of or self.title])
 
 
 def plain(text: str) -> str:
@@ -50,10 +60,10 @@ def console(*, errors: bool = False) -> Console:
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[object]]) -> None:
+def table(columns: Sequence[Column], records: Iterable[Record]) -> None:
     """A table with one line per row. Columns that do not fit a narrow terminal are left out, and a line says so."""
     out = console()
-    cells = [[shown(value) for value in row] for row in rows]
+    cells = [[column.text(record) for column in columns] for record in records]
     natural = [
         max(cell_len(text) for text in (column.title, *(row[at] for row in cells))) for at, column in enumerate(columns)
     ]

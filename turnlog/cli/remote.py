@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from turnlog.cli.run import Usage, globals_of
+from turnlog.cli.run import UsageError, globals_of
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -17,19 +17,19 @@ PATIENCE_S = 15.0
 TIMEOUT_S = 60.0
 
 
-def remote(ctx: typer.Context, url: str | None, token: str | None, *, patience_s: float = PATIENCE_S) -> Transport:
-    """The client, closed with the command. Raises Usage."""
+def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
+    """The client, closed with the command. Raises UsageError."""
     given = globals_of(ctx)
-    made = connected(url or given.url, token or given.token, patience_s)
+    made = connected(given.url, given.token, patience_s)
     ctx.call_on_close(made.close)
     return made
 
 
 def connected(url: str, token: str | None, patience_s: float) -> Transport:
-    """Sends no request. Raises Usage for an invalid URL, and for a token that no header can hold."""
+    """Sends no request. Raises UsageError for an invalid URL, and for a token that no header can hold."""
     from turnlog.client._sync.transport import Transport
 
     try:
         return Transport(url, token, patience_s, TIMEOUT_S, waits_for_start=False)
     except ValueError as error:
-        raise Usage(f"--url, --token: {error}") from None
+        raise UsageError(f"--url, --token: {error}") from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -28,7 +30,7 @@ class Failure(Exception):
         self.lines = (message, *more)
 
 
-class Usage(Failure):
+class UsageError(Failure):
     """Options that do not fit together."""
 
     def __init__(self, message: str) -> None:
@@ -102,5 +104,35 @@ def globals_of(ctx: typer.Context) -> Globals:
     return found
 
 
-def wants_json(ctx: typer.Context, as_json: bool) -> bool:
+def wants_json(ctx: typer.Context, as_json: bool = False) -> bool:
     return as_json or globals_of(ctx).as_json
+
+
+def override(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
+    """Options behind the command come before those that stand before it."""
+    given = globals_of(ctx)
+    ctx.find_root().obj = Globals(url or given.url, token or given.token, as_json or given.as_json)
+
+
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that asks a server: with --url, --token and --json behind it."""
+    own = inspect.signature(command, eval_str=True)
+
+    @functools.wraps(command)
+    def run(ctx: typer.Context, *, url: Url = None, token: Token = None, as_json: Json = False, **given: Any) -> None:
+        override(ctx, url=url, token=token, as_json=as_json)
+        command(ctx, **given)
+
+    common = [one for one in inspect.signature(override, eval_str=True).parameters.values() if one.name != "ctx"]
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *common])  # type: ignore[attr-defined]
+    return run
+
+
+def printed_as_json(ctx: typer.Context, value: object) -> bool:
+    """Print it if JSON is wanted."""
+    if not wants_json(ctx):
+        return False
+    from turnlog.cli.output import machine
+
+    machine(value)
+    return True

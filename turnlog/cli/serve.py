@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Failure, Json, Usage, say, wants_json
+from turnlog.cli.run import DatabaseUrl, Failure, Json, UsageError, say, wants_json
 from turnlog.keeper.options import ServeOptions, python_command
 from turnlog.keeper.sockets import CannotListen, Listening, host_in_url, open_sockets
 
@@ -41,7 +41,7 @@ def serve(
     """
     settings = _settings()
     if workers > 1 and settings.database_url.startswith("sqlite"):
-        raise Usage(
+        raise UsageError(
             f"--workers {workers}: SQLite is for one API process; run without --workers, "
             "or set TURNLOG_DATABASE_URL to PostgreSQL"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from turnlog.cli.output import Column, compact, line, shown, table, when
@@ -39,15 +40,13 @@ def print_session(state: Mapping[str, Any]) -> None:
     if state["rollbacks"]:
         line()
         line("rollbacks", "bold")
-        table(
-            [
-                Column("event", right=True),
-                Column("at"),
-                Column("back to turn", right=True),
-                Column("discarded turns", long=True),
-            ],
-            [(one["seq"], when(one["at"]), one["to_turn"], one["discarded"]) for one in state["rollbacks"]],
-        )
+        columns = [
+            Column("event", "seq", right=True),
+            Column("at", lambda one: when(one["at"])),
+            Column("back to turn", "to_turn", right=True),
+            Column("discarded turns", "discarded", long=True),
+        ]
+        table(columns, state["rollbacks"])
 
 
 def _after(what: str, moment: str | None) -> str:
@@ -68,39 +67,33 @@ def _reward(reward: Mapping[str, Any]) -> str:
 
 def _print_turns(turns: list[dict[str, Any]]) -> None:
     """A line per turn. New prompt tokens are shown apart from those that continue the parent."""
-    table(
-        [
-            Column("turn", whole=True, right=True),
-            Column("after", right=True),
-            Column("state", whole=True),
-            Column("prompt", right=True),
-            Column("new", right=True),
-            Column("output", right=True),
-            Column("finish"),
-            *(Column(f"{name} ms", right=True) for name in STAGES),
-            Column("segment", right=True),
-            Column("committed"),
-            Column("weights", long=True),
-            Column("engine", long=True),
-        ],
-        [
-            (
-                turn["turn"],
-                turn["parent"],
-                "live" if turn["live"] else f"rolled back by event {shown(turn['discarded_by'])}",
-                turn["prompt_tokens"],
-                turn["suffix_tokens"],
-                turn["output_tokens"],
-                turn["finish_reason"],
-                *((turn["timing"] or {}).get(name) for name in STAGES),
-                _segment(turn),
-                when(turn["committed_at"]),
-                list(dict.fromkeys(span["version"] for span in turn["weight_versions"])),
-                turn["engine"],
-            )
-            for turn in turns
-        ],
-    )
+    columns = [
+        Column("turn", whole=True, right=True),
+        Column("after", "parent", right=True),
+        Column("state", _state, whole=True),
+        Column("prompt", "prompt_tokens", right=True),
+        Column("new", "suffix_tokens", right=True),
+        Column("output", "output_tokens", right=True),
+        Column("finish", "finish_reason"),
+        *(Column(f"{name} ms", partial(_stage, name), right=True) for name in STAGES),
+        Column("segment", _segment, right=True),
+        Column("committed", lambda turn: when(turn["committed_at"])),
+        Column("weights", _versions, long=True),
+        Column("engine", long=True),
+    ]
+    table(columns, turns)
+
+
+def _state(turn: Mapping[str, Any]) -> str:
+    return "live" if turn["live"] else f"rolled back by event {shown(turn['discarded_by'])}"
+
+
+def _stage(name: str, turn: Mapping[str, Any]) -> float | None:
+    return (turn["timing"] or {}).get(name)
+
+
+def _versions(turn: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(span["version"] for span in turn["weight_versions"]))
 
 
 def _segment(turn: Mapping[str, Any]) -> str:
@@ -108,28 +101,18 @@ def _segment(turn: Mapping[str, Any]) -> str:
 
 
 def _print_failed(failed: list[dict[str, Any]]) -> None:
-    table(
-        [
-            Column("turn", right=True),
-            Column("fence", right=True),
-            Column("opened"),
-            Column("seconds", right=True),
-            Column("kind"),
-            Column("reason", whole=True),
-            Column("status", right=True),
-            Column("detail", long=True),
-        ],
-        [
-            (
-                one["turn"],
-                one["fence"],
-                when(one["opened_at"]),
-                None if one["opened_at"] is None else round(one["ended_at"] - one["opened_at"], 3),
-                one["kind"],
-                one["reason"],
-                one["status"],
-                one["detail"],
-            )
-            for one in failed
-        ],
-    )
+    columns = [
+        Column("turn", right=True),
+        Column("fence", right=True),
+        Column("opened", lambda one: when(one["opened_at"])),
+        Column("seconds", _seconds, right=True),
+        Column("kind"),
+        Column("reason", whole=True),
+        Column("status", right=True),
+        Column("detail", long=True),
+    ]
+    table(columns, failed)
+
+
+def _seconds(failed: Mapping[str, Any]) -> float | None:
+    return None if failed["opened_at"] is None else round(failed["ended_at"] - failed["opened_at"], 3)

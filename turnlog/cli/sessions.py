@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, Usage, say, wants_json
+from turnlog.cli.run import UsageError, printed_as_json, say
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -57,9 +57,6 @@ def sessions(
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """List sessions, newest first."""
     wish = {
@@ -75,11 +72,8 @@ def sessions(
         "sort": sort,
         "order": order,
     }
-    found = _pages(remote(ctx, url, token), wish, None if every else limit, cursor)
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine(found)
+    found = _pages(remote(ctx), wish, None if every else limit, cursor)
+    if printed_as_json(ctx, found):
         return
     _print_sessions(found["sessions"])
     if found["next_cursor"] is not None:
@@ -102,54 +96,30 @@ def _print_sessions(rows: list[dict[str, Any]]) -> None:
     from turnlog.cli.output import Column, since, table, when
 
     columns = [
-        Column("session", whole=True),
+        Column("session", "session_id", whole=True),
         Column("state"),
         Column("turns", right=True),
         Column("reward", right=True),
-        Column("changed", right=True),
-        Column("in flight", right=True),
-        Column("group", long=True),
+        Column("changed", lambda row: since(row["updated_at"]), right=True),
+        Column("in flight", lambda row: since(row["claimed_since"]), right=True),
+        Column("group", "group_id", long=True),
         Column("attempt", right=True),
-        Column("stale", right=True),
+        Column("stale", "staleness", right=True),
         Column("engine", long=True),
-        Column("created"),
+        Column("created", lambda row: when(row["created_at"])),
     ]
-    table(
-        columns,
-        [
-            (
-                row["session_id"],
-                row["state"],
-                row["turns"],
-                row["reward"],
-                since(row["updated_at"]),
-                since(row["claimed_since"]),
-                row["group_id"],
-                row["attempt"],
-                row["staleness"],
-                row["engine"],
-                when(row["created_at"]),
-            )
-            for row in rows
-        ],
-    )
+    table(columns, rows)
 
 
 def show(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.")],
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """A session: its turns with their stages, failures and rollbacks."""
     path = f"/ui/api/sessions/{quote(session, safe='')}"
-    state = remote(ctx, url, token).read("GET", path, parameters={"seq": at})
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine(state)
+    state = remote(ctx).read("GET", path, parameters={"seq": at})
+    if printed_as_json(ctx, state):
         return
     from turnlog.cli.session_view import print_session
 
@@ -161,23 +131,18 @@ def groups(
     group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """The groups, or one group's attempts and rewards."""
-    server = remote(ctx, url, token)
+    server = remote(ctx)
     if group is not None and cursor is not None:
-        raise Usage("--cursor is for the list of all groups")
+        raise UsageError("--cursor is for the list of all groups")
     if group is None:
         found = server.read("GET", "/ui/api/groups", parameters={"limit": limit, "cursor": cursor})
     else:
         found = server.read("GET", f"/groups/{quote(group, safe='')}")
-    if wants_json(ctx, as_json):
-        from turnlog.cli.output import machine
-
-        machine(found)
-    elif group is not None:
+    if printed_as_json(ctx, found):
+        return
+    if group is not None:
         _print_group(found)
     else:
         _print_groups(found)
@@ -187,25 +152,14 @@ def _print_groups(found: dict[str, Any]) -> None:
     from turnlog.cli.output import Column, table
 
     names = ("sessions", "closed", "rewarded", "mean", "std", "min", "max")
-    table(
-        [
-            Column("group", whole=True),
-            *(Column(name, right=True) for name in names),
-            Column("state"),
-            Column("missing attempts", long=True),
-            Column("note"),
-        ],
-        [
-            (
-                one["group_id"],
-                *(one[name] for name in names),
-                one["state"],
-                one["missing_attempts"],
-                "all rewards are equal" if one["zero_variance"] else None,
-            )
-            for one in found["groups"]
-        ],
-    )
+    columns = [
+        Column("group", "group_id", whole=True),
+        *(Column(name, right=True) for name in names),
+        Column("state"),
+        Column("missing attempts", "missing_attempts", long=True),
+        Column("note", lambda one: "all rewards are equal" if one["zero_variance"] else None),
+    ]
+    table(columns, found["groups"])
     if found["next_cursor"] is not None:
         say(f"more with --cursor {found['next_cursor']}")
 
@@ -220,7 +174,10 @@ def _print_group(found: dict[str, Any]) -> None:
         line("rewards: " + ", ".join(f"{name} {shown(spread[name])}" for name in names))
         if spread["zero_variance"] and spread["count"] > 1:
             line("all rewards are equal: the group's advantages are 0")
-    table(
-        [Column("session", whole=True), Column("attempt", right=True), Column("status"), Column("reward", right=True)],
-        [(one["session_id"], one["attempt"], one["status"], one["reward"]) for one in found["attempts"]],
-    )
+    columns = [
+        Column("session", "session_id", whole=True),
+        Column("attempt", right=True),
+        Column("status"),
+        Column("reward", right=True),
+    ]
+    table(columns, found["attempts"])

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, say, wants_json
+from turnlog.cli.run import say, wants_json
 from turnlog.errors import TurnlogError
 
 if TYPE_CHECKING:
@@ -28,19 +28,16 @@ def tail(
         bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
     ] = False,
     after: Annotated[int, typer.Option(min=0, help="Begin behind this event.")] = 0,
-    url: Url = None,
-    token: Token = None,
-    as_json: Json = False,
 ) -> None:
     """A session's events; with -f each new event as soon as it is on disk."""
     from turnlog.client.lines import EventsPlace
 
-    for_machine = wants_json(ctx, as_json)
+    for_machine = wants_json(ctx)
     path = f"/sessions/{quote(session, safe='')}/events"
     if follow:
-        events = _followed(remote(ctx, url, token, patience_s=0), path, after)
+        events = _followed(remote(ctx, patience_s=0), path, after)
     else:
-        events = remote(ctx, url, token).lines(path, EventsPlace(after, follow=False))
+        events = remote(ctx).lines(path, EventsPlace(after, follow=False))
     for event in events:
         _print(event, for_machine)
 

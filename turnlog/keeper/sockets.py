@@ -86,5 +86,4 @@ def _listen(one: socket.socket, address: tuple[str, int]) -> None:
 
 
 def host_in_url(host: str) -> str:
-    """As it stands in a URL."""
     return f"[{host}]" if ":" in host else host

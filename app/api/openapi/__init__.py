@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from app.api.auth import COOKIE
-from app.api.describe import JSON, Operation, Reply, Schema, Who, operation_of
+from app.api.describe import JSON, Reply, RouteDescription, Schema, Who, operation_of
 from app.api.openapi import turns
 from app.api.openapi.schemas import components, error_replies, header, of_model
 from app.errors import AppError, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
@@ -102,7 +102,9 @@ def _routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
             yield from _routes(router.routes)
 
 
-def _operation(known: Operation, found: Schema, schemas: dict[str, Schema], responses: dict[str, Schema]) -> Schema:
+def _operation(
+    known: RouteDescription, found: Schema, schemas: dict[str, Schema], responses: dict[str, Schema]
+) -> Schema:
     """What the document says of it; models and error replies are put among the components."""
     parameters = [_parameter(one) for one in found.get("parameters", ())]
     errors = [*known.errors, *(ANYONE if known.who == "anyone" else GUARDED)]

@@ -21,7 +21,6 @@ from app.api.describe import (
     ref,
 )
 from app.api.describe import JSON as JSON
-from app.api.openapi.meanings import ERRORS
 from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
@@ -235,7 +234,7 @@ def _error_reply(by_code: Mapping[str, type[AppError]], engines_too: bool) -> Sc
     schema: Schema = {"allOf": [ref(named), narrowed]}
     headers = {name: header(name) for kind in by_code.values() for name in kind("").headers() if name in REPLY_HEADERS}
     return {
-        "description": "; ".join(f"`{code}`: {ERRORS[code]}" for code in sorted(by_code)),
+        "description": "; ".join(f"`{code}`: {by_code[code].meaning}" for code in sorted(by_code)),
         **({"headers": headers} if headers else {}),
         "content": {JSON: {"schema": {"anyOf": [schema, ref("EngineError")]} if engines_too else schema}},
     }

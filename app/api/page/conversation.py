@@ -35,7 +35,7 @@ class ShownMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str | None = None
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class ConversationView(msgspec.Struct, frozen=True):
     """The messages up to turn `turn` (null if the session has none), without the `omitted` oldest ones.
 
     `params` and `tools` are those of the turn's request, as sent to the engine. `errors` maps each of the two that
@@ -54,7 +54,7 @@ class Conversations:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def at(self, session_id: str, seq: int | None, turn: int | None) -> Conversation:
+    async def at(self, session_id: str, seq: int | None, turn: int | None) -> ConversationView:
         """The conversation up to `turn` (None: the last live one) after event `seq`.
 
         Raises as `session_at`, and NotFound for an unknown turn.
@@ -63,14 +63,14 @@ class Conversations:
         leaf = found.session.leaf
         number = turn if turn is not None else None if leaf is None else leaf.number
         if number is None:
-            return Conversation(None, [], None, None, 0, {})
+            return ConversationView(None, [], None, None, 0, {})
         _, event = found.turn(number)
         messages = await self._messages(found, number)
         errors: dict[str, str] = {}
         params = await self._blob(session_id, event.params, "params", errors)
         tools = None if event.tools is None else await self._blob(session_id, event.tools, "tools", errors)
         total = event.base_messages + event.new_messages + 1
-        return Conversation(number, messages, params, tools, total - len(messages), errors)
+        return ConversationView(number, messages, params, tools, total - len(messages), errors)
 
     async def _messages(self, found: SessionAt, number: int) -> list[ShownMessage]:
         """The newest messages that fit, oldest first."""

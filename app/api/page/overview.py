@@ -15,7 +15,7 @@ from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
 from app.store import heads_view, reads, survey_lists
 from app.store.engine import Database
-from app.store.heads_view import Counts
+from app.store.heads_view import HeadCounts
 from app.turn.stages import RecentTurnStats
 
 MAX_AGE_S = 0.9
@@ -81,7 +81,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 class _Counted(msgspec.Struct, frozen=True):
-    counts: Counts
+    counts: HeadCounts
     bytes: int
     at: float
     due_at: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.api.page.conversation import Conversations
 from app.api.page.group_list import GroupList
@@ -12,17 +12,13 @@ from app.api.page.session_view import SessionViews
 from app.api.page.token_view import TokenViews
 from app.api.page.watch import Watch
 from app.export.preview import Previews
-from app.fleet.engines import Engines
-from app.fleet.pauses import Pauses
-from app.sessions.registration import Registration
 from app.sessions.session_list import SessionList
-from app.store.engine import Database
-from app.turn.stages import RecentTurnStats
-from app.turn.token_in import TokenIn
-from app.turn.turns import Turns
+
+if TYPE_CHECKING:
+    from app.api.state import Services
 
 
-class Page(NamedTuple):
+class PageReaders(NamedTuple):
     sessions: SessionList
     overviews: Overviews
     watch: Watch
@@ -33,26 +29,17 @@ class Page(NamedTuple):
     previews: Previews
 
 
-def page_of(
-    *,
-    database: Database,
-    turns: Turns,
-    engines: Engines,
-    pauses: Pauses,
-    token_in: TokenIn,
-    recent: RecentTurnStats,
-    registration: Registration,
-    release: str,
-) -> Page:
+def page_of(app: Services, release: str) -> PageReaders:
     """Build the readers. `release` is Turnlog's version."""
-    sessions = SessionList(database, turns.held, engines, time.time)
-    return Page(
+    database, held = app.database, app.turns.held
+    sessions = SessionList(database, held, app.engines, time.time)
+    return PageReaders(
         sessions=sessions,
-        overviews=Overviews(database, sessions, pauses, recent, registration, time.time),
+        overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
         watch=Watch(database, sessions),
-        views=SessionViews(database, turns.held),
+        views=SessionViews(database, held),
         conversations=Conversations(database),
-        tokens=TokenViews(database, token_in.prompts),
+        tokens=TokenViews(database, app.token_in.prompts),
         groups=GroupList(database),
         previews=Previews(database, release),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import asdict
 
 from app.domain.events import (
     Recorded,
@@ -17,7 +18,7 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
-from app.domain.session import Reward, Session
+from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import Held, State
@@ -26,7 +27,7 @@ from app.store.engine import Database
 from workers.codec import CorruptContent
 
 
-class Stages(msgspec.Struct, frozen=True):
+class StageTimes(msgspec.Struct, frozen=True):
     """Milliseconds in each stage of a turn; see `events.Timing`."""
 
     gate: float
@@ -36,7 +37,7 @@ class Stages(msgspec.Struct, frozen=True):
     validate: float
 
 
-class Part(msgspec.Struct, frozen=True):
+class PartView(msgspec.Struct, frozen=True):
     """Output tokens [start, end) come from one generation of this engine."""
 
     engine: str
@@ -67,7 +68,7 @@ class TurnView(msgspec.Struct, frozen=True):
     protocol: str
     adapter: str | None
     finish_reason: str | None
-    timing: Stages | None
+    timing: StageTimes | None
     prompt_tokens: int
     base_tokens: int
     suffix_tokens: int
@@ -77,7 +78,7 @@ class TurnView(msgspec.Struct, frozen=True):
     messages: int
     weight_versions: Sequence[VersionSpan]
     dispatched: str | None
-    parts: Sequence[Part]
+    parts: Sequence[PartView]
     payloads: Sequence[PayloadView]
     discarded_by: int | None
 
@@ -113,12 +114,7 @@ class Rollback(msgspec.Struct, frozen=True):
     discarded: Sequence[int]
 
 
-class RewardView(msgspec.Struct, frozen=True):
-    reward: float
-    components: Mapping[str, float]
-
-
-class Problem(msgspec.Struct, frozen=True):
+class ViewProblem(msgspec.Struct, frozen=True):
     """A part of the session that cannot be read, and why."""
 
     part: str
@@ -138,14 +134,14 @@ class SessionView(msgspec.Struct, frozen=True):
     metadata: msgspec.Raw | None
     created_at: float
     closed_at: float | None
-    reward: RewardView | None
-    turn_rewards: Mapping[str, RewardView]
+    reward: Mapping[str, Any] | None
+    turn_rewards: Mapping[str, Mapping[str, Any]]
     affinity: Mapping[str, Any] | None
     open_turn: OpenTurnView | None
     turns: Sequence[TurnView]
     failed: Sequence[FailedTurn]
     rollbacks: Sequence[Rollback]
-    problems: Sequence[Problem]
+    problems: Sequence[ViewProblem]
 
 
 class SessionViews:
@@ -158,14 +154,14 @@ class SessionViews:
     async def at(self, session_id: str, seq: int | None) -> SessionView:
         """The session after event `seq` (None: the last). Raises as `session_at`."""
         found = await session_at(self._database, session_id, seq)
-        problems = [] if found.damage is None else [Problem("log", found.damage)]
+        problems = [] if found.damage is None else [ViewProblem("log", found.damage)]
         metadata = await self._metadata(found.session, problems)
         is_held = found.session.version == found.last_seq and session_id in self._held()
         if len(found.events) <= INLINE:
             return _view(found, metadata, problems, is_held=is_held)
         return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
 
-    async def _metadata(self, session: Session, problems: list[Problem]) -> msgspec.Raw | None:
+    async def _metadata(self, session: Session, problems: list[ViewProblem]) -> msgspec.Raw | None:
         """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
         blob = session.metadata
         if blob is None or session.status == "erased":
@@ -175,12 +171,14 @@ class SessionViews:
                 lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
         except (CorruptContent, SessionUnreadable) as error:
-            problems.append(Problem("metadata", str(error)))
+            problems.append(ViewProblem("metadata", str(error)))
             return None
         return msgspec.Raw(found[blob.number])
 
 
-def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Problem], *, is_held: bool) -> SessionView:
+def _view(
+    found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[ViewProblem], *, is_held: bool
+) -> SessionView:
     session = found.session
     discarded_by = {
         turn: recorded.seq
@@ -195,13 +193,13 @@ def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Pro
         status=session.status,
         state=_state(session, is_held),
         erased=session.status == "erased",
-        config=msgspec.structs.asdict(session.config),
+        config=asdict(session.config),
         metadata=metadata,
         created_at=session.created_at,
         closed_at=session.closed_at,
-        reward=None if session.reward is None else _reward(session.reward),
-        turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
-        affinity=None if session.affinity is None else msgspec.structs.asdict(session.affinity),
+        reward=None if session.reward is None else asdict(session.reward),
+        turn_rewards={str(turn): asdict(reward) for turn, reward in session.turn_rewards.items()},
+        affinity=None if session.affinity is None else asdict(session.affinity),
         open_turn=_open_turn(found),
         turns=[
             _turn(found, recorded, recorded.event, discarded_by)
@@ -230,10 +228,6 @@ def _state(session: Session, is_held: bool) -> State:
     return "idle" if session.open_turn is None else "claimed"
 
 
-def _reward(reward: Reward) -> RewardView:
-    return RewardView(reward.reward, reward.components)
-
-
 def _opened_at(found: SessionAt, fence: int) -> float | None:
     """When the claim with this fence was taken, in seconds since the epoch; None if unknown."""
     opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
@@ -251,36 +245,24 @@ def _open_turn(found: SessionAt) -> OpenTurnView | None:
 def _turn(found: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> TurnView:
     readable = {payload.kind for payload in found.session.payloads.get(event.turn, ())}
     return TurnView(
-        turn=event.turn,
-        parent=event.parent,
-        segment=event.segment,
-        segment_cause=event.segment_cause,
+        **{name: getattr(event, name) for name in _OF_EVENT},
         live=event.turn not in discarded_by,
         opened_at=_opened_at(found, event.fence),
         committed_at=recorded.at,
         seq=recorded.seq,
-        fence=event.fence,
-        engine=event.engine,
-        dialect=event.dialect,
-        protocol=event.protocol,
-        adapter=event.adapter,
-        finish_reason=event.finish_reason,
         timing=None
         if event.timing is None
-        else Stages(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
+        else StageTimes(*(microseconds / 1000 for microseconds in msgspec.structs.astuple(event.timing))),
         prompt_tokens=event.base_tokens + event.suffix_tokens,
-        base_tokens=event.base_tokens,
-        suffix_tokens=event.suffix_tokens,
-        output_tokens=event.output_tokens,
-        cached_tokens=event.cached_tokens,
-        trimmed=event.trimmed,
         messages=event.base_messages + event.new_messages + 1,
-        weight_versions=event.weight_versions,
-        dispatched=event.dispatched,
-        parts=[Part(part.engine, part.start, part.end) for part in event.parts],
+        parts=[PartView(part.engine, part.start, part.end) for part in event.parts],
         payloads=[PayloadView(ref.kind, ref.stop - ref.start, ref.kind not in readable) for ref in event.payloads],
         discarded_by=discarded_by.get(event.turn),
     )
+
+
+_SHOWN_ELSE = {"timing", "parts", "payloads"}
+_OF_EVENT = [n for n in TurnView.__struct_fields__ if n in TurnCommitted.__struct_fields__ and n not in _SHOWN_ELSE]
 
 
 def _failed(found: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:

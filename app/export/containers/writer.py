@@ -24,7 +24,7 @@ PIECE = 1 << 20
 """Bytes of a piece, about."""
 
 
-class Writer(Protocol):
+class ContainerWriter(Protocol):
     """Turns rows into pieces of one file. The same rows give the same bytes, however they were divided into calls.
 
     No piece is empty. `finish` is called once, after the last row; `close` in any case.

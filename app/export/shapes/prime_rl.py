@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit, Value
+from app.export.row import Fields, Row, Value
 from app.export.shapes import identity, routing
 from app.export.shapes.temperature import temperatures
 
@@ -44,9 +44,7 @@ def fields(row: Row) -> Fields:
     `advantages` is None where the export asks for none, which prime-rl's packer refuses for a sample that has sampled
     tokens; 0.0 where not sampled. Raises Unfit.
     """
-    sample = row.sample
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     lengths = [span.end - span.start for span in sample.turns]
     experts, missing = _experts(row)
     return {

@@ -14,7 +14,7 @@ import numpy as np
 
 from app.domain.samples import Sample
 from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit, Value
+from app.export.row import Fields, Row, Value
 from app.export.shapes import identity, routing
 
 COLUMNS: Columns = {
@@ -43,9 +43,7 @@ def fields(row: Row) -> Fields:
 
 def shaped(row: Row, beside: Fields) -> Fields:
     """`beside` stands in the metadata. Raises Unfit."""
-    sample = row.sample
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     experts, missing = routing.whole(row, "routed_experts")
     start = sample.prompt_length
     return {

@@ -30,9 +30,7 @@ def fields(row: Row) -> Fields:
     Raises Unfit without a sampled token; and where the first one was sampled: nothing predicts it, so that its logprob
     would be lost.
     """
-    sample = row.sample
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     if sample.prompt_length == 0:
         raise Unfit("no token predicts the first one, which was sampled")
     mask = sample.loss_mask[1:]

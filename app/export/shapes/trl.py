@@ -7,7 +7,7 @@ argument, so `reward`, `advantage` and the identity reach them under these names
 from __future__ import annotations
 
 from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit
+from app.export.row import Fields, Row
 from app.export.shapes import identity
 
 COLUMNS: Columns = {
@@ -26,9 +26,7 @@ def fields(row: Row) -> Fields:
 
     Raises Unfit without a sampled token: TRL looks at a completion's last one.
     """
-    sample = row.sample
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     start = sample.prompt_length
     return {
         "prompt_ids": sample.tokens[:start],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.export.columns import Columns
-from app.export.row import Fields, Row, Unfit
+from app.export.row import Fields, Row
 from app.export.shapes import identity, routing
 from app.export.shapes.slime import weight_versions
 
@@ -33,9 +33,7 @@ def fields(row: Row) -> Fields:
     `routed_experts` has a row for each token but the last, from the prompt's first: verl fills up its batch's tail
     itself, in int16. `metrics` are empty: verl's defaults. `reward_score` is None without a reward. Raises Unfit.
     """
-    sample = row.sample
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     experts, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
     start = sample.prompt_length
     group_id = row.group_id

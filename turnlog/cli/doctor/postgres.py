@@ -32,7 +32,7 @@ OFF_S = 5.0
 """A clock that is this far from the database's: nothing breaks, but the times in logs do not fit each other."""
 
 
-class Server(NamedTuple):
+class PostgresFacts(NamedTuple):
     """What PostgreSQL says of itself; `sync` are the standbys that a commit waits for, among `standbys`."""
 
     version: int
@@ -65,7 +65,7 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
     try:
         async with asyncio.timeout(PATIENCE_S), engine.connect() as connection:
             asked_at = time.time()
-            server = Server(*(await connection.execute(_SERVER)).one())
+            server = PostgresFacts(*(await connection.execute(_SERVER)).one())
             answered_at = time.time()
             revision = await connection.run_sync(_revision)
             serving = await connection.run_sync(living, settings.lease_s) if revision else []
@@ -89,7 +89,7 @@ def _revision(connection: Connection) -> str:
     return MigrationContext.configure(connection).get_current_revision() or ""
 
 
-def _judged(server: Server, serving: int) -> Iterator[Finding]:
+def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
     major = server.version // 10000
     if server.version < OLDEST:
         yield problem("database", f"PostgreSQL {major}", "Turnlog needs 13 or newer")

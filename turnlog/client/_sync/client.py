@@ -6,12 +6,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
 from turnlog.client.lines import ExportPlace, Object, decode, present
+from turnlog.parameters import ExportParameters, FeedParameters
 
 
 class Turnlog:
@@ -106,51 +107,19 @@ class Turnlog:
         """A group's sessions, and the statistics of their rewards. Raises NotFound."""
         return self._transport.read("GET", f"/groups/{segment(group_id)}")
 
-    def export(self, **parameters: Any) -> Export:
-        """Training rows as they arrive; `parameters` are those of `GET /export` except `format`.
-
-        `shape`, `session_id`, `group_id`, `status`, `session_status`, `since`, `until`, `min_reward`, `max_reward`,
-        `max_staleness`, `weight_version`, `cursor`, `limit`, `explain`, `replay`, `max_seq_len`, `truncate`,
-        `advantage`.
-        """
+    def export(self, **parameters: Unpack[ExportParameters]) -> Export:
+        """Training rows as they arrive."""
         return Export(self._transport, ExportPlace(present(parameters)))
 
-    def hand_out(
-        self,
-        consumer: str,
-        *,
-        size: int = 1,
-        lease_s: float | None = None,
-        attempts: int | None = None,
-        max_staleness: int | None = None,
-        weight_version: int | None = None,
-        new_only: bool = False,
-        explain: bool = False,
-        shape: str | None = None,
-        max_seq_len: int | None = None,
-        truncate: Literal["turn", "token"] | None = None,
-    ) -> list[Object]:
-        """Up to `size` complete groups with their rows, leased to `consumer` until it acknowledges them.
+    def hand_out(self, consumer: str, **parameters: Unpack[FeedParameters]) -> list[Object]:
+        """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
         First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         """
-        parameters = present(
-            {
-                "consumer": consumer,
-                "size": size,
-                "lease_s": lease_s,
-                "attempts": attempts,
-                "max_staleness": max_staleness,
-                "weight_version": weight_version,
-                "new_only": new_only,
-                "explain": explain,
-                "shape": shape,
-                "max_seq_len": max_seq_len,
-                "truncate": truncate,
-            }
-        )
-        reply = self._transport.call("GET", "/export/groups", parameters=parameters, slow=True, once=new_only)
+        given = {**parameters, "consumer": consumer}
+        once = parameters.get("new_only", False)
+        reply = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in reply.content.split(b"\n") if line]
 
     def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Object:

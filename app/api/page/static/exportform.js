@@ -1,42 +1,22 @@
 /** The form above the exports: filters and options of GET /export, by their own names. */
 
 import { h } from "./dom.js";
-import { checkbox, choice, field, focusField, numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
+import { checkbox, choice, controlsOf, field, focusField } from "./form.js";
+import { numberField, readForm, textField, valuesOf, writeForm } from "./form.js";
 
 /** @import {Values} from "./form.js" */
 
 export const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos"];
 
-/** The parameters that decide which rows there are: those of the preview. */
-const PREVIEW = [
-  "session_id",
-  "group_id",
-  "status",
-  "session_status",
-  "since",
-  "until",
-  "min_reward",
-  "max_reward",
-  "max_staleness",
-  "weight_version",
-  "shape",
-  "max_seq_len",
-  "truncate",
-  "advantage",
-];
-const ALL = [...PREVIEW, "limit", "replay", "explain"];
+/** The options that the preview does not need: they do not decide which rows there are. */
+const NOT_COUNTED = ["limit", "replay", "explain"];
 
 /** The form shows local time, the server takes seconds since the epoch. */
 const TIMES = ["since", "until"];
 
-/** @param {URLSearchParams} query @returns {Values} */
-export function exportQueryOf(query) {
-  return valuesOf(query, ALL);
-}
-
 /** @param {Values} query @returns {Values} */
 export function previewOf(query) {
-  return Object.fromEntries(Object.entries(query).filter(([name]) => PREVIEW.includes(name)));
+  return Object.fromEntries(Object.entries(query).filter(([name]) => !NOT_COUNTED.includes(name)));
 }
 
 export class ExportForm {
@@ -53,7 +33,12 @@ export class ExportForm {
 
   /** @param {Values} query */
   set(query) {
-    writeForm(this.element, ALL, inTimes(query, localTime));
+    writeForm(this.element, inTimes(query, localTime));
+  }
+
+  /** What an address names of the form's fields. @param {URLSearchParams} query @returns {Values} */
+  queryOf(query) {
+    return valuesOf(query, controlsOf(this.element).map((control) => control.name));
   }
 
   focus() {

@@ -3,7 +3,7 @@
 import { curl, get, url } from "./api.js";
 import { copyButton } from "./copy.js";
 import { announce, bar, button, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
-import { ExportForm, exportQueryOf, previewOf, SHAPES } from "./exportform.js";
+import { ExportForm, previewOf, SHAPES } from "./exportform.js";
 import { compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
 import { View } from "./view.js";
@@ -56,7 +56,7 @@ export class ExportsView extends View {
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    this.#open(exportQueryOf(query));
+    this.#open(this.form.queryOf(query));
   }
 
   onFilterKey() {

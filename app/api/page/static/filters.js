@@ -145,7 +145,7 @@ export class FilterForm {
   /** @param {ListQuery} query */
   set(query) {
     if (query.engine) this.setEngines([query.engine]);
-    writeForm(this.element, FILTERS, query, document.activeElement);
+    writeForm(this.element, query, document.activeElement);
   }
 
   /** @param {string[]} urls that can be chosen */

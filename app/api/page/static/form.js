@@ -44,20 +44,22 @@ export function readForm(form) {
   return values;
 }
 
+/** @param {HTMLFormElement} form @returns {(HTMLInputElement|HTMLSelectElement)[]} its fields */
+export function controlsOf(form) {
+  return [...form.elements].filter((one) => one instanceof HTMLInputElement || one instanceof HTMLSelectElement);
+}
+
 /**
  * @param {HTMLFormElement} form
- * @param {string[]} names of its fields
  * @param {Values} values
  * @param {Element|null} [kept] a field that stays as it is
  */
-export function writeForm(form, names, values, kept) {
-  for (const name of names) {
-    const control = form.elements.namedItem(name);
+export function writeForm(form, values, kept) {
+  for (const control of controlsOf(form)) {
     if (control === kept) continue;
-    if (control instanceof HTMLInputElement && control.type === "checkbox") control.checked = values[name] === "true";
-    else if (control instanceof HTMLInputElement || control instanceof HTMLSelectElement) {
-      control.value = values[name] ?? "";
-    }
+    const value = values[control.name] ?? "";
+    if (control instanceof HTMLInputElement && control.type === "checkbox") control.checked = value === "true";
+    else control.value = value;
   }
 }
 

@@ -1,0 +1,43 @@
+"""What exports and the training feed can be asked for: the one list for both clients and the command line.
+
+The server's are `app/export/query.py` and `app/export/feed.py`. What is left out is left to the server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypedDict
+
+
+class RowParameters(TypedDict, total=False):
+    shape: Annotated[str, "turnlog, or a trainer's: slime, verl, skyrl, trl, …"]
+    max_staleness: Annotated[int, "At most so many weight versions behind."]
+    weight_version: Annotated[int, "What counts as current; default: the newest."]
+    max_seq_len: Annotated[int, "Cut rows to at most so many tokens."]
+    truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
+    explain: Annotated[bool, "Also a line for what is left out, and why."]
+
+
+class ExportParameters(RowParameters, total=False):
+    """The parameters of `GET /export` but for `format`."""
+
+    session_id: Annotated[str, "Only this session."]
+    group_id: Annotated[str, "Only this group."]
+    status: Annotated[Literal["completed", "truncated", "aborted"], "Rows: completed, truncated, aborted."]
+    session_status: Annotated[Literal["open", "closed", "erased"], "Sessions: open, closed, erased."]
+    since: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
+    until: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
+    min_reward: Annotated[float, "Only sessions with at least this reward."]
+    max_reward: Annotated[float, "Only sessions with at most this reward."]
+    advantage: Annotated[Literal["grpo"], "grpo"]
+    replay: Annotated[bool, "Replay payloads too."]
+    limit: Annotated[int, "At most so many rows."]
+    cursor: Annotated[str, "Go on behind an earlier export, or behind one of its rows."]
+
+
+class FeedParameters(RowParameters, total=False):
+    """The parameters of `GET /export/groups` but for `consumer`."""
+
+    size: int
+    lease_s: float
+    attempts: int
+    new_only: bool
