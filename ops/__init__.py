@@ -1,1 +1,2 @@
-"""Tools around the service: what runs beside it, never inside it."""
+"""Operator and developer tools: store maintenance, verification, demo, benchmarks and the engine simulator. The service
+does not import them."""

@@ -1,7 +1,7 @@
-"""`python -m ops.backup COPY`: a copy of an SQLite store, beside the server that writes to it.
+"""Copies an SQLite store while a server writes to it: `turnlog backup COPY` or `python -m ops.backup COPY`.
 
-The copy is made under another name, checked, synced and only then given its own, so a run that is cut short leaves no
-copy rather than half a one. A PostgreSQL store has its own tools; which, the command says.
+The copy is written under a temporary name, checked and synced, and then renamed. So an interrupted run leaves no copy,
+never an incomplete one. For a PostgreSQL store the command prints the `pg_dump` command to use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ MIB = 1 << 20
 
 
 def perform(database_url: str | None, copy: Path, *, salvage: bool = False, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
     work = partial(_backup, database_url, copy, salvage=salvage)
     return run("backup", work, interrupted="there is no copy", as_json=as_json)
 
@@ -60,7 +61,7 @@ def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> Outcome:
 
 
 class Made(NamedTuple):
-    """How many sessions are in a copy, its revision, and what of a damaged store is missing in it."""
+    """The number of sessions in a copy, its revision, and the content that a damaged store has lost."""
 
     sessions: int
     revision: str
@@ -68,7 +69,7 @@ class Made(NamedTuple):
 
 
 def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
-    """Make the copy; with `salvage` of a damaged store too.
+    """Make the copy. With `salvage`, copy the readable part of a damaged store.
 
     Raises StartupError, DamagedStore, OSError, sqlite3.Error.
     """
@@ -98,7 +99,7 @@ def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
 
 
 def _copied(source: Path, unfinished: Path, tell: Progress) -> bool:
-    """False where the store is damaged. Raises StartupError where it is no database, sqlite3.Error."""
+    """Copy the store; False if it is damaged. Raises StartupError if the file is not a database, sqlite3.Error."""
     try:
         with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
             copy_sqlite(read, unfinished, tell, rest_s=REST_S)
@@ -110,7 +111,10 @@ def _copied(source: Path, unfinished: Path, tell: Progress) -> bool:
 
 
 def _claim(handle: int, unfinished: Path) -> None:
-    """What an earlier run left behind is overwritten, a run that still goes on is not. Raises StartupError."""
+    """Lock the temporary file and empty it, which removes the leftovers of an earlier run.
+
+    Raises StartupError if another run still has the lock.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,8 +133,8 @@ def _holds(path: Path) -> tuple[int, str]:
 
 
 def _pg_dump(url: str, copy: Path) -> str:
-    """The password is left to `~/.pgpass` or the prompt."""
-    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` leaves what is None as it was
+    """The `pg_dump` command without the password, which comes from `~/.pgpass` or a prompt."""
+    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` ignores arguments that are None
     place = given.difference_update_query(["prepared_statement_cache_size", "password"]).render_as_string(False)
     return f"pg_dump --format=custom --file={shlex.quote(str(copy))} --dbname={shlex.quote(place)} (docs/runbook.md)"
 

@@ -1,10 +1,10 @@
-"""`python -m ops.compact`: give space that nothing uses any more back, and with it the last traces of what was erased.
+"""Returns unused space and removes the last traces of erased content: `turnlog vacuum` or `python -m ops.compact`.
 
-SQLite: free pages go back to the file system a few at a time, also beside a server. `--full` writes the file anew, with
-the server stopped: that takes out too what SQLite left in unused parts of pages when it moved rows about.
+SQLite: free pages are returned to the file system a few at a time; a server may run. `--full` rewrites the file; no
+server may run. It also removes remains of rows that SQLite left in unused parts of pages.
 
-PostgreSQL: VACUUM, beside servers. `--full` rewrites the tables that hold content, each locked meanwhile: until then an
-erased row's bytes stay in its page. Then a checkpoint and a new log file, as far as the role may.
+PostgreSQL: VACUUM; servers may run. `--full` rewrites the tables that hold content and locks each of them meanwhile;
+until then the bytes of an erased row stay in its page. Then a checkpoint and a new WAL file, if the role has the right.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ from ops.salvage import salvage as copy_rest
 MIB = 1 << 20
 
 CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, snapshots)
-"""The tables that an erasure deletes from, and the log, whose rewards it rewrites."""
+"""The tables that an erasure deletes from, and the event log, in which it rewrites rewards."""
 
 LOCK_TIMEOUT = "10s"
-"""How long a rewrite waits for its table: everybody else who wants the table waits behind it."""
+"""How long a rewrite waits for the lock on its table. All later users of the table wait behind it."""
 
 REFUSED = frozenset({"42501", "55P03"})
-"""SQLSTATEs of what another role or a quieter moment may do: no right to, somebody else has it locked."""
+"""SQLSTATEs of statements that are skipped: insufficient privilege, and lock not available."""
 
 
 def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
     work = partial(_compact, database_url, full=full, salvage=salvage)
     return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
 
@@ -109,7 +110,7 @@ def give_back(path: Path, tell: Callable[[str], None]) -> None:
         free = _free_pages(connection)
         moved = 0
         while free:
-            # As a script: `execute` takes a statement without columns one step far, which is one page.
+            # executescript, because `execute` takes only one step of a statement without columns: one page.
             connection.executescript(f"PRAGMA incremental_vacuum({GIVE_BACK_PAGES})")
             moved += GIVE_BACK_PAGES
             left = _free_pages(connection)
@@ -130,17 +131,17 @@ def _free_pages(connection: sqlite3.Connection) -> int:
 
 
 class Rewritten(NamedTuple):
-    """Of a damaged store: what is missing now, and where the damaged file is kept."""
+    """For a damaged store: the lost content, and the path of the damaged file."""
 
     missing: Damage | None = None
     kept: Path | None = None
 
 
 def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Rewritten:
-    """Write the file anew, under another name, and put it in its own place: nothing but live rows is in it.
+    """Write a new file with the live rows only, and put it in the place of the old one.
 
-    The caller keeps servers off it. `salvage`: of a damaged one what can be read. Raises StartupError, DamagedStore,
-    sqlite3.Error; the file is as it was then.
+    The caller makes sure that no server runs. With `salvage`, keep the readable part of a damaged store. Raises
+    StartupError, DamagedStore, sqlite3.Error; the store is then unchanged.
     """
     made = path.with_name(f"{path.name}.compacting")
     rewritten = Rewritten()
@@ -190,7 +191,7 @@ def _vacuum_into(path: Path, made: Path, tell: Callable[[str], None]) -> None:
 
 
 def _put_away(path: Path, kept: Path) -> None:
-    """The damaged file with its log of writes, which SQLite would apply to whatever file has its name."""
+    """Rename the damaged file and its WAL, since SQLite would apply the WAL to any new file with the old name."""
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{kept}{suffix}")
@@ -199,7 +200,7 @@ def _put_away(path: Path, kept: Path) -> None:
 
 
 async def _vacuum(url: str, *, full: bool) -> Outcome:
-    """A connection of its own: the service's end a statement that takes as long as a rewrite may."""
+    """VACUUM all tables on a separate connection, since the service's connections cancel long statements."""
     database = Database(url)
     try:
         await require_revision(database)
@@ -229,7 +230,8 @@ async def _vacuum(url: str, *, full: bool) -> Outcome:
 
 
 async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:
-    """PostgreSQL passes over a table of somebody else's with a notice; a rewritten one has another file."""
+    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file node is
+    unchanged."""
     before = await _file_of(connection, name)
     if await _try(connection, f"VACUUM (FULL, ANALYZE) {name}", refused) and await _file_of(connection, name) == before:
         refused.append(f"not done: {name} was not rewritten, it belongs to another role")
@@ -240,7 +242,7 @@ async def _file_of(connection: AsyncConnection, name: str) -> object:
 
 
 async def _try(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
-    """Was it done? What this role or this moment does not allow is noted."""
+    """Run a statement; False if the role has no right to it or the table was locked, which is added to `refused`."""
     try:
         await connection.exec_driver_sql(statement)
     except DBAPIError as error:

@@ -1,7 +1,9 @@
-"""`python -m ops.restore COPY`: put a copy in an SQLite store's place; without COPY: finish a PostgreSQL restore.
+"""Restores a store: `turnlog restore COPY` or `python -m ops.restore COPY`; without COPY, finishes a PostgreSQL
+restore.
 
-No server may run. What the copy's cursors, processes and transactions meant before ends (`app/store/restored.py`).
-On SQLite all of that is done in a file of another name, and the store that was there is kept under one more.
+No server may run. A restored store gets a new epoch, so old export cursors are refused, and the server processes and
+transactions that it names are no longer current (`app/store/restored.py`). On SQLite the new store is prepared in a
+temporary file, and the replaced store is kept under another name.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from ops.keeping import (
 
 
 def perform(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings, and no copy."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings. `copy` is None for PostgreSQL."""
     work = partial(_restore, database_url, copy)
     return run("restore", work, interrupted="run it again before a server starts", as_json=as_json)
 
@@ -67,7 +70,7 @@ def _restore(database_url: str | None, copy: Path | None) -> Outcome:
 
 
 def _put(copy: Path, path: Path) -> Outcome:
-    """Raises StartupError; the store is as it was then."""
+    """Replace the store at `path` by the copy. Raises StartupError; the store is then unchanged."""
     tell = Progress("restore")
     check_sqlite(copy, tell)
     staged = path.with_name(f"{path.name}.restoring")
@@ -95,9 +98,9 @@ def _put(copy: Path, path: Path) -> Outcome:
 
 
 def _exchange(staged: Path, path: Path) -> Path | None:
-    """Returns what the old store is called now, if there was one.
+    """Put the new file in place; returns the old store's new name, or None if there was no store.
 
-    It goes first and its log of writes with it: SQLite would apply that log to whatever file has the name.
+    The old file is renamed first, with its WAL, since SQLite would apply the WAL to any new file with the old name.
     """
     kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S}")
     with suppress(sqlite3.Error, StartupError):
@@ -115,7 +118,7 @@ def _exchange(staged: Path, path: Path) -> Path | None:
 
 
 async def _prepare(url: str) -> tuple[str, str]:
-    """Make a copy one that can be served; returns its revision and its new epoch. Raises StartupError."""
+    """Make a copied file ready to be served; returns its revision and its new epoch. Raises StartupError."""
     engine = create_engine(url)
     try:
         return await _revision(engine), await _settle(engine)
@@ -124,7 +127,7 @@ async def _prepare(url: str) -> tuple[str, str]:
 
 
 async def _revision(engine: AsyncEngine) -> str:
-    """Raises StartupError for a copy of something else, or of a later version's store."""
+    """The revision of the copy. Raises StartupError if it is not a Turnlog store or is from a later version."""
 
     def read(connection: Connection) -> str | None:
         return MigrationContext.configure(connection).get_current_revision()
@@ -143,7 +146,7 @@ def _known_revisions() -> set[str]:
 
 
 async def _settle(engine: AsyncEngine) -> str:
-    """In one transaction; returns the new epoch."""
+    """Start a new epoch, end the old processes and drop the snapshots, in one transaction; returns the new epoch."""
 
     def settle(connection: Connection) -> str:
         restored.end_incarnations(connection)
@@ -155,7 +158,7 @@ async def _settle(engine: AsyncEngine) -> str:
 
 
 async def _finish(url: str, lease_s: float) -> Outcome:
-    """A PostgreSQL store that has been loaded from a dump, or brought back to an earlier moment."""
+    """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
     tell = Progress("restore")
     database = Database(url)
     try:

@@ -1,7 +1,8 @@
-"""`python -m ops.retain`: what the service's janitor does every some seconds, once, by the same settings.
+"""Runs one round of the janitor with the service's settings: `turnlog retain` or `python -m ops.retain`.
 
 Closes idle sessions (TURNLOG_IDLE_CLOSE_S), frees replay payloads (TURNLOG_CLOSED_REPLAY_TTL_S) and erases closed
-sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL they may. Each session is a step of its own.
+sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL servers may. Each session is a separate
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ops.keeping import DONE, Outcome, Progress, as_turnlog, require_store, run,
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
 DEAD_AT_ONCE = 200
-"""Open turns of dead processes abandoned in one transaction."""
+"""Open turns of ended processes that are abandoned in one transaction."""
 
 TELL_S = 1.0
 
@@ -35,7 +36,8 @@ LEFT = "what is done is done, run it again for the rest"
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
     return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=LEFT, as_json=as_json)
 
 
@@ -49,7 +51,8 @@ async def _retain(database_url: str | None) -> Outcome:
 
 @asynccontextmanager
 async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
-    """The service's, over a store that a dead server may have left with open turns: those are no session's use."""
+    """The service's janitor. First it abandons the open turns of ended servers, which would make their sessions look in
+    use."""
     database = Database(settings.database_url)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(database.close)
@@ -58,7 +61,7 @@ async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
         writer.start()
         stack.push_async_callback(writer.stop)
         await database.write(incarnations.end_gone, durable=False)
-        # Whoever has the SQLite file's lock knows that all others are dead, however lately they gave a sign.
+        # The SQLite lock proves that no other process runs, however recent its last heartbeat is.
         await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
@@ -74,7 +77,7 @@ async def _abandon_dead(writer: Writer, lease_s: float) -> None:
 
 
 async def _told(janitor: Janitor) -> None:
-    """One round, which says where it is."""
+    """Run one round and report its progress."""
     tell = Progress("retain")
     round_ = asyncio.create_task(janitor.round())
     try:

@@ -1,4 +1,5 @@
-"""What `backup` and `compact` do about a damaged SQLite file: say what cannot be read, copy the rest when asked to."""
+"""Handles damaged SQLite files in `backup` and `compact`: reports what is unreadable and, with `--salvage`, copies the
+rest."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from app.store.salvage import Damage, copy_readable, find
 from ops.keeping import DONE, NOT_ALL_WELL, Outcome, sync
 
 SHOWN = 20
-"""Sessions that one line names."""
+"""Number of sessions named in one line."""
 
 
 class DamagedStore(StartupError):
-    """A store that is not copied unless the rest of it is asked for."""
+    """The store is damaged, and the command was not told to `--salvage` it."""
 
 
 def refusal(path: Path, tell: Callable[[str], None], left: str) -> DamagedStore:
-    """What the command says that met damage; `left` is what it has done."""
+    """The error for a damaged store. `left` describes the state that the command leaves."""
     try:
         with _reading(path) as source:
             found = find(source, tell)
@@ -39,7 +40,7 @@ def refusal(path: Path, tell: Callable[[str], None], left: str) -> DamagedStore:
 
 
 def described(found: Damage) -> str:
-    """Tables and sessions in a line."""
+    """The damaged tables and sessions in one line."""
     tables = f"tables {', '.join(found.tables)}" if found.tables else "no table that can be named"
     names = sorted(found.sessions)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -48,7 +49,7 @@ def described(found: Damage) -> str:
 
 
 def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
-    """Copy what can be read into `made`, an empty file. Raises StartupError where that is nothing."""
+    """Copy everything readable into the empty file `made`. Raises StartupError if nothing can be read."""
     with closing(sqlite3.connect(made, isolation_level=None)) as empty:
         for pragma in (*FILE_PRAGMAS, "PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF"):
             empty.execute(pragma)
@@ -70,7 +71,7 @@ def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
 
 
 def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> Outcome:
-    """How a command ends that copied a store, or what could be read of it."""
+    """The result of a command that copied a store. `found`: the content that could not be copied."""
     if not found:
         return Outcome(DONE, [line], fields)
     tables = [f"table {name}: rows are missing" for name in found.tables]
@@ -85,7 +86,7 @@ def is_damage(error: BaseException) -> bool:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Connection]:
-    """One moment of a store that others may write to."""
+    """Read a consistent state of a store that others may write to."""
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as raw:
         raw.execute("BEGIN")
         with _connected(lambda: raw) as connection:
@@ -94,21 +95,22 @@ def _reading(path: Path) -> Iterator[Connection]:
 
 @contextmanager
 def _connected(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
-    """Core on a connection of the driver's, whose transactions are the caller's."""
+    """A SQLAlchemy connection over a driver connection, whose transactions the caller controls."""
     engine = create_engine("sqlite://", creator=creator, poolclass=StaticPool, pool_reset_on_return=None)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         yield connection
 
 
 def _require_revision(source: Connection) -> None:
-    """Raises StartupError: tables of another revision have other columns."""
+    """Raises StartupError if the store has another revision than this version, since its tables may have other columns.
+    """
     found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     if found != revision_head():
         raise StartupError(f"the store is at revision {found}, this version salvages {revision_head()}: use its own")
 
 
 def _schema(source: Connection, empty: sqlite3.Connection) -> list[str]:
-    """Make the tables; returns what is to be made once they are filled."""
+    """Create the tables in `empty`; returns the statements to run after they are filled, such as indexes."""
     later: list[str] = []
     for kind, statement in source.exec_driver_sql("SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL").all():
         if kind == "table":

@@ -1,4 +1,5 @@
-"""The sync client, made from the async one: `python -m ops.unasync`; with `--check`, only says if it is current."""
+"""Generates the sync client from the async one: `python -m ops.unasync`. With `--check`, only reports whether it is
+current."""
 
 from __future__ import annotations
 
@@ -30,13 +31,13 @@ NAMES = {
     "asyncio": "time",
     SOURCE: MADE,
 }
-"""Beside those that unasync knows: `await`, `async`, `AsyncIterator`, `__aenter__`, ..."""
+"""Names to replace in addition to those that unasync knows: `await`, `async`, `AsyncIterator`, `__aenter__`, ..."""
 
 NOTICE = "# Made from turnlog/client/_async by `python -m ops.unasync`. Do not edit.\n"
 
 
 def made() -> dict[str, str]:
-    """The sync files' texts by name."""
+    """The texts of the generated sync files by file name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, target = folder / SOURCE, folder / MADE
@@ -44,7 +45,7 @@ def made() -> dict[str, str]:
         for file in source.glob("*.py"):
             text = file.read_text()
             for asynchronous, synchronous in NAMES.items():
-                # unasync changes names, and leaves docstrings as they are.
+                # unasync replaces names in code only, not in docstrings.
                 text = text.replace(f"`{asynchronous}", f"`{synchronous}")
             file.write_text(text)
         rule = unasync.Rule(f"/{SOURCE}/", f"/{MADE}/", NAMES)
@@ -53,7 +54,7 @@ def made() -> dict[str, str]:
 
 
 def _tidy(name: str, text: str) -> str:
-    """Without `await`, lines are shorter, and imports are sorted differently."""
+    """Format again, because lines are shorter without `await` and imports sort differently."""
     for command in (["check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet"], ["format", "--quiet"]):
         place = ["--stdin-filename", f"turnlog/client/{MADE}/{name}", "-"]
         ruff = [sys.executable, "-m", "ruff", *command, *place]

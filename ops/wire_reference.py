@@ -1,4 +1,5 @@
-"""docs/wire.md, made from the OpenAPI document: `python -m ops.wire_reference`; `--check` says if it is current."""
+"""Generates docs/wire.md from the OpenAPI document: `python -m ops.wire_reference`. `--check` only reports whether it
+is current."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ Schema = dict[str, Any]
 
 
 class Reference:
-    """The document as Markdown."""
+    """The OpenAPI document as Markdown."""
 
     def __init__(self, document: Schema) -> None:
         self._document = document
@@ -145,7 +146,7 @@ class Reference:
             yield _table("| field | | | |", rows)
 
     def _fields(self, schema: Schema, within: str = "") -> Iterator[str]:
-        """A row each; an object in it that has no page of its own gives rows too."""
+        """One row for each field; the fields of a nested object without a schema name get rows as well."""
         for field, of in schema.get("properties", {}).items():
             is_needed = field in schema.get("required", ())
             yield f"| `{within}{field}` | {self._kind(of)} | {_default(of, is_needed)} | {_said(of)} |"
@@ -158,7 +159,7 @@ class Reference:
         return found
 
     def _kind(self, schema: Schema) -> str:
-        """A schema in a word or two."""
+        """A short description of a schema's type."""
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             return f"[{name}](#{name.lower()})"
@@ -200,7 +201,7 @@ def _table(head: str, rows: list[str]) -> str:
 
 
 def _place(parameter: Schema, path: str) -> int:
-    """Those of the path come first, as they stand in it."""
+    """Sort key: path parameters first, in the order of the path."""
     return path.index(f"{{{parameter['name']}}}") if parameter["in"] == "path" else len(path)
 
 
@@ -209,7 +210,7 @@ def _said(schema: Schema) -> str:
 
 
 def _curl(path: str, method: str, operation: Schema) -> str:
-    """A request that has what it needs."""
+    """An example request with everything that is required."""
     parameters = operation.get("parameters", [])
     for one in parameters:
         if one["in"] == "path":
@@ -240,7 +241,7 @@ def _default(schema: Schema, is_needed: bool) -> str:
 
 
 def _codes(reply: Schema) -> list[str]:
-    """The error codes of a reply; none where it is no error, or an engine's own."""
+    """The error codes of a reply; empty if it is not an error or is the engine's own error."""
     schema = reply.get("content", {}).get(JSON, {}).get("schema", {})
     parts = [
         part for one in (schema, *schema.get("anyOf", ())) for part in one.get("allOf", ()) if "properties" in part
@@ -256,7 +257,7 @@ def _sample(parameter: Schema) -> str:
 
 
 def _link(method: str, path: str) -> str:
-    """To the route's heading, as GitHub names its anchor."""
+    """A link to the route's heading, with the anchor that GitHub generates."""
     kept = "".join(letter for letter in f"{method} {path}".lower() if letter.isalnum() or letter in " -_")
     return f"[`{method} {path}`](#{kept.replace(' ', '-')})"
 

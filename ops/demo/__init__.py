@@ -1,4 +1,5 @@
-"""The main job in half a minute: agents, an engine, and a server that is killed under them.
+"""A demo of crash recovery, about half a minute long: agents and an engine run while the server is killed and
+restarted.
 
-`python -m ops.demo` starts real processes and real OpenAI clients, and judges what is left by itself.
+`python -m ops.demo` starts real processes and real OpenAI clients, and checks the result itself.
 """

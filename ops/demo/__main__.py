@@ -1,4 +1,4 @@
-"""`python -m ops.demo`: exit code 0 if everything acknowledged survived, else 1."""
+"""Runs the demo: `python -m ops.demo`. Exit code 0 if every acknowledged turn survived, else 1."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 LATENCY_MS = 700
-"""How long a generation takes: long enough that a kill finds several of them at work."""
+"""Duration of a generation: long enough that the kill happens during several generations."""
 
 IMPATIENT_S = 0.5
-"""The client timeout of the one agent that does not wait for its engine."""
+"""The client timeout of one agent, which is shorter than a generation."""
 
 NAMES = ("Ada", "Blaise", "Emmy", "Kurt", "Sofia", "Tibor")
 TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "Sum up what you found.")
@@ -34,7 +34,7 @@ TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "
 
 @dataclass(slots=True)
 class Story:
-    """Lines with the seconds since the beginning before them."""
+    """Prints lines with the seconds since the start."""
 
     began: float
 
@@ -43,7 +43,7 @@ class Story:
 
 
 class AgentsStopped(Exception):
-    """The agents were done before the server could be killed, so nothing was shown."""
+    """The agents finished before the server could be killed, so the demo shows nothing."""
 
 
 FAILURES = (
@@ -75,9 +75,9 @@ async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list
 async def kill_in_the_middle(
     server: ServerProcess, engine: httpx.AsyncClient, agents: Sequence[Agent], work: asyncio.Future[Any], story: Story
 ) -> int:
-    """Kill the server once every agent has two turns and most have another in flight, and start it again.
+    """Kill the server when every agent has two turns and most have another in flight, and start it again.
 
-    Returns how many turns were acknowledged before.
+    Returns the number of turns acknowledged before the kill.
     """
     while True:
         at_engine = (await engine.get("/sim/stats")).json()["in_flight"]
@@ -98,7 +98,7 @@ async def kill_in_the_middle(
 
 
 async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[list[Row], dict[str, list[str]]]:
-    """Reward and close each session; the export's rows, and each session's log as lines."""
+    """Reward and close each session. Returns the export's rows, and the lines of each session's log."""
     for agent in agents:
         where = f"/sessions/{agent.session_id}"
         reward = {"reward": round(1 / len(agent.seen), 4), "components": {"turns": float(len(agent.seen))}}
@@ -138,7 +138,7 @@ def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before
 
 
 async def run(folder: Path, story: Story) -> bool:
-    """The whole story; True if nothing acknowledged is missing and nothing was generated twice."""
+    """Run the whole demo; True if no acknowledged turn is missing and none was generated twice."""
     with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
         server = ServerProcess(folder, upstreams=[simulator.base_url])
         with server:

@@ -1,4 +1,4 @@
-"""An agent as harnesses write them: the openai package, tools, and a loop that asks again when a call fails."""
+"""An agent like those of common harnesses: the openai package, tools, and a loop that repeats a failed call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from ops.demo import tools
 
 ASK_AGAIN_S = 0.25
-"""Pause before a call that failed, with the SDK's own retries used up, is made once more."""
+"""Pause in seconds before the agent repeats a call for which the SDK has used up its own retries."""
 
 GIVE_UP_S = 40.0
 MAX_TURNS_PER_TASK = 8
@@ -31,9 +31,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """A turn whose reply reached the agent: from now on it must never be lost.
+    """A turn whose reply reached the agent, so it must not be lost.
 
-    `place` is the index of its assistant message. Ids and the body's hash are None for a stream, which carries none.
+    `place` is the index of its assistant message. A stream carries no token ids, so these fields and `reply_sha256` are
+    None.
     """
 
     turn: int
@@ -50,7 +51,7 @@ class Acknowledged:
 
 @dataclass(slots=True)
 class Agent:
-    """`timeout_s` None is the SDK's default; a short one makes an impatient client."""
+    """`timeout_s` is the client timeout of a request in seconds; None means the SDK's default."""
 
     name: str
     client: openai.AsyncOpenAI
@@ -76,7 +77,8 @@ class Agent:
                     break
 
     async def _turn(self) -> Acknowledged:
-        """One turn under one idempotency key, however often it has to be asked for."""
+        """Run one turn, repeating the request with the same idempotency key until it succeeds or GIVE_UP_S have passed.
+        """
         key = f"{self.session_id}/{len(self.seen) + 1}"
         deadline = asyncio.get_running_loop().time() + GIVE_UP_S
         while True:

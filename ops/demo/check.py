@@ -1,4 +1,4 @@
-"""Is everything that an agent was told still there? The store and the export, held against what agents saw."""
+"""Checks that every reply an agent received is in the store and in the export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Findings:
-    """What was found, and in `problems` what should not have been."""
+    """The counts of a check; `problems` are the deviations."""
 
     acknowledged: int = 0
     committed: int = 0
@@ -30,9 +30,9 @@ class Findings:
 async def check(
     database_url: str, agents: Sequence[Agent], rows: Sequence[Row], logs: Mapping[str, Sequence[str]]
 ) -> Findings:
-    """Every acknowledged turn must be in the store once, and in `rows` with its tokens and text.
+    """Check that every acknowledged turn is in the store exactly once, and in `rows` with its tokens and text.
 
-    `logs` are each session's events as `GET …/events` gave them.
+    `logs` are the events of each session, as returned by `GET …/events`.
     """
     types = Counter(json.loads(line)["type"] for lines in logs.values() for line in lines)
     found = Findings(committed=types["TurnCommitted"], abandoned=types["TurnAbandoned"])
@@ -56,7 +56,7 @@ async def check(
 
 
 def _missing(seen: Acknowledged, rows: Sequence[Row]) -> Iterable[str]:
-    """What an exported session lacks of one acknowledged turn."""
+    """The differences between one acknowledged turn and the exported rows of its session."""
     places = [(row, span) for row in rows for span in row["turns"] if span["turn"] == seen.turn]
     if len(places) != 1:
         yield f"stands {len(places)} times in the export"

@@ -1,7 +1,7 @@
-"""`python -m ops.verify`: does the store hold what its log says?
+"""Checks that the store holds what its log says: `turnlog verify` or `python -m ops.verify`.
 
-The log is the truth: everything else that is stored is checked against a fold of it. Nothing is written and no lock is
-taken, so it may run beside a server; each session, and each page of groups, is read as of one moment.
+The log is the truth: all other stored data is compared with a fold of it. The check writes nothing and takes no lock,
+so a server may run. Each session and each page of groups is read as a consistent state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "v
 async def verify(
     database: Database, acknowledged: Iterable[Acknowledged] = (), tell: Callable[[str], None] = silent
 ) -> Report:
-    """Check every session of a database, which need not be open, and what spans sessions.
+    """Check every session of a database, and the data that belongs to no session. The database need not be open.
 
-    `acknowledged` turns must be in the log, with the reply that the client got. `tell` hears how far the check is.
-    Raises AppError where the store cannot be read.
+    The `acknowledged` turns must be in the log, with the reply that the client received. `tell` is called with the
+    progress. Raises AppError if the store cannot be read.
     """
     report = Report()
     async for session_id in _session_ids(database, report):
@@ -55,7 +55,7 @@ async def verify(
 
 
 async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]:
-    """All of them in their order; where a page that lists them is damaged, those that another one names."""
+    """All session ids in order. If the pages that list them are damaged, also the ids that other tables name."""
     seen: set[str] = set()
     after = ""
     try:
@@ -80,7 +80,7 @@ def _check_session(connection: Connection, session_id: str, report: Report) -> N
 
 
 async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
-    """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
+    """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
     database = Database(url)
     try:
@@ -91,7 +91,8 @@ async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings. Its exit codes are those of `ops.keeping`."""
+    """Run the command and return its exit code (see `ops.keeping`). If `database_url` is None, it uses the store from
+    the service's settings."""
     return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""The command; see `ops.keeping` for its exit codes."""
+"""Runs `turnlog verify`; `ops.keeping` lists the exit codes."""
 
 from __future__ import annotations
 

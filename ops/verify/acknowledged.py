@@ -1,4 +1,5 @@
-"""Turns that clients were told are on disk: each is in the log once, and its reply can be given again to the byte."""
+"""Checks acknowledged turns: each is in the log once, and its stored reply is byte for byte what the client received.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from ops.verify.report import Acknowledged, Report
 async def check(
     database: Database, acknowledged: Iterable[Acknowledged], report: Report, tell: Callable[[str], None]
 ) -> int:
-    """Look for acknowledged turns, and put into the report what is not as it was acknowledged.
+    """Look up the acknowledged turns, and report each one that is missing or different.
 
-    How many keys of their sessions were committed more than once.
+    Returns the number of idempotency keys in their sessions under which more than one turn was committed.
     """
     held: dict[str, list[Acknowledged]] = {}
     for one in acknowledged:
@@ -41,7 +42,7 @@ async def _check_session(database: Database, session_id: str, held: Sequence[Ack
             lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
-        log = None  # the session's own check has said why
+        log = None  # the check of the session has already reported the reason
     for one in sorted(held, key=lambda one: one.turn):
         wrong = await _wrong(database, log, one, report)
         if wrong is not None:
@@ -80,13 +81,14 @@ async def _wrong(database: Database, log: Log | None, one: Acknowledged, report:
 
 
 def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
-    """What a client may have asked for of a reply's payloads: all of them, some, none."""
+    """The payload kinds that the client may have requested, all combinations: all of them first, then fewer, then none.
+    """
     for count in range(len(kinds), -1, -1):
         yield from combinations(kinds, count)
 
 
 def _tombstoned(log: Log, session: Session, number: int) -> bool:
-    """Did the reply bring a payload that can no longer be read?"""
+    """Whether the reply had a payload that has been tombstoned since."""
     return len(_committed(log, session, number).payloads) > len(session.payloads.get(number, ()))
 
 

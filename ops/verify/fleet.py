@@ -1,4 +1,4 @@
-"""What is of no session: the fleet's log, and the engines that clients bound by name."""
+"""Checks the fleet's log, and the affinities: the names by which clients bound engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from app.store.schema import affinities, fleet_events, sessions
 from ops.verify.report import STORE, Report
 
 EVENTS = 5000
-"""Events of the fleet's log, and affinities, looked at in one read."""
+"""Events of the fleet's log, or affinities, read in one query."""
 
 _Row = tuple[int, str, str, int, float, bytes]
 
 
 async def check_fleet(database: Database, report: Report, tell: Callable[[str], None]) -> None:
-    """Every event of the fleet's log is readable, in its place, and follows from those before it."""
+    """Check that every event of the fleet's log is readable, has the next number, and agrees with the events before it.
+    """
     log = _Log(report)
     while rows := await database.read(partial(_rows, after=log.seq)):
         for row in rows:
@@ -43,7 +44,7 @@ def _rows(connection: Connection, after: int) -> Sequence[_Row]:
 
 
 class _Log:
-    """The fleet's log as far as it was read. `seq` is that of the last row."""
+    """The state of the fleet's log up to event `seq`, the last one read."""
 
     def __init__(self, report: Report) -> None:
         self.seq = 0
@@ -69,7 +70,7 @@ class _Log:
         self._fleet = apply(self._fleet, Placed(seq, at, event))
 
     def _closings(self, seq: int, event: FleetEvent) -> None:
-        """A gate that was open is one closing further when it is shut, and otherwise where it was."""
+        """Check the counter of closings: it is one higher when an open gate is closed, and otherwise unchanged."""
         match event:
             case AdapterPaused() | AdapterResumed():
                 gate = self._fleet.gates(event.name)[1]
@@ -93,7 +94,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def _check_affinities(connection: Connection, after: str, report: Report) -> list[str]:
-    """Each is in a state that there is, and was made by a session that there is; the names that were looked at."""
+    """Check that each affinity has a known state and an existing session; returns the names that were checked."""
     query = (
         select(
             affinities.c.control_id,

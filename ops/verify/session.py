@@ -1,4 +1,4 @@
-"""A session: what is stored of it against a fold of its log."""
+"""Checks one session: compares its stored rows with a fold of its log."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ _CHUNK = (
 )
 
 TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
-"""A session may be stored in parts only."""
+"""The tables with rows of sessions. A damaged store may have a session in some of them only."""
 
 PAGE = 500
-"""Sessions listed at a time."""
+"""Sessions listed in one query."""
 
 TURNS_AT_ONCE = 100
-"""Turns whose content is in memory at a time."""
+"""Turns whose content is in memory at the same time."""
 
 LOGPROB_BYTES = 8
 
 MAX_TRIM = 1
-"""The most tokens of its parent's end that a turn leaves out."""
+"""A turn leaves out at most this many tokens at the end of its parent."""
 
 _Chains = dict[tuple[int, int], tuple[int, Any]]
-"""By turn and how many of its last tokens are left out: how many tokens there are then, and their hash so far."""
+"""Key: a turn and how many of its last tokens are left out. Value: the number of tokens up to there, and their hash."""
 
 
 def check_damaged(connection: Connection, session_id: str, report: Report) -> None:
-    """A session whose check met a damaged page: which of its tables cannot be read, each for itself."""
+    """Report which tables of a session cannot be read, after its check met a damaged page."""
     why: dict[str, str] = {}
     for table in TABLES:
         query = select(table).where(table.c.session_id == session_id)
@@ -80,7 +80,7 @@ def check_damaged(connection: Connection, session_id: str, report: Report) -> No
 
 
 class SessionCheck:
-    """One session against its log, in one transaction."""
+    """Compares one session with its log, in one transaction."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
@@ -121,7 +121,7 @@ class SessionCheck:
         return self._connection.execute(select(*columns).where(table.c.session_id == self._session_id)).all()
 
     def _folded(self) -> Log | None:
-        """The log without a gap, each event readable, folded."""
+        """The folded log; None, and a problem reported, if it has a gap or an unreadable event."""
         try:
             log = heads.read_log(AlchemyTx(self._connection), self._session_id)
         except UnknownEvent as error:
@@ -136,9 +136,10 @@ class SessionCheck:
             self._found(str(difference))
 
     def _order(self) -> None:
-        """Within a transaction, and so in all of an SQLite store, places in the order of events grow with the log.
+        """Check that positions in the global order grow with the log, within each transaction, and so in a whole SQLite
+        store.
 
-        On PostgreSQL a transaction that got its number first may still append last.
+        On PostgreSQL, a transaction with a lower number may append later.
         """
         last: dict[int, int] = {}
         columns = (events.c.seq, events.c.tx, events.c.position)
@@ -147,7 +148,8 @@ class SessionCheck:
             last[tx] = position
 
     def _fences(self) -> None:
-        """Every turn that ended was opened under the fence that it names, ended once, and in order."""
+        """Check that every turn that ended was opened under the fence it names, ended once, and in the order of fences.
+        """
         opened: dict[int, int] = {}
         last = 0
         for recorded in self._log:
@@ -171,7 +173,7 @@ class SessionCheck:
         self._must(not twice, f"committed twice under one retry key: {twice}")
 
     def _bindings(self) -> None:
-        """While it was bound to an engine, each turn of the session came from there.
+        """Check that each turn came from the session's engine while the session was bound to one.
 
         A turn whose client released the binding commits without one.
         """
@@ -187,7 +189,8 @@ class SessionCheck:
                     self._must(event.engine == engine, f"turn {event.turn} came from another engine than its session's")
 
     def _snapshot(self, session: Session) -> None:
-        """One whose last event a crash of the database took back is passed over when a session is read, and here."""
+        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by readers.
+        """
         start = reads.load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
@@ -206,7 +209,7 @@ class SessionCheck:
             self._must(bare, f"erased, but the reward of event {recorded.seq} still has components")
 
     def _blobs(self) -> None:
-        """Every blob of the log is stored and is what it was; every turn's are among them."""
+        """Check that every blob of the log is stored unchanged, and that turns name only these blobs."""
         refs: dict[int, BlobRef] = {}
         for recorded in self._log:
             match recorded.event:
@@ -236,7 +239,8 @@ class SessionCheck:
         self._must(same, f"blob {ref.number} is not what was stored")
 
     def _content(self) -> None:
-        """Each committed turn's rows, and the hash of all tokens up to it, taken on from its parent's."""
+        """Check the rows of each committed turn, and the hash of all tokens up to it, which continues that of its
+        parent."""
         committed = list(self._committed())
         self._report.turns += len(committed)
         columns = (turns.c.turn, turns.c.parent_turn, turns.c.segment, turns.c.choice_index)
@@ -280,7 +284,8 @@ class SessionCheck:
         self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
 
     def _chunks(self, session: Session) -> None:
-        """Every chunk of the log is there, whole or as a tombstone; one that a payload needs is whole."""
+        """Check that every chunk of the log is stored, with its data or as a tombstone, and with data if a payload
+        needs it."""
         brought = [chunk for turn in self._committed() for ref in turn.payloads for chunk in ref.chunks]
         refs = {(chunk.fence, chunk.number): chunk for chunk in brought}
         needed = {key for live in session.payloads.values() for payload in live for key in keys_of(payload)}
@@ -293,14 +298,15 @@ class SessionCheck:
             size, digest, by, live = rows.get(key, (None, None, None, False))
             self._must((size, digest) == (ref.size, ref.hash), f"chunk {key} is not the one in the log")
             self._must(live or key not in needed, f"chunk {key} is gone, but a payload needs it")
-            # The bytes of a closed session's tombstones are freed behind the event, in steps.
+            # The data of a closed session's tombstones is freed in steps after the event.
             self._must(key in needed or not live or session.status != "open", f"chunk {key} should be gone")
             self._must(live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is none")
             if live:
                 self._chunk(key, ref)
 
     def _payloads(self, session: Session) -> None:
-        """The chunks of a payload follow each other; rows that are taken from a parent are those of its tokens."""
+        """Check that the chunks of a payload have no gaps, and that rows taken from the parent belong to the parent's
+        tokens."""
         bases = {turn.turn: turn.base_tokens for turn in self._committed()}
         for number, live in session.payloads.items():
             for payload in live:
@@ -313,7 +319,7 @@ class SessionCheck:
                 self._must(own, f"turn {number}: {payload.kind} begins with rows of other tokens")
 
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
-        """One at a time: they are large."""
+        """Check one chunk. Chunks are large, so only one is in memory."""
         frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
         try:
             payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
@@ -325,7 +331,7 @@ class SessionCheck:
         self._must(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
 
     def _refused(self) -> None:
-        """Every kept reply is of a turn that the log says was rejected."""
+        """Check that every stored refused reply belongs to a turn that the log says was rejected."""
         rejected = {recorded.event.fence for recorded in self._log if isinstance(recorded.event, TurnRejected)}
         kept = {row[0] for row in self._rows(refused_replies, refused_replies.c.fence)}
         self._must(kept <= rejected, f"refused replies {sorted(kept - rejected)[:5]} belong to no rejected turn")
