@@ -102,8 +102,8 @@ def _connected(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection
 
 
 def _require_revision(source: Connection) -> None:
-    """Raises StartupError if the store has another revision than this version, since its tables may have other columns.
-    """
+    """Raises StartupError if the store has another revision than this version, since its tables may have other
+    columns."""
     found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     if found != revision_head():
         raise StartupError(f"the store is at revision {found}, this version salvages {revision_head()}: use its own")

@@ -1,4 +1,4 @@
-"""How fast `/export` gives a full store in each format, in how much memory, beside the plain read of the same bytes."""
+"""Speed and memory of `/export` for each format on a full store, compared with plain reads of the same bytes."""
 
 from __future__ import annotations
 
@@ -40,32 +40,34 @@ FORMS = (
 )
 
 POOL = 2048
-"""Different turns, of which sessions are put together: more than a Parquet row group holds, or it would compress
-what only the benchmark repeats."""
+"""Number of different turns from which all sessions are composed. It exceeds the rows of a Parquet row group; otherwise
+Parquet would compress repetitions that only the benchmark has."""
 
 QUESTION_BYTES_PER_TOKEN = 4.9
-"""Of the simulator's vocabulary, about."""
+"""Approximate bytes of text for each token of the simulator's vocabulary."""
 
 TEMPLATE_TOKENS = 10
 PAGE = 64
-"""Sessions read at a time by the plain read, as an export does."""
+"""Sessions that the plain read reads at once, as an export does."""
 
 READS = {
     "SELECT seq, at, type, version, data FROM events WHERE session_id BETWEEN :first AND :last": 1,
     "SELECT turn, facts, wire FROM turns WHERE session_id BETWEEN :first AND :last": 2,
     "SELECT number, data FROM blobs WHERE session_id BETWEEN :first AND :last": 1,
 }
-"""What the plain read reads; of each row the last so many columns are content."""
+"""The queries of the plain read, and how many of their last columns are content."""
 
 SAMPLE_S = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=10, help="of each session")
-    parser.add_argument("--tokens", type=int, default=500, help="of each turn: half new prompt, half output")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="format and shape")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
+    parser.add_argument("--turns", type=int, default=10, help="turns of each session")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each turn: half new prompt, half output")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="formats and shapes to measure")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -83,9 +85,10 @@ async def main(arguments: argparse.Namespace) -> int:
 
 
 async def _pool(folder: Path, engine_url: str, places: Cores, tokens: int, count: int) -> list[StoredTurn]:
-    """Turns as the service stores them: each was one, by a server that was asked a question of its own.
+    """Turns as the service stores them: a server ran each of them with a different question.
 
-    Only their logprobs are drawn anew, with the 32 bits that engines give: the simulator's are few, and compress.
+    Only the logprobs are replaced by random ones with 32 bits, as engines send them: the simulator has few different
+    ones, which would compress.
     """
     (sample := folder / "pool").mkdir()
     half = tokens // 2
@@ -120,7 +123,7 @@ def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
 
 
 async def _filled(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
-    """Bytes of content that an export has to read."""
+    """Fill the store; returns the bytes of content that an export has to read."""
     rng = random.Random(1)
 
     def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
@@ -137,7 +140,8 @@ async def _filled(server: ServerProcess, pool: Sequence[StoredTurn], count: int,
 
 
 async def _export(server: ServerProcess, form: str, count: int, stored: int, places: Cores) -> dict[str, Any]:
-    """One export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the output."""
+    """Measure one export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the
+    output."""
     format, shape = form.split()
     read_s = await _plain_read(server, stored)
     with started(server, places):
@@ -165,7 +169,8 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, pla
 
 
 class _Peak(threading.Thread):
-    """The most memory that a process and its children hold at a moment: their resident pages, those in common too."""
+    """Samples the memory of a process and its children and keeps the maximum: resident pages, with shared pages counted
+    for each process."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -197,7 +202,7 @@ def _resident(pid: int) -> int:
 
 
 class Incomplete(Exception):
-    """An export that did not hold all rows."""
+    """A read or an export did not contain everything."""
 
 
 class _Got(NamedTuple):
@@ -206,7 +211,7 @@ class _Got(NamedTuple):
 
 
 async def _drained(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Got:
-    """Read an export and keep nothing of it. Raises aiohttp.ClientError where it breaks off."""
+    """Read an export and discard it. Raises aiohttp.ClientError if it ends early."""
     parameters = {"format": format, "shape": shape, **({} if limit is None else {"limit": str(limit)})}
     size = lines = 0
     async with (
@@ -221,9 +226,9 @@ async def _drained(server: ServerProcess, format: str, shape: str, limit: int | 
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:
-    """Seconds to read every row that an export needs through `Database.read`, a page of sessions at a time.
+    """Seconds to read every row that an export needs through `Database.read`, PAGE sessions at a time.
 
-    Nothing is decoded. The server does not run meanwhile. Raises Incomplete.
+    Nothing is decoded, and the server does not run meanwhile. Raises Incomplete.
     """
     database = _database(server)
     query = sessions.select().with_only_columns(sessions.c.session_id).order_by(sessions.c.session_id).limit(PAGE)
@@ -246,7 +251,7 @@ async def _plain_read(server: ServerProcess, stored: int) -> float:
 
 
 def _read_page(connection: Connection, bounds: dict[str, str]) -> int:
-    """Bytes of content."""
+    """Read the rows of the sessions from `first` to `last`; returns the bytes of content."""
     size = 0
     for query, columns in READS.items():
         for row in connection.execute(text(query), bounds):

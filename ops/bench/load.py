@@ -1,4 +1,4 @@
-"""Latency against the number of clients, for small and large replies."""
+"""Latency and throughput by number of clients, for small and large replies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ops.bench.stand import Side, cores, simulator, turnlog
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["2KiB", "100KiB", "1.3MiB"])
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each measurement")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:

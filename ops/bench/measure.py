@@ -1,4 +1,4 @@
-"""What is measured and how it is shown: CPU from /proc, percentiles, the disk's own sync, tables."""
+"""Measuring and printing: CPU from /proc, percentiles, the time of a disk sync, tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds that a process, all of its threads and its living children have used."""
+    """User and system CPU seconds of a process with all its threads, and of its living children."""
     return sum(_own_cpu_s(one) for one in family(pid))
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """The ids of a process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := _stat(int(entry))):
@@ -32,7 +32,7 @@ def family(pid: int) -> list[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields behind the process's name, or none where it has ended."""
+    """The fields of /proc/PID/stat after the process's name; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,15 +40,16 @@ def _stat(pid: int) -> list[str]:
 
 
 def _own_cpu_s(pid: int) -> float:
-    """What all threads of a process have used, to the microsecond: its CPU clock, by the number that Linux gives it."""
+    """CPU seconds of all threads of a process, to the microsecond. Linux derives the id of the CPU clock from the
+    process id."""
     try:
         return time.clock_gettime(~pid << 3 | 2)
     except OSError:
-        return 0.0  # it has ended
+        return 0.0  # the process has ended
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile; NaN of nothing."""
+    """The nearest-rank percentile; NaN if there are no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -56,7 +57,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def sync_once_s(descriptor: int, size: int = 4096) -> float:
-    """Seconds that an append of `size` bytes and its fdatasync take."""
+    """Seconds of an append of `size` bytes followed by fdatasync."""
     block = os.urandom(size)
     began = time.perf_counter()
     os.write(descriptor, block)
@@ -65,7 +66,7 @@ def sync_once_s(descriptor: int, size: int = 4096) -> float:
 
 
 def report(name: str, figures: Mapping[str, Any]) -> None:
-    """Print the figures, one a line, and keep them as JSON."""
+    """Print the figures, one on each line, and save them as JSON."""
     width = max(map(len, figures))
     for key, value in figures.items():
         print(f"{key:<{width}}  {_shown(value)}")
@@ -73,7 +74,7 @@ def report(name: str, figures: Mapping[str, Any]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows that have the same columns."""
+    """Print rows that have the same columns as a table."""
     names = list(rows[0])
     cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
@@ -82,7 +83,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def keep(name: str, figures: Any) -> None:
-    """Write a run's figures beside the others."""
+    """Save the figures of a run as JSON in RESULTS."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(figures, indent=2) + "\n")

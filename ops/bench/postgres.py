@@ -1,7 +1,7 @@
-"""Turns a second on PostgreSQL with several API processes, beside SQLite and the bare database's own commits.
+"""Turns per second on PostgreSQL with several API processes, compared with SQLite and with plain commits.
 
-One run measures all of them, one after the other, on one disk and a PostgreSQL that syncs. Nothing is pinned:
-database, servers, simulator and clients share all cores, and the CPU of each says which of them is the limit.
+One run measures all of them in sequence on one disk, with a PostgreSQL that syncs. No process is pinned to a core: the
+database, servers, simulator and clients share all cores. Their CPU figures show which of them is the limit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BARE_SETUP = (
 )
 BARE_INSERT = "INSERT INTO bare (data) SELECT unnest($1::bytea[])"
 REPORTED_S = 1.0
-"""After which a backend has reported its counters."""
+"""PostgreSQL's backends report their counters within this time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--request-bytes", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64], help="of the bare commits")
+    parser.add_argument(
+        "--connections", type=int, nargs="+", default=[1, 16, 64], help="connections for the plain commits"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -65,7 +67,7 @@ async def main(arguments: argparse.Namespace) -> int:
 async def _bare(
     database: Primary, url: str, connections: int, rows: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Durable inserts through plain connections: the ceiling, without HTTP, engine or log."""
+    """Measure durable inserts through plain connections, without HTTP, engine or log: the upper limit for turns."""
     opened = [await asyncpg.connect(plain_url(url)) for _ in range(connections)]
     data = [os.urandom(arguments.request_bytes)] * rows
     latencies: list[float] = []
@@ -101,7 +103,7 @@ async def _bare(
 async def _turns(
     database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, places: Cores
 ) -> dict[str, Any]:
-    """A row of the table; None: on SQLite."""
+    """Measure turns; returns a row of the table. `database` None means SQLite."""
     url = None if database is None else database.new_database()
     with folder_for_bench(arguments.folder) as folder, contextlib.ExitStack() as stack:
         servers = [ServerProcess(folder, upstreams=[engine.base_url], database_url=url) for _ in range(processes)]
@@ -128,7 +130,7 @@ async def _turns(
 
 
 async def _recorded(servers: Sequence[ServerProcess]) -> int:
-    """Rows of committed turns."""
+    """The number of committed turns in the store."""
     database = Database(servers[0].environment["TURNLOG_DATABASE_URL"])
     try:
         return await database.read(lambda c: c.execute(select(func.count()).select_from(turns)).scalar_one())

@@ -1,4 +1,4 @@
-"""Where a process spends its CPU, by py-spy's samples of the innermost frames."""
+"""Samples a process with py-spy and counts its CPU time by innermost frame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST = 10
 
 
 class ProfilerFailed(Exception):
-    """py-spy is not installed or was refused; the message is what it said."""
+    """py-spy is not installed, or it failed; the message is its output."""
 
 
 async def top_frames(pid: int, seconds: float, folder: Path) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Large replies: turns a second, server CPU and latency at 2 KiB to 50 MiB, beside the ideal."""
+"""Large replies of 2 KiB to 50 MiB: turns per second, server CPU and latency, compared with the ideal CPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ops.bench.stand import Side, cores, simulator, turnlog
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:

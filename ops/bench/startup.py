@@ -1,4 +1,4 @@
-"""Is a server with a full store ready as fast as one with an empty store?"""
+"""Time until a started server is ready and has committed its first turn, with an empty and with a full store."""
 
 from __future__ import annotations
 

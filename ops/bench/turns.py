@@ -1,4 +1,4 @@
-"""Turns a second, server CPU a turn and latency under load; with --before beside another commit's server."""
+"""Turns per second, server CPU and latency under load; with --before, compared with the server of another commit."""
 
 from __future__ import annotations
 
@@ -38,16 +38,20 @@ PROFILE_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--request-bytes", type=int, default=2048)
-    parser.add_argument("--size", choices=SIZES, help="of a reply, instead of --request-bytes")
-    parser.add_argument("--seconds", type=float, help="10, or 1.5 of each stretch with --before")
+    parser.add_argument("--size", choices=SIZES, help="size of a reply, instead of --request-bytes")
+    parser.add_argument("--seconds", type=float, help="duration; default 10, with --before 1.5 for each period")
     parser.add_argument("--turns-per-session", type=int, default=8)
-    parser.add_argument("--token", action="store_true", help="the server asks for an admin token, each request has it")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
-    parser.add_argument("--profile", action="store_true", help="afterwards, sample the server under the same load")
-    parser.add_argument("--database-url", help="another store than a new SQLite file; must be empty")
-    parser.add_argument("--before", help="a commit, or a checkout's folder, to compare with: in rounds, in turn")
-    parser.add_argument("--rounds", type=int, default=16, help="of one stretch each (--before)")
-    parser.add_argument("--postgres", action="store_true", help="a database each on a PostgreSQL of the run's own")
+    parser.add_argument("--token", action="store_true", help="run the server with an admin token")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
+    parser.add_argument("--profile", action="store_true", help="afterwards, profile the server under the same load")
+    parser.add_argument("--database-url", help="an empty store to use instead of a new SQLite file")
+    parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
+    parser.add_argument("--rounds", type=int, default=16, help="number of compared pairs (with --before)")
+    parser.add_argument(
+        "--postgres", action="store_true", help="with --before: use a new PostgreSQL server, a database for each side"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -73,7 +77,7 @@ def _side(server: ServerProcess, script: Script, arguments: argparse.Namespace, 
 
 
 def _token(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """The token, and the server's setting."""
+    """The token, and the server's setting for it."""
     token = secrets.token_urlsafe(32) if arguments.token else ""
     return token, {"TURNLOG_ADMIN_TOKEN": token} if token else {}
 
@@ -107,11 +111,11 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a turn costs another commit's server, and this tree's.
+    """Compare the cost of a turn on another commit's server and on this tree's.
 
-    Both servers run on one core, each with a store of its own, before one engine and with the same settings. The same
-    load goes to one and the other in short stretches, in turn and beginning with either, so that whatever slows the
-    machine slows both. A ratio is that of two stretches next to each other.
+    Both servers run on one core with the same engine and settings, each with its own store. They get the same load in
+    short alternating periods, and the first of each pair alternates, so that any slowdown of the machine affects both.
+    A ratio compares two adjacent periods.
     """
     seconds = arguments.seconds or 1.5
     with _both(arguments) as (engine_url, servers, token):
@@ -129,7 +133,7 @@ async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
-    """The servers of the commit and of this tree, running, and their token."""
+    """Run the servers of the commit and of this tree; yields the engine's URL, the servers and their token."""
     places, (token, settings) = cores(arguments.spread), _token(arguments)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
@@ -148,7 +152,8 @@ def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProce
 
 
 def _tree_of(commit: str, folder: Path) -> Path:
-    """A checkout, or the repository at that commit. Raises CalledProcessError for one that it does not have."""
+    """The path of a source tree: `commit` itself if it is a folder, else an extracted commit. Raises CalledProcessError
+    if the repository does not have it."""
     if (Path(commit) / "app").is_dir():
         return Path(commit).resolve()
     tree = folder / "before"

@@ -77,8 +77,8 @@ class Agent:
                     break
 
     async def _turn(self) -> Acknowledged:
-        """Run one turn, repeating the request with the same idempotency key until it succeeds or GIVE_UP_S have passed.
-        """
+        """Run one turn, repeating the request with the same idempotency key until it succeeds or GIVE_UP_S have
+        passed."""
         key = f"{self.session_id}/{len(self.seen) + 1}"
         deadline = asyncio.get_running_loop().time() + GIVE_UP_S
         while True:

@@ -1,5 +1,5 @@
-"""Checks acknowledged turns: each is in the log once, and its stored reply is byte for byte what the client received.
-"""
+"""Checks acknowledged turns: each is in the log once, and its stored reply is byte for byte what the client
+received."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ async def _wrong(database: Database, log: Log | None, one: Acknowledged, report:
 
 
 def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
-    """The payload kinds that the client may have requested, all combinations: all of them first, then fewer, then none.
-    """
+    """The payload kinds that the client may have requested, all combinations: all of them first, then fewer, then
+    none."""
     for count in range(len(kinds), -1, -1):
         yield from combinations(kinds, count)
 

@@ -24,8 +24,8 @@ _Row = tuple[int, str, str, int, float, bytes]
 
 
 async def check_fleet(database: Database, report: Report, tell: Callable[[str], None]) -> None:
-    """Check that every event of the fleet's log is readable, has the next number, and agrees with the events before it.
-    """
+    """Check that every event of the fleet's log is readable, has the next number, and agrees with the events before
+    it."""
     log = _Log(report)
     while rows := await database.read(partial(_rows, after=log.seq)):
         for row in rows:

@@ -148,8 +148,8 @@ class SessionCheck:
             last[tx] = position
 
     def _fences(self) -> None:
-        """Check that every turn that ended was opened under the fence it names, ended once, and in the order of fences.
-        """
+        """Check that every turn that ended was opened under the fence it names, ended once, and in the order of
+        fences."""
         opened: dict[int, int] = {}
         last = 0
         for recorded in self._log:
@@ -189,8 +189,8 @@ class SessionCheck:
                     self._must(event.engine == engine, f"turn {event.turn} came from another engine than its session's")
 
     def _snapshot(self, session: Session) -> None:
-        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by readers.
-        """
+        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by
+        readers."""
         start = reads.load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return

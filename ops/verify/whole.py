@@ -163,8 +163,8 @@ def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None
 
 
 def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
-    """Counts of rollouts by root session. A rollout is unfinished if any of its sessions is open or has no reward yet.
-    """
+    """Counts of rollouts by root session. A rollout is unfinished if any of its sessions is open or has no reward
+    yet."""
     erased = sessions.c.status == "erased"
     roots, others = sessions.alias("roots"), sessions.alias("others")
     its_own_root = ~exists().where(roots.c.session_id == sessions.c.root_id)
