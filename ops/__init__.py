@@ -1,2 +1,4 @@
-"""Operator and developer tools: store maintenance, verification, demo, benchmarks and the engine simulator. The service
-does not import them."""
+"""Tools for operators and developers. The service does not import them.
+
+They are store maintenance, verification, the demo, benchmarks and the engine simulator.
+"""

@@ -1,9 +1,9 @@
-"""Restores a store: `turnlog restore COPY` or `python -m ops.restore COPY`; without COPY, finishes a PostgreSQL
-restore.
+"""Restores a store from a copy: `turnlog restore COPY` or `python -m ops.restore COPY`.
 
-No server may run. A restored store gets a new epoch, so old export cursors are refused, and the server processes and
-transactions that it names are no longer current (`app/store/restored.py`). On SQLite the new store is prepared in a
-temporary file, and the replaced store is kept under another name.
+Without COPY, it finishes the restore of a PostgreSQL store. No server may run. A restored store gets a new epoch, so
+old export cursors are refused, and the server processes and transactions that it names are no longer current
+(`app/store/restored.py`). On SQLite the new store is prepared in a temporary file, and the replaced store is kept under
+another name.
 """
 
 from __future__ import annotations

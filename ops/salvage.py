@@ -1,5 +1,7 @@
-"""Handles damaged SQLite files in `backup` and `compact`: reports what is unreadable and, with `--salvage`, copies the
-rest."""
+"""Handles damaged SQLite files in `backup` and `compact`.
+
+It reports what cannot be read and, with `--salvage`, copies the rest.
+"""
 
 from __future__ import annotations
 

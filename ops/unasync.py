@@ -1,4 +1,4 @@
-"""Generates the sync client from the async one: `python -m ops.unasync`. With `--check`, only reports whether it is
+"""Generates the sync client from the async one: `python -m ops.unasync`. `--check` only reports whether it is
 current."""
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Generates docs/wire.md from the OpenAPI document: `python -m ops.wire_reference`. `--check` only reports whether it
-is current."""
+"""Generates docs/wire.md from the OpenAPI document: `python -m ops.wire_reference`.
+
+`--check` only reports whether the page is current.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Latency that a turn adds to a direct call of the engine; also of an fdatasync and, with --peer, of another
-recorder."""
+"""Latency that a turn adds to a direct engine call; also that of fdatasync and, with --peer, of another recorder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Replies of a chosen size. Most of a large one is `routed_experts`: a row for each token of prompt and output but the
-last."""
+"""Replies of a chosen size.
+
+Most of a large reply is `routed_experts`: a row for each token of prompt and output but the last.
+"""
 
 from __future__ import annotations
 

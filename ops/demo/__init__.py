@@ -1,5 +1,4 @@
-"""A demo of crash recovery, about half a minute long: agents and an engine run while the server is killed and
-restarted.
+"""A demo of crash recovery in about half a minute: the server is killed while agents and an engine run.
 
 `python -m ops.demo` starts real processes and real OpenAI clients, and checks the result itself.
 """

@@ -1,4 +1,4 @@
-"""``python -m ops.simulator``: one simulated engine on one port."""
+"""Runs one simulated engine on one port: ``python -m ops.simulator``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ops.simulator.config import Config
 
 
 class NoDelayProtocol(HttpToolsProtocol):
-    """Nagle off on every connection: left on, it adds 40 ms to a call."""
+    """Disables Nagle's algorithm on every connection, which adds 40 ms to a call."""
 
     def connection_made(self, transport: Any) -> None:
         """Set the option before the first byte is read."""
@@ -25,7 +25,7 @@ class NoDelayProtocol(HttpToolsProtocol):
 
 
 class AnnouncedServer(uvicorn.Server):
-    """Says where it listens once it does, so that a parent need not poll."""
+    """Prints its address when it listens, so that a parent process need not poll."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then print one line."""
@@ -35,7 +35,7 @@ class AnnouncedServer(uvicorn.Server):
 
 
 def _not_a_reset(record: logging.LogRecord) -> bool:
-    """Keep uvicorn's complaint about a body left unfinished, a wanted fault, out of the log."""
+    """Whether to log a record: not uvicorn's error about an unfinished reply body, which is an intended fault."""
     return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
@@ -99,7 +99,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and serve until told to stop."""
+    """Parse the command line and serve until a signal ends the process."""
     arguments = _arguments()
     uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:

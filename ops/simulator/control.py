@@ -1,4 +1,4 @@
-"""The engines' control routes, and the simulator's own under ``/sim``."""
+"""The engines' control routes, and the simulator's own routes under ``/sim``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class UpdateWeightVersion(Struct):
 
 
 class Latency(Struct, forbid_unknown_fields=True):
-    """Body of ``/sim/latency``: either unit."""
+    """Body of ``/sim/latency``: the latency in either unit."""
 
     latency_s: float | None = None
     latency_ms: float | None = None
@@ -69,15 +69,15 @@ _FAILURES: dict[Outcome, tuple[str, int]] = {
     "error": ("The engine failed, as ordered.", 500),
 }
 HEALTH_PATIENCE_S = 20.0
-"""How long SGLang's ``/health`` waits for the token that it generates."""
+"""Seconds that SGLang's ``/health`` waits for the token that it generates."""
 
 
 class Behaviour(Struct, forbid_unknown_fields=True):
-    """Body of ``/sim/behaviour``: how routes answer from now on; what is left out stays as it is.
+    """Body of ``/sim/behaviour``: how routes answer from now on. Omitted fields keep their values.
 
-    ``sessions`` is of both session routes, which take ``sessions_delay_s`` seconds in any case.
-    ``health_hangs_when_paused`` is SGLang's way, whose ``/health`` generates a token; vLLM's never hangs.
-    What is ordered to fail has no effect.
+    ``sessions`` applies to both session routes, which take ``sessions_delay_s`` seconds in any case.
+    ``health_hangs_when_paused`` is for SGLang, whose ``/health`` generates a token; vLLM's never hangs. A call that is
+    set to fail has no effect.
     """
 
     health: Outcome = "ok"
@@ -90,7 +90,7 @@ class Behaviour(Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    """Everything but generations. Unknown routes are not found, as on an engine."""
+    """Handles all routes except generations. Unknown routes return 404, as on an engine."""
 
     def __init__(self, engine: Engine, requests: RequestLog) -> None:
         self._engine = engine
@@ -310,7 +310,7 @@ class _Stats(Struct):
 
 
 def _stats(engine: Engine) -> _Stats:
-    """``started`` = finished + disconnected + in flight; finished has the aborted."""
+    """``started`` = finished + disconnected + in flight; ``finished`` includes the aborted."""
     counters, runs = engine.counters, engine.runs
     return _Stats(
         counters.started,

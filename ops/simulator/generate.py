@@ -1,4 +1,4 @@
-"""The policy: what the pretended model says, and how a limit or abort cuts it."""
+"""The policy: decides what the simulated model answers, and cuts answers at limits, stop strings and aborts."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A sampled answer: the message and the ids it was parsed from.
+    """A sampled answer: the ids, and the message parsed from them.
 
-    ``ids`` ends with the end token where ``finish`` is ``stop`` or
-    ``tool_calls`` and then ``text`` (which lacks it) is what the ids decode to.
-    ``stop_text`` is the stop string that ended it; ``ids`` then ends with
-    the token that completed it, and ``text`` before it began. ``cuts`` is how often
-    an abort cut the answer of which this is what is left.
+    ``ids`` ends with the end token if ``finish`` is ``stop`` or ``tool_calls``; ``text`` is their text without it. If a
+    stop string ended the answer, it is in ``stop_text``; then ``ids`` ends with the token that completes it, and
+    ``text`` ends before it. ``cuts`` is the number of aborts that cut the answer before this rest of it.
     """
 
     text: str
@@ -57,7 +55,7 @@ class Draft:
 
 
 class Policy:
-    """Seeded: the same messages, asked the same number of times, say the same."""
+    """Draws answers from a seed: the same messages get the same answer at the same repetition."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
@@ -79,16 +77,17 @@ class Policy:
         return self._tokenizer.ids("\n</think>\n\n" + follower)[:-1]
 
     def forget(self) -> None:
-        """Start counting earlier generations anew."""
+        """Forget how often each conversation was answered, and the rests of aborted answers."""
         self._asked.clear()
         self._unfinished.clear()
 
     def draft(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
-        """Sample an answer to ``conversation``, within ``request``'s limits; as `whole`."""
+        """Sample an answer to ``conversation`` within ``request``'s limits. The arguments are those of `whole`."""
         return self.within(self.whole(conversation, request, continuing), request)
 
     def whole(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
-        """Sample an answer to ``conversation``, no longer than shows that it passes ``request``'s limit.
+        """Sample an answer to ``conversation``. If it exceeds ``request``'s limit, it is generated up to one token
+        more.
 
         ``continuing``: the prompt ends inside an assistant turn.
         """
@@ -103,7 +102,7 @@ class Policy:
         return self._compose(sim, calls, rng, _limit(request), continuing, key.hex())
 
     def within(self, draft: Draft, request: Request) -> Draft:
-        """``draft`` as far as ``request`` lets it go."""
+        """``draft``, cut at ``request``'s limits."""
         sim, limit = request.sim or Sim(), _limit(request)
         if limit is not None and len(draft.ids) > limit:
             draft = self.cut(draft, limit, "length", exact=True)
@@ -184,8 +183,8 @@ class Policy:
     def cut(self, draft: Draft, count: int, finish: str, exact: bool = False) -> Draft:
         """``draft`` after ``count`` tokens.
 
-        Unless ``exact``, up to a few tokens fewer, where that makes the ids the
-        canonical encoding of their text (an abort may come at any token).
+        Without ``exact``, up to _CUT_TRIES tokens fewer, if that makes the ids the canonical encoding of their text (an
+        abort may come at any token).
         """
         kept = max(0, min(count, len(draft.ids)))
         if kept and draft.ids[kept - 1] == self._end:
@@ -213,7 +212,7 @@ class Policy:
         )
 
     def leave(self, prompt: bytes, whole: Draft, kept: int) -> None:
-        """An abort cut ``whole`` after ``kept`` tokens; who sends them behind ``prompt`` gets the rest."""
+        """Store the rest of ``whole``, which an abort cut after ``kept`` tokens, for a request that continues there."""
         ids = whole.ids[kept:]
         text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._end] else ids)
         calls = whole.calls[len(whole.calls) - text.count("<tool_call>") :]
@@ -233,11 +232,11 @@ class Policy:
         self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
 
     def unfinished(self, prompt: bytes) -> Draft | None:
-        """What is left to say behind ``prompt``, of an answer that an abort cut there."""
+        """The rest of an answer that an abort cut, if ``prompt`` ends where it was cut."""
         return self._unfinished.get(_digest(prompt))
 
     def stopped(self, draft: Draft, stops: list[str]) -> Draft:
-        """``draft`` up to the first of these strings in its text, as engines cut one."""
+        """``draft`` up to the first stop string in its text, cut as engines do."""
         ids = draft.ids[:-1] if draft.ids[-1:] == [self._end] else draft.ids
         pieces = [self._tokenizer.token_bytes[token] for token in ids]
         whole = b"".join(pieces)
@@ -271,10 +270,9 @@ def _digest(ids: bytes) -> bytes:
 
 
 def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[Call, ...]]:
-    """Reasoning, content and whole tool calls of a text that may be cut.
+    """The reasoning, content and complete tool calls of a text that may be cut.
 
-    A call that is cut stays in the content as it was written, which is what
-    engines do when their tool parser fails.
+    If a call is cut, all calls stay in the content as text, as in engines when their tool parser fails.
     """
     reasoning: str | None = None
     if text.startswith("<think>"):

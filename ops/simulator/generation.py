@@ -1,4 +1,4 @@
-"""A finished generation, and the parts that both dialects write alike."""
+"""A finished generation, and the parts of its reply that both dialects share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[R]):
-    """All that a reply is written from."""
+    """All data from which a reply is written."""
 
     id: str
     created: int
@@ -48,27 +48,27 @@ class Generation(Generic[R]):
 
     @property
     def weight_version(self) -> str:
-        """The version at the end, which is the one an engine reports."""
+        """The last weight version, which an engine reports."""
         return self.versions[-1].version
 
     @property
     def sim(self) -> Sim:
-        """The request's wishes."""
+        """The request's ``sim`` field, or its defaults."""
         return self.request.sim or Sim()
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens, the end token included."""
+        """Number of sampled tokens, including the end token."""
         return len(self.draft.ids)
 
     @property
     def ended_itself(self) -> bool:
-        """Whether the end token was sampled, and not a stop string found or a limit met."""
+        """Whether the end token ended the generation, and not a stop string or a limit."""
         return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None
 
 
 class Writer:
-    """Tables from token ids to their wire form; the hot path only joins."""
+    """Writes parts of replies. Tables hold the wire form of each token, so that a reply only joins them."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:
         self.config = config
@@ -85,7 +85,7 @@ class Writer:
         ]
 
     def logprobs(self, draft: Draft) -> list[bytes]:
-        """One JSON number a sampled token: negative, finite, full precision."""
+        """A JSON number for each sampled token: negative, finite, full precision."""
         numbers = self._numbers
         start = draft.logprob_offset % _LOGPROBS
         wanted = len(draft.ids)
@@ -110,8 +110,8 @@ class Writer:
     def token_logprobs(self, ids: list[int], numbers: list[bytes], counted: bool, alternatives: bool) -> bytes:
         """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
 
-        ``numbers`` has ``null`` where there is none. Offsets are ``counted`` in characters, or -1;
-        ``alternatives`` names for each token the one there is, itself.
+        ``numbers`` has ``null`` for a token without a logprob. With ``counted``, offsets are in characters, else -1.
+        With ``alternatives``, each token lists one alternative, which is itself.
         """
         known = len(self._tokenizer.texts)
         lengths = [len(self._tokenizer.texts[token]) if token < known else 0 for token in ids]
@@ -126,11 +126,11 @@ class Writer:
         )
 
     def text_of(self, ids: list[int]) -> str:
-        """What ids stand for, as an echoed prompt."""
+        """The text of ids, for an echoed prompt."""
         return self._tokenizer.decode(ids)
 
     def experts(self, generation: Generation[R], asked: bool, start: int, npy: bool = False) -> bytes | None:
-        """The ``routed_experts`` value, or ``None`` where none is due."""
+        """The ``routed_experts`` value, or ``None`` if it was not requested."""
         wish = generation.sim.experts
         if not asked and not (wish and wish.unasked):
             return None
@@ -140,7 +140,7 @@ class Writer:
         return self._payload(generation, shape, wish, start, npy)
 
     def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
-        """The ``indexer_topk`` value, or ``None`` where none is due."""
+        """The ``indexer_topk`` value, or ``None`` if it was not requested."""
         wish = generation.sim.indexer_topk
         if not generation.request.return_indexer_topk and wish is None:
             return None
@@ -155,7 +155,7 @@ class Writer:
         return write(shape, min(start, stop), stop, head)
 
     def padded(self, parts: list[bytes], wanted: int | None) -> tuple[bytes, ...]:
-        """``parts`` of an object less its closing brace, closed and padded."""
+        """Close the object in ``parts``, and pad it to ``wanted`` bytes."""
         missing = (wanted or 0) - sum(map(len, parts)) - len(b',"padding":}')
         if missing < 2:
             return (b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}")
@@ -163,7 +163,7 @@ class Writer:
 
 
 def message_json(draft: Draft, empty_content: bytes) -> bytes:
-    """The assistant message; ``empty_content`` stands for a missing text."""
+    """The assistant message; ``empty_content`` is the JSON value for an empty text."""
     parts = [
         b'{"role":"assistant","content":',
         encode(draft.content) if draft.content else empty_content,
@@ -176,7 +176,7 @@ def message_json(draft: Draft, empty_content: bytes) -> bytes:
 
 
 def tool_calls(draft: Draft) -> list[dict[str, object]]:
-    """The calls as OpenAI's objects, numbered."""
+    """The calls in OpenAI's format, with their indexes."""
     return [
         {
             "id": call.id,
@@ -189,7 +189,7 @@ def tool_calls(draft: Draft) -> list[dict[str, object]]:
 
 
 def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
-    """The message cut into stream deltas."""
+    """The message as a list of stream deltas."""
     found: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
     for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
         found += [{field: text[at : at + size]} for at in range(0, len(text), size)]

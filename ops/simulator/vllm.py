@@ -1,4 +1,4 @@
-"""Replies in the shape of vLLM's OpenAI server."""
+"""Replies in the format of vLLM's OpenAI server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
 
 
 def adapter(request: Request, config: Config) -> str | None:
-    """The adapter that generates, which ``model`` alone can name. Raises :class:`UnknownModel`."""
+    """The adapter of a request, which only ``model`` can name. Raises :class:`UnknownModel`."""
     if request.model in config.adapters:
         return request.model
     if config.adapters and request.model != config.model:
@@ -29,7 +29,7 @@ def adapter(request: Request, config: Config) -> str | None:
 
 
 def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
-    """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
+    """``choices[].logprobs``; empty if ``top_logprobs`` is an explicit null."""
     request = generation.request
     if not request.logprobs:
         return b"null"
@@ -39,7 +39,7 @@ def _logprobs(generation: Generation[ChatRequest], writer: Writer) -> bytes:
 
 
 def render(generation: Generation[ChatRequest], writer: Writer) -> Reply:
-    """The whole reply, large payloads in parts of their own."""
+    """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
     head = [
@@ -75,7 +75,7 @@ def _usage(generation: Generation[ChatRequest]) -> dict[str, object]:
 
 
 def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
-    """The reply as server-sent events, token ids as deltas where asked for."""
+    """The reply as server-sent events, with token ids as deltas if requested."""
     request, draft = generation.request, generation.draft
     common = {
         "id": f"chatcmpl-{generation.id}",

@@ -1,5 +1,4 @@
-"""Checks acknowledged turns: each is in the log once, and its stored reply is byte for byte what the client
-received."""
+"""Checks acknowledged turns: each is in the log once, and its stored reply equals the client's, byte for byte."""
 
 from __future__ import annotations
 
