@@ -1,5 +1,7 @@
-"""Generates the sync client from the async one: `python -m ops.unasync`. `--check` only reports whether it is
-current."""
+"""Generates the sync client from the async one: `python -m ops.unasync`.
+
+`--check` only reports whether it is current.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def is_current() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.unasync", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the sync client is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the files are outdated")
     if parser.parse_args().check:
         return 0 if is_current() else 1
     for name, text in made().items():

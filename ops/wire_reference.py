@@ -274,7 +274,7 @@ def is_current() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.wire_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
     if parser.parse_args().check:
         return 0 if is_current() else 1
     FILE.write_text(made())

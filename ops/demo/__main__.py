@@ -83,17 +83,17 @@ async def kill_in_the_middle(
         at_engine = (await engine.get("/sim/stats")).json()["in_flight"]
         if work.done():
             await work
-            raise AgentsStopped("they were done before the server could be killed")
+            raise AgentsStopped("the agents finished before the server could be killed")
         if at_engine >= len(agents) - 2 and all(len(agent.seen) >= 2 for agent in agents):
             break
         await asyncio.sleep(0.02)
     acknowledged = sum(len(agent.seen) for agent in agents)
     server.kill()
     killed = time.monotonic()
-    story.tell(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were at the engine")
+    story.tell(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were in flight")
     await asyncio.to_thread(server.start)
     away_s = time.monotonic() - killed
-    story.tell(f"the server answers again, {away_s:.1f} s after the kill, on the same file; nobody repaired anything")
+    story.tell(f"the server answers again, {away_s:.1f} s after the kill, on the same file, without any repair")
     return acknowledged
 
 
@@ -114,15 +114,15 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
 
 
 def tell_agents(agents: Sequence[Agent]) -> None:
-    print("\nWhat the agents saw")
-    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'asked again':>13}{'given again':>13}")
+    print("\nWhat the agents received")
+    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'repeated':>13}{'replayed':>13}")
     for agent in agents:
         calls = sum(len(seen.calls) for seen in agent.seen)
         note = "streams" if agent.stream else f"client timeout {agent.timeout_s} s" if agent.timeout_s else ""
-        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.asked_again:13}{agent.given_again:13}"
+        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.repeated:13}{agent.replayed:13}"
         print(f"  {agent.name:8}{counts}  {note}".rstrip())
-    print("  asked again: by the agent's own loop, after the SDK had given up")
-    print("  given again: replies that came from the log, or from the turn in flight, without a second generation")
+    print("  repeated: requests that the agent sent again, after the SDK's retries were used up")
+    print("  replayed: replies from the log, or from the turn in flight, without a second generation")
 
 
 def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
@@ -132,8 +132,8 @@ def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before
     print("\nWhat survived")
     print(f"  acknowledged   {found.acknowledged} turns, {before} of them before the kill")
     print(f"  in the log     {found.committed} turns committed, {found.abandoned} abandoned (in flight at the kill)")
-    print(f"  at the engine  {generations} generations: one a turn, and those that died with the server")
-    print(f"  logs           {found.folded} of {len(NAMES)} fold, and hold what their agent saw")
+    print(f"  at the engine  {generations} generations: one for each turn, and those that the kill interrupted")
+    print(f"  logs           {found.folded} of {len(NAMES)} fold and contain what their agent received")
     print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
 
 
@@ -152,7 +152,7 @@ async def run(folder: Path, story: Story) -> bool:
 
 async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story) -> bool:
     agents = await make_agents(server, service)
-    story.tell(f"{len(agents)} agents begin: openai {openai.__version__}, tools, {LATENCY_MS} ms a generation")
+    story.tell(f"{len(agents)} agents start: openai {openai.__version__}, tools, {LATENCY_MS} ms for each generation")
     work = asyncio.gather(*(agent.run() for agent in agents))
     try:
         before = await kill_in_the_middle(server, engine, agents, work, story)
@@ -160,7 +160,7 @@ async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-    story.tell(f"all agents are done: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
+    story.tell(f"all agents have finished: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
     rows, logs = await finish(service, agents)
     generations = (await engine.get("/sim/stats")).json()["started"]
     for agent in agents:
@@ -168,14 +168,16 @@ async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx
     story.tell("rewards set, sessions closed, exported")
     found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:
-        found.problems.append(f"{generations} generations for {found.committed} turns: some were made twice")
+        found.problems.append(f"{generations} generations for {found.committed} turns: some were generated twice")
     tell_agents(agents)
     tell_findings(found, rows, generations, before)
     print()
     for problem in found.problems:
         print(f"LOST  {problem}")
     if not found.problems:
-        print(f"All {found.acknowledged} acknowledged turns are there: ids, logprobs and text as the agents saw them.")
+        print(
+            f"All {found.acknowledged} acknowledged turns are stored as the agents received them: ids, logprobs, text."
+        )
     return not found.problems
 
 

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from ops.demo import tools
 
-ASK_AGAIN_S = 0.25
+REPEAT_PAUSE_S = 0.25
 """Pause in seconds before the agent repeats a call for which the SDK has used up its own retries."""
 
 GIVE_UP_S = 40.0
@@ -62,8 +62,8 @@ class Agent:
     messages: list[ChatCompletionMessageParam] = field(default_factory=list)
     seen: list[Acknowledged] = field(default_factory=list)
     sdk_retries: int = 0
-    asked_again: int = 0
-    given_again: int = 0
+    repeated: int = 0
+    replayed: int = 0
 
     async def run(self) -> None:
         """Work through the tasks. Raises openai.OpenAIError, httpx.TransportError."""
@@ -89,8 +89,8 @@ class Agent:
                     self.sdk_retries += self.client.max_retries
                 if asyncio.get_running_loop().time() > deadline:
                     raise
-            self.asked_again += 1
-            await asyncio.sleep(ASK_AGAIN_S)
+            self.repeated += 1
+            await asyncio.sleep(REPEAT_PAUSE_S)
 
     async def _ask(self, key: str) -> Acknowledged:
         raw = await self.client.chat.completions.with_raw_response.create(
@@ -104,7 +104,7 @@ class Agent:
         parsed: Any = raw.parse()
         message, choice = await _streamed(parsed) if self.stream else _whole(parsed)
         self.sdk_retries += raw.retries_taken
-        self.given_again += raw.headers.get("x-turnlog-replayed") == "true"
+        self.replayed += raw.headers.get("x-turnlog-replayed") == "true"
         calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
         sampled = (choice.get("meta_info") or {}).get("output_token_logprobs")
         return Acknowledged(

@@ -59,7 +59,7 @@ def _missing(seen: Acknowledged, rows: Sequence[Row]) -> Iterable[str]:
     """The differences between one acknowledged turn and the exported rows of its session."""
     places = [(row, span) for row in rows for span in row["turns"] if span["turn"] == seen.turn]
     if len(places) != 1:
-        yield f"stands {len(places)} times in the export"
+        yield f"is {len(places)} times in the export"
         return
     row, span = places[0]
     start, end = span["output_start"], span["end"]
