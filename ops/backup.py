@@ -23,12 +23,12 @@ from ops.keeping import (
     REST_S,
     Outcome,
     Progress,
-    as_turnlog,
     check_sqlite,
     copy_sqlite,
     is_sound,
     require_store,
     run,
+    run_as_turnlog,
     settings_for,
     sqlite_path,
     sync,
@@ -60,7 +60,7 @@ def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> Outcome:
     return outcome(line, {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}, missing)
 
 
-class Made(NamedTuple):
+class Copied(NamedTuple):
     """The number of sessions in a copy, its revision, and the content that a damaged store has lost."""
 
     sessions: int
@@ -68,26 +68,26 @@ class Made(NamedTuple):
     missing: Damage | None
 
 
-def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
+def backup(source: Path, copy: Path, *, salvage: bool = False) -> Copied:
     """Make the copy. With `salvage`, copy the readable part of a damaged store.
 
     Raises StartupError, DamagedStore, OSError, sqlite3.Error.
     """
-    tell = Progress("backup")
+    progress = Progress("backup")
     unfinished = copy.with_name(f"{copy.name}.partial")
     handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _claim(handle, unfinished)
+        _lock_temporary(handle, unfinished)
         try:
             missing = None
-            if not _copied(source, unfinished, tell):
+            if not _copy(source, unfinished, progress):
                 if not salvage:
-                    raise refusal(source, tell, "there is no copy")
+                    raise refusal(source, progress, "there is no copy")
                 os.ftruncate(handle, 0)
-                missing = copy_rest(source, unfinished, tell)
-                check_sqlite(unfinished, tell)
+                missing = copy_rest(source, unfinished, progress)
+                check_sqlite(unfinished, progress)
                 sync(unfinished)
-            holds = Made(*_holds(unfinished), missing)
+            made = Copied(*_inspect(unfinished), missing)
             os.replace(unfinished, copy)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -95,22 +95,22 @@ def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
     finally:
         os.close(handle)
     sync(copy.absolute().parent)
-    return holds
+    return made
 
 
-def _copied(source: Path, unfinished: Path, tell: Progress) -> bool:
+def _copy(source: Path, unfinished: Path, progress: Progress) -> bool:
     """Copy the store; False if it is damaged. Raises StartupError if the file is not a database, sqlite3.Error."""
     try:
         with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
-            copy_sqlite(read, unfinished, tell, rest_s=REST_S)
-        return is_sound(unfinished, tell)
+            copy_sqlite(read, unfinished, progress, rest_s=REST_S)
+        return is_sound(unfinished, progress)
     except sqlite3.Error as error:
         if not is_damage(error):
             raise
         return False
 
 
-def _claim(handle: int, unfinished: Path) -> None:
+def _lock_temporary(handle: int, unfinished: Path) -> None:
     """Lock the temporary file and empty it, which removes the leftovers of an earlier run.
 
     Raises StartupError if another run still has the lock.
@@ -122,7 +122,7 @@ def _claim(handle: int, unfinished: Path) -> None:
     os.ftruncate(handle, 0)
 
 
-def _holds(path: Path) -> tuple[int, str]:
+def _inspect(path: Path) -> tuple[int, str]:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
@@ -140,4 +140,4 @@ def _pg_dump(url: str, copy: Path) -> str:
 
 
 if __name__ == "__main__":
-    as_turnlog("backup")
+    run_as_turnlog("backup")

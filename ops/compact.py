@@ -38,17 +38,17 @@ from ops.keeping import (
     REST_S,
     Outcome,
     Progress,
-    as_turnlog,
     check_sqlite,
-    empty_log,
+    copy_mode_and_owner,
+    exclusive,
     is_sound,
-    like,
+    merge_wal,
     require_store,
     run,
+    run_as_turnlog,
     settings_for,
     silent,
     sqlite_path,
-    stopped,
     sync,
     watch,
 )
@@ -63,7 +63,7 @@ CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, snaps
 LOCK_TIMEOUT = "10s"
 """How long a rewrite waits for the lock on its table. All later users of the table wait behind it."""
 
-REFUSED = frozenset({"42501", "55P03"})
+SKIPPED_STATES = frozenset({"42501", "55P03"})
 """SQLSTATEs of statements that are skipped: insufficient privilege, and lock not available."""
 
 
@@ -82,17 +82,17 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     if path is None:
         return asyncio.run(_vacuum(url, full=full))
     require_store(url)
-    tell = Progress("compact")
+    progress = Progress("compact")
     before = path.stat().st_size
     rewritten = Rewritten()
     if full:
-        with stopped(url):
-            rewritten = rewrite(path, tell, salvage=salvage)
+        with exclusive(url):
+            rewritten = rewrite(path, progress, salvage=salvage)
     else:
         try:
-            give_back(path, tell)
+            give_back(path, progress)
         except sqlite3.Error as error:
-            raise (refusal(path, tell, "not all space was given back") if is_damage(error) else error) from error
+            raise (refusal(path, progress, "not all space was given back") if is_damage(error) else error) from error
     now = path.stat().st_size
     line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
     fields = {"store": str(path), "bytes_before": before, "bytes": now}
@@ -102,7 +102,7 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
 
 
-def give_back(path: Path, tell: Callable[[str], None]) -> None:
+def give_back(path: Path, progress: Callable[[str], None]) -> None:
     """Shorten the file by its free pages. Each step holds the write lock for some milliseconds."""
     with closing(sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)) as connection:
         for pragma in (*PRAGMAS, "PRAGMA synchronous = NORMAL"):
@@ -117,7 +117,7 @@ def give_back(path: Path, tell: Callable[[str], None]) -> None:
             if left >= free:
                 break
             free = left
-            tell(f"{free} free pages left")
+            progress(f"{free} free pages left")
             if moved * connection.execute("PRAGMA page_size").fetchone()[0] > CHECKPOINT_BYTES:
                 moved = 0
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
@@ -137,7 +137,7 @@ class Rewritten(NamedTuple):
     kept: Path | None = None
 
 
-def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Rewritten:
+def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bool = False) -> Rewritten:
     """Write a new file with the live rows only, and put it in the place of the old one.
 
     The caller makes sure that no server runs. With `salvage`, keep the readable part of a damaged store. Raises
@@ -147,27 +147,27 @@ def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool =
     rewritten = Rewritten()
     try:
         try:
-            empty_log(path)
+            merge_wal(path)
             _create(made)
-            _vacuum_into(path, made, tell)
-            is_damaged = not is_sound(made, tell)
+            _vacuum_into(path, made, progress)
+            is_damaged = not is_sound(made, progress)
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
             is_damaged = True
         if is_damaged:
             if not salvage:
-                raise refusal(path, tell, "it is as it was")
+                raise refusal(path, progress, "it is as it was")
             _create(made)
             kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
-            rewritten = Rewritten(copy_rest(path, made, tell), kept)
-        check_sqlite(made, tell)
-        like(made, path)
+            rewritten = Rewritten(copy_rest(path, made, progress), kept)
+        check_sqlite(made, progress)
+        copy_mode_and_owner(made, path)
         sync(made)
         if rewritten.kept is None:
-            empty_log(path)
+            merge_wal(path)
         else:
-            _put_away(path, rewritten.kept)
+            _rename_damaged(path, rewritten.kept)
         os.replace(made, path)
     except BaseException:
         made.unlink(missing_ok=True)
@@ -182,15 +182,15 @@ def _create(made: Path) -> None:
     os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
-def _vacuum_into(path: Path, made: Path, tell: Callable[[str], None]) -> None:
+def _vacuum_into(path: Path, made: Path, progress: Callable[[str], None]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        watch(connection, tell, "writing the file anew")
+        watch(connection, progress, "writing the file anew")
         connection.execute("VACUUM INTO ?", (str(made),))
     with closing(sqlite3.connect(made, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
 
 
-def _put_away(path: Path, kept: Path) -> None:
+def _rename_damaged(path: Path, kept: Path) -> None:
     """Rename the damaged file and its WAL, since SQLite would apply the WAL to any new file with the old name."""
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
@@ -212,15 +212,15 @@ async def _vacuum(url: str, *, full: bool) -> Outcome:
         async with engine.connect() as connection:
             await connection.exec_driver_sql("SET statement_timeout = 0")
             await connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
-            tell = Progress("compact")
+            progress = Progress("compact")
             for table in metadata.sorted_tables:
-                tell(f"table {table.name}")
+                progress(f"table {table.name}")
                 if full and table in CONTENT:
                     await _rewrite_table(connection, table.name, refused)
                 else:
-                    await _try(connection, f"VACUUM {table.name}", refused)
+                    await _run_if_allowed(connection, f"VACUUM {table.name}", refused)
             for statement in ("CHECKPOINT", "SELECT pg_switch_wal()", "CHECKPOINT"):
-                await _try(connection, statement, refused)
+                await _run_if_allowed(connection, statement, refused)
     finally:
         await engine.dispose()
     count = len(metadata.sorted_tables)
@@ -232,22 +232,25 @@ async def _vacuum(url: str, *, full: bool) -> Outcome:
 async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:
     """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file node is
     unchanged."""
-    before = await _file_of(connection, name)
-    if await _try(connection, f"VACUUM (FULL, ANALYZE) {name}", refused) and await _file_of(connection, name) == before:
+    before = await _filenode(connection, name)
+    if (
+        await _run_if_allowed(connection, f"VACUUM (FULL, ANALYZE) {name}", refused)
+        and await _filenode(connection, name) == before
+    ):
         refused.append(f"not done: {name} was not rewritten, it belongs to another role")
 
 
-async def _file_of(connection: AsyncConnection, name: str) -> object:
+async def _filenode(connection: AsyncConnection, name: str) -> object:
     return (await connection.exec_driver_sql(f"SELECT pg_relation_filenode('{name}')")).scalar_one()
 
 
-async def _try(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
+async def _run_if_allowed(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
     """Run a statement; False if the role has no right to it or the table was locked, which is added to `refused`."""
     try:
         await connection.exec_driver_sql(statement)
     except DBAPIError as error:
         state = getattr(error.orig, "sqlstate", None)
-        if state not in REFUSED:
+        if state not in SKIPPED_STATES:
             raise
         why = "the role may not" if state == "42501" else f"the table was in use for {LOCK_TIMEOUT}"
         refused.append(f"not done: {statement}: {why}")
@@ -256,4 +259,4 @@ async def _try(connection: AsyncConnection, statement: str, refused: list[str]) 
 
 
 if __name__ == "__main__":
-    as_turnlog("vacuum")
+    run_as_turnlog("vacuum")

@@ -46,12 +46,12 @@ class Progress:
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __call__(self, where: str) -> None:
         now = time.monotonic()
-        if now - self._told >= PROGRESS_S:
-            self._told = now
+        if now - self._printed_at >= PROGRESS_S:
+            self._printed_at = now
             print(f"{self._command}: {where}", file=sys.stderr, flush=True)
 
 
@@ -59,7 +59,7 @@ def silent(where: str) -> None:
     """Report no progress."""
 
 
-def as_turnlog(command: str) -> None:
+def run_as_turnlog(command: str) -> None:
     """Run `python -m ops.<module>` as the `turnlog` command `command`, where the options are defined."""
     from turnlog.cli import main
 
@@ -91,7 +91,7 @@ def require_store(url: str) -> None:
 
 
 @contextmanager
-def stopped(url: str) -> Iterator[None]:
+def exclusive(url: str) -> Iterator[None]:
     """Hold the lock of an SQLite store, so that no server can start. Raises StartupError if one runs."""
     lock = sqlite_lock(url)
     if lock is None:
@@ -114,15 +114,15 @@ REST_S = 0.01
 """Pause in seconds between two steps, so that a running server gets access to the disk."""
 
 
-def copy_sqlite(read: sqlite3.Connection, target: Path, tell: Callable[[str], None], *, rest_s: float) -> None:
+def copy_sqlite(read: sqlite3.Connection, target: Path, progress: Callable[[str], None], *, rest_s: float) -> None:
     """Copy a consistent state of a database, while others write to it, over the existing file `target`, and sync it.
 
     One read transaction stays open during the copy. Without it, SQLite restarts the copy after each commit of another
     process, and under load the copy never ends. Raises sqlite3.Error.
     """
 
-    def told(_: int, left: int, pages: int) -> None:
-        tell(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
+    def report_copied(_: int, left: int, pages: int) -> None:
+        progress(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
         if rest_s:
             time.sleep(rest_s)
 
@@ -131,18 +131,18 @@ def copy_sqlite(read: sqlite3.Connection, target: Path, tell: Callable[[str], No
         written.execute("PRAGMA synchronous = OFF")
         read.execute("BEGIN")
         read.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        read.backup(written, pages=STEP_PAGES, progress=told)
+        read.backup(written, pages=STEP_PAGES, progress=report_copied)
     sync(target)
 
 
-def at_rest(path: Path) -> sqlite3.Connection:
+def open_readonly(path: Path) -> sqlite3.Connection:
     """Open a file read-only that no process writes to.
 
     A file without a WAL is opened as immutable, so it may be on a read-only medium.
     """
-    alone = not Path(f"{path}-wal").exists()
+    is_without_wal = not Path(f"{path}-wal").exists()
     return sqlite3.connect(
-        f"{path.resolve().as_uri()}?{'immutable=1' if alone else 'mode=ro'}", uri=True, isolation_level=None
+        f"{path.resolve().as_uri()}?{'immutable=1' if is_without_wal else 'mode=ro'}", uri=True, isolation_level=None
     )
 
 
@@ -150,15 +150,15 @@ WATCHED_STEPS = 1_000_000
 """SQLite virtual machine steps between two calls of the progress handler: some milliseconds."""
 
 
-def watch(connection: sqlite3.Connection, tell: Callable[[str], None], what: str) -> None:
+def watch(connection: sqlite3.Connection, progress: Callable[[str], None], what: str) -> None:
     """Report progress during a long statement, and let Ctrl-C interrupt it."""
-    connection.set_progress_handler(lambda: tell(what), WATCHED_STEPS)
+    connection.set_progress_handler(lambda: progress(what), WATCHED_STEPS)
 
 
-def check_sqlite(path: Path, tell: Callable[[str], None]) -> None:
+def check_sqlite(path: Path, progress: Callable[[str], None]) -> None:
     """Raises StartupError if the file is damaged."""
     try:
-        verdict = _verdict(path, tell)
+        verdict = _verdict(path, progress)
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise
@@ -167,19 +167,19 @@ def check_sqlite(path: Path, tell: Callable[[str], None]) -> None:
         raise StartupError(f"{path} is damaged: {verdict}".splitlines()[0])
 
 
-def is_sound(path: Path, tell: Callable[[str], None]) -> bool:
+def is_sound(path: Path, progress: Callable[[str], None]) -> bool:
     """Check the file; False if it is damaged. Raises sqlite3.Error if the check itself fails."""
-    return _verdict(path, tell) == "ok"
+    return _verdict(path, progress) == "ok"
 
 
-def _verdict(path: Path, tell: Callable[[str], None]) -> str:
-    with closing(at_rest(path)) as connection:
-        watch(connection, tell, f"checking {path}")
+def _verdict(path: Path, progress: Callable[[str], None]) -> str:
+    with closing(open_readonly(path)) as connection:
+        watch(connection, progress, f"checking {path}")
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     return str(verdict)
 
 
-def empty_log(path: Path) -> None:
+def merge_wal(path: Path) -> None:
     """Move the WAL of an SQLite file into the file and remove it. Raises StartupError if another process has the file
     open, sqlite3.Error."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -188,7 +188,7 @@ def empty_log(path: Path) -> None:
         raise StartupError(f"another program has {path} open: end it first")
 
 
-def like(new: Path, old: Path) -> None:
+def copy_mode_and_owner(new: Path, old: Path) -> None:
     """Give `new` the permissions of `old`, which it replaces, and its owner if this user may."""
     with suppress(FileNotFoundError):
         shutil.copymode(old, new)

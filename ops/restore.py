@@ -33,16 +33,16 @@ from ops.keeping import (
     DONE,
     Outcome,
     Progress,
-    as_turnlog,
-    at_rest,
     check_sqlite,
+    copy_mode_and_owner,
     copy_sqlite,
-    empty_log,
-    like,
+    exclusive,
+    merge_wal,
+    open_readonly,
     run,
+    run_as_turnlog,
     settings_for,
     sqlite_path,
-    stopped,
     sync,
 )
 
@@ -60,34 +60,34 @@ def _restore(database_url: str | None, copy: Path | None) -> Outcome:
     if path is None:
         if copy is not None:
             raise StartupError("load a PostgreSQL copy with pg_restore first, then run this without a file")
-        return asyncio.run(_finish(settings.database_url, settings.lease_s))
+        return asyncio.run(_finish_postgres(settings.database_url, settings.lease_s))
     if copy is None:
         raise StartupError("name the copy to restore")
     if not copy.is_file():
         raise StartupError(f"there is no copy {copy}")
-    with stopped(settings.database_url):
-        return _put(copy, path)
+    with exclusive(settings.database_url):
+        return _replace_store(copy, path)
 
 
-def _put(copy: Path, path: Path) -> Outcome:
+def _replace_store(copy: Path, path: Path) -> Outcome:
     """Replace the store at `path` by the copy. Raises StartupError; the store is then unchanged."""
-    tell = Progress("restore")
-    check_sqlite(copy, tell)
+    progress = Progress("restore")
+    check_sqlite(copy, progress)
     staged = path.with_name(f"{path.name}.restoring")
     for suffix in ("", "-wal", "-shm", "-journal"):
         Path(f"{staged}{suffix}").unlink(missing_ok=True)
     os.close(os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     try:
-        with closing(at_rest(copy)) as read:
-            copy_sqlite(read, staged, tell, rest_s=0)
+        with closing(open_readonly(copy)) as read:
+            copy_sqlite(read, staged, progress, rest_s=0)
         revision, epoch = asyncio.run(_prepare(f"sqlite+aiosqlite:///{staged}"))
-        empty_log(staged)
-        like(staged, path)
+        merge_wal(staged)
+        copy_mode_and_owner(staged, path)
         sync(staged)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    kept = _exchange(staged, path)
+    kept = _swap(staged, path)
     lines = [f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused"]
     if kept is not None:
         lines.append(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
@@ -97,7 +97,7 @@ def _put(copy: Path, path: Path) -> Outcome:
     return Outcome(DONE, lines, fields)
 
 
-def _exchange(staged: Path, path: Path) -> Path | None:
+def _swap(staged: Path, path: Path) -> Path | None:
     """Put the new file in place; returns the old store's new name, or None if there was no store.
 
     The old file is renamed first, with its WAL, since SQLite would apply the WAL to any new file with the old name.
@@ -105,7 +105,7 @@ def _exchange(staged: Path, path: Path) -> Path | None:
     kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S}")
     with suppress(sqlite3.Error, StartupError):
         if path.exists():
-            empty_log(path)
+            merge_wal(path)
     was_there = path.exists()
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
@@ -121,7 +121,7 @@ async def _prepare(url: str) -> tuple[str, str]:
     """Make a copied file ready to be served; returns its revision and its new epoch. Raises StartupError."""
     engine = create_engine(url)
     try:
-        return await _revision(engine), await _settle(engine)
+        return await _revision(engine), await _start_epoch(engine)
     finally:
         await engine.dispose()
 
@@ -145,33 +145,33 @@ def _known_revisions() -> set[str]:
     return {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
 
 
-async def _settle(engine: AsyncEngine) -> str:
+async def _start_epoch(engine: AsyncEngine) -> str:
     """Start a new epoch, end the old processes and drop the snapshots, in one transaction; returns the new epoch."""
 
-    def settle(connection: Connection) -> str:
+    def start_epoch(connection: Connection) -> str:
         restored.end_incarnations(connection)
         restored.drop_snapshots(connection)
         return restored.raise_epoch(connection)
 
     async with engine.begin() as connection:
-        return await connection.run_sync(settle)
+        return await connection.run_sync(start_epoch)
 
 
-async def _finish(url: str, lease_s: float) -> Outcome:
+async def _finish_postgres(url: str, lease_s: float) -> Outcome:
     """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
-    tell = Progress("restore")
+    progress = Progress("restore")
     database = Database(url)
     try:
         await require_revision(database)
         await refuse_if_served(database, lease_s)
-        epoch = await _settle(database.engine)
+        epoch = await _start_epoch(database.engine)
         newest, ahead = await database.read(restored.newest_tx)
         after: str | None = "" if ahead else None
         while after is not None:
             place = after
             async with database.engine.begin() as connection:
                 after = await connection.run_sync(lambda sync: restored.rebase(sync, place))  # noqa: B023
-            tell(f"events up to session {after} have new places")
+            progress(f"events up to session {after} have new places")
     finally:
         await database.close()
     name = make_url(url).database
@@ -184,4 +184,4 @@ async def _finish(url: str, lease_s: float) -> Outcome:
 
 
 if __name__ == "__main__":
-    as_turnlog("restore")
+    run_as_turnlog("restore")

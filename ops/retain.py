@@ -23,29 +23,29 @@ from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
-from ops.keeping import DONE, Outcome, Progress, as_turnlog, require_store, run, settings_for
+from ops.keeping import DONE, Outcome, Progress, require_store, run, run_as_turnlog, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
 DEAD_AT_ONCE = 200
 """Open turns of ended processes that are abandoned in one transaction."""
 
-TELL_S = 1.0
+POLL_S = 1.0
 
-LEFT = "what is done is done, run it again for the rest"
+INTERRUPTED = "what is done is done, run it again for the rest"
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
     """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
     settings."""
-    return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=LEFT, as_json=as_json)
+    return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=INTERRUPTED, as_json=as_json)
 
 
 async def _retain(database_url: str | None) -> Outcome:
     settings = settings_for(database_url, "lease_s", *LIMITS)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
-        await _told(janitor)
+        await _run_round(janitor)
         return Outcome(DONE, [str(janitor.done)], msgspec.to_builtins(janitor.done))
 
 
@@ -76,18 +76,18 @@ async def _abandon_dead(writer: Writer, lease_s: float) -> None:
         after, _ = await writer.submit(AbandonDead(after, DEAD_AT_ONCE, time.time(), lease_s))
 
 
-async def _told(janitor: Janitor) -> None:
+async def _run_round(janitor: Janitor) -> None:
     """Run one round and report its progress."""
-    tell = Progress("retain")
+    progress = Progress("retain")
     round_ = asyncio.create_task(janitor.round())
     try:
         while not round_.done():
-            await asyncio.wait([round_], timeout=TELL_S)
-            tell(str(janitor.done))
+            await asyncio.wait([round_], timeout=POLL_S)
+            progress(str(janitor.done))
         await round_
     finally:
         round_.cancel()
 
 
 if __name__ == "__main__":
-    as_turnlog("retain")
+    run_as_turnlog("retain")

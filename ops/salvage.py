@@ -31,11 +31,11 @@ class DamagedStore(StartupError):
     """The store is damaged, and the command was not told to `--salvage` it."""
 
 
-def refusal(path: Path, tell: Callable[[str], None], left: str) -> DamagedStore:
+def refusal(path: Path, progress: Callable[[str], None], left: str) -> DamagedStore:
     """The error for a damaged store. `left` describes the state that the command leaves."""
     try:
-        with _reading(path) as source:
-            found = find(source, tell)
+        with _read_consistently(path) as source:
+            found = find(source, progress)
     except (PageDamaged, BrokenRow, DBAPIError, sqlite3.Error) as error:
         return DamagedStore(f"{path} is damaged, and none of it can be read ({error}); {left}".splitlines()[0])
     return DamagedStore(f"{path} is damaged: {described(found)}; {left}; --salvage copies the rest")
@@ -50,18 +50,18 @@ def described(found: Damage) -> str:
     return f"{tables}; {sessions}"
 
 
-def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
+def salvage(path: Path, made: Path, progress: Callable[[str], None]) -> Damage:
     """Copy everything readable into the empty file `made`. Raises StartupError if nothing can be read."""
     with closing(sqlite3.connect(made, isolation_level=None)) as empty:
         for pragma in (*FILE_PRAGMAS, "PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF"):
             empty.execute(pragma)
         try:
-            with _reading(path) as source:
+            with _read_consistently(path) as source:
                 _require_revision(source)
                 later = _schema(source, empty)
-                with _connected(lambda: empty) as target:
+                with _sqlalchemy_connection(lambda: empty) as target:
                     empty.execute("BEGIN")
-                    found = copy_readable(source, target, tell)
+                    found = copy_readable(source, target, progress)
                     empty.execute("COMMIT")
         except (PageDamaged, BrokenRow, DBAPIError) as error:
             raise StartupError(f"{path} is too damaged, none of it can be copied: {error}".splitlines()[0]) from error
@@ -87,16 +87,16 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Connection]:
+def _read_consistently(path: Path) -> Iterator[Connection]:
     """Read a consistent state of a store that others may write to."""
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as raw:
         raw.execute("BEGIN")
-        with _connected(lambda: raw) as connection:
+        with _sqlalchemy_connection(lambda: raw) as connection:
             yield connection
 
 
 @contextmanager
-def _connected(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
+def _sqlalchemy_connection(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
     """A SQLAlchemy connection over a driver connection, whose transactions the caller controls."""
     engine = create_engine("sqlite://", creator=creator, poolclass=StaticPool, pool_reset_on_return=None)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:

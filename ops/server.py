@@ -142,11 +142,11 @@ class OwnProcess:
         process, self._process = self._process, None
         return None if process is None else process.wait(self._start_timeout_s)
 
-    def _end(self, sign: signal.Signals) -> int | None:
+    def _end(self, signal_number: signal.Signals) -> int | None:
         process, self._process = self._process, None
         if process is None:
             return None
-        process.send_signal(sign)
+        process.send_signal(signal_number)
         try:
             return process.wait(self._stop_s)
         except subprocess.TimeoutExpired:
@@ -229,14 +229,14 @@ class KeptServer(ServerProcess):
     @property
     def started(self) -> list[int]:
         """The ids of all server processes that were started, in order."""
-        return self._said(r"Started server process \[(\d+)\]")
+        return self._ids_in_log(r"Started server process \[(\d+)\]")
 
     @property
     def spare(self) -> int | None:
         """The id of the standby process that waits to take over, or None."""
-        waited = self._said(r"process (\d+) waits to take over")
+        waited = self._ids_in_log(r"process (\d+) waits to take over")
         return waited[-1] if waited and waited[-1] not in self.started else None
 
-    def _said(self, pattern: str) -> list[int]:
-        said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return [int(pid) for pid in re.findall(pattern, said)]
+    def _ids_in_log(self, pattern: str) -> list[int]:
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return [int(pid) for pid in re.findall(pattern, text)]

@@ -81,7 +81,7 @@ class Reference:
         yield f"\n### {method} {path}\n"
         described = operation.get("description") or f"{operation['summary']}."
         yield f"{described} For {self._who(operation)}."
-        parameters = sorted(operation.get("parameters", []), key=lambda one: _place(one, path))
+        parameters = sorted(operation.get("parameters", []), key=lambda one: _parameter_order(one, path))
         rows = [self._parameter(one) for one in parameters]
         if rows:
             yield _table("| parameter | in | | | |", rows)
@@ -98,8 +98,8 @@ class Reference:
 
     def _parameter(self, parameter: Schema) -> str:
         schema = parameter["schema"]
-        default, said = _default(schema, parameter["required"]), parameter["description"]
-        return f"| `{parameter['name']}` | {parameter['in']} | {self._kind(schema)} | {default} | {said} |"
+        default, description = _default(schema, parameter["required"]), parameter["description"]
+        return f"| `{parameter['name']}` | {parameter['in']} | {self._kind(schema)} | {default} | {description} |"
 
     def _replies(self, operation: Schema) -> Iterator[str]:
         rows, errors = [], []
@@ -151,7 +151,7 @@ class Reference:
         """One row for each field; the fields of a nested object without a schema name get rows as well."""
         for field, of in schema.get("properties", {}).items():
             is_needed = field in schema.get("required", ())
-            yield f"| `{within}{field}` | {self._kind(of)} | {_default(of, is_needed)} | {_said(of)} |"
+            yield f"| `{within}{field}` | {self._kind(of)} | {_default(of, is_needed)} | {_description(of)} |"
             yield from self._fields(of, f"{within}{field}.")
 
     def _resolved(self, reply: Schema) -> Schema:
@@ -202,12 +202,12 @@ def _table(head: str, rows: list[str]) -> str:
     return "\n".join((head, "|" + " --- |" * (head.count("|") - 1), *rows))
 
 
-def _place(parameter: Schema, path: str) -> int:
+def _parameter_order(parameter: Schema, path: str) -> int:
     """Sort key: path parameters first, in the order of the path."""
     return path.index(f"{{{parameter['name']}}}") if parameter["in"] == "path" else len(path)
 
 
-def _said(schema: Schema) -> str:
+def _description(schema: Schema) -> str:
     return "" if "$ref" in schema else " ".join(schema.get("description", "").split())
 
 
@@ -216,8 +216,10 @@ def _curl(path: str, method: str, operation: Schema) -> str:
     parameters = operation.get("parameters", [])
     for one in parameters:
         if one["in"] == "path":
-            path = path.replace(f"{{{one['name']}}}", _sample(one))
-    query = "&".join(f"{one['name']}={_sample(one)}" for one in parameters if one["in"] == "query" and one["required"])
+            path = path.replace(f"{{{one['name']}}}", _example_value(one))
+    query = "&".join(
+        f"{one['name']}={_example_value(one)}" for one in parameters if one["in"] == "query" and one["required"]
+    )
     words = [
         "curl -s" if method == "GET" else f"curl -s -X {method}",
         shlex.quote(ADDRESS + path + "?" * bool(query) + query),
@@ -252,7 +254,7 @@ def _codes(reply: Schema) -> list[str]:
     return codes
 
 
-def _sample(parameter: Schema) -> str:
+def _example_value(parameter: Schema) -> str:
     samples = {"session_id": "s-1", "group_id": "task-17", "name": "adapter-a", "consumer": "trainer-0"}
     name, schema = parameter["name"], parameter["schema"]
     return samples.get(name) or (schema["enum"][0] if "enum" in schema else "1")
@@ -264,12 +266,12 @@ def _link(method: str, path: str) -> str:
     return f"[`{method} {path}`](#{kept.replace(' ', '-')})"
 
 
-def made() -> str:
+def generate() -> str:
     return Reference(document(create_app(Settings()))).text()
 
 
 def is_current() -> bool:
-    return made() == FILE.read_text()
+    return generate() == FILE.read_text()
 
 
 def main() -> int:
@@ -277,7 +279,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
     if parser.parse_args().check:
         return 0 if is_current() else 1
-    FILE.write_text(made())
+    FILE.write_text(generate())
     return 0
 
 

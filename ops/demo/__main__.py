@@ -38,7 +38,7 @@ class Story:
 
     began: float
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.1f} s  {text}", flush=True)
 
 
@@ -90,10 +90,10 @@ async def kill_in_the_middle(
     acknowledged = sum(len(agent.seen) for agent in agents)
     server.kill()
     killed = time.monotonic()
-    story.tell(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were in flight")
+    story.log(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were in flight")
     await asyncio.to_thread(server.start)
     away_s = time.monotonic() - killed
-    story.tell(f"the server answers again, {away_s:.1f} s after the kill, on the same file, without any repair")
+    story.log(f"the server answers again, {away_s:.1f} s after the kill, on the same file, without any repair")
     return acknowledged
 
 
@@ -113,7 +113,7 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
     return rows, logs
 
 
-def tell_agents(agents: Sequence[Agent]) -> None:
+def print_agents(agents: Sequence[Agent]) -> None:
     print("\nWhat the agents received")
     print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'repeated':>13}{'replayed':>13}")
     for agent in agents:
@@ -125,7 +125,7 @@ def tell_agents(agents: Sequence[Agent]) -> None:
     print("  replayed: replies from the log, or from the turn in flight, without a second generation")
 
 
-def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
+def print_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
     tokens = sum(len(row["tokens"]) for row in rows)
     sampled = sum(sum(row["sampled_mask"]) for row in rows)
     sessions = len({row["session_id"] for row in rows})
@@ -142,17 +142,19 @@ async def run(folder: Path, story: Story) -> bool:
     with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
         server = ServerProcess(folder, upstreams=[simulator.base_url])
         with server:
-            story.tell(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
+            story.log(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
             async with (
                 httpx.AsyncClient(base_url=server.base_url, trust_env=False, timeout=30) as service,
                 httpx.AsyncClient(base_url=simulator.base_url, trust_env=False) as engine,
             ):
-                return await _tell(server, service, engine, story)
+                return await _run_agents(server, service, engine, story)
 
 
-async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story) -> bool:
+async def _run_agents(
+    server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story
+) -> bool:
     agents = await make_agents(server, service)
-    story.tell(f"{len(agents)} agents start: openai {openai.__version__}, tools, {LATENCY_MS} ms for each generation")
+    story.log(f"{len(agents)} agents start: openai {openai.__version__}, tools, {LATENCY_MS} ms for each generation")
     work = asyncio.gather(*(agent.run() for agent in agents))
     try:
         before = await kill_in_the_middle(server, engine, agents, work, story)
@@ -160,17 +162,17 @@ async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-    story.tell(f"all agents have finished: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
+    story.log(f"all agents have finished: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
     rows, logs = await finish(service, agents)
     generations = (await engine.get("/sim/stats")).json()["started"]
     for agent in agents:
         await agent.client.close()
-    story.tell("rewards set, sessions closed, exported")
+    story.log("rewards set, sessions closed, exported")
     found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:
         found.problems.append(f"{generations} generations for {found.committed} turns: some were generated twice")
-    tell_agents(agents)
-    tell_findings(found, rows, generations, before)
+    print_agents(agents)
+    print_findings(found, rows, generations, before)
     print()
     for problem in found.problems:
         print(f"LOST  {problem}")
@@ -189,17 +191,17 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print("Turnlog: six agents, one engine, one kill -9\n")
     try:
-        good = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
+        has_survived = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
     except KeyboardInterrupt:
         return 130
     except FAILURES as error:
         print(f"The demo could not be finished: {type(error).__name__}: {error}", file=sys.stderr)
-        good = False
-    if given is None and good:
+        has_survived = False
+    if given is None and has_survived:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"Database and server log: {folder}")
-    return 0 if good else 1
+    return 0 if has_survived else 1
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ async def check(
     """
     types = Counter(json.loads(line)["type"] for lines in logs.values() for line in lines)
     found = Findings(committed=types["TurnCommitted"], abandoned=types["TurnAbandoned"])
-    told = []
+    acknowledged = []
     for agent in agents:
         own = [row for row in rows if row["session_id"] == agent.session_id]
         for seen in agent.seen:
-            told.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
+            acknowledged.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
             found.problems += [f"{agent.name}, turn {seen.turn}: {what}" for what in _missing(seen, own)]
-    found.acknowledged = len(told)
+    found.acknowledged = len(acknowledged)
     database = Database(database_url)
     try:
-        report = await verify.verify(database, told)
+        report = await verify.verify(database, acknowledged)
     finally:
         await database.close()
     found.folded = len(agents) - len({problem.session_id for problem in report.problems} & logs.keys())

@@ -28,11 +28,11 @@ __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "v
 
 
 async def verify(
-    database: Database, acknowledged: Iterable[Acknowledged] = (), tell: Callable[[str], None] = silent
+    database: Database, acknowledged: Iterable[Acknowledged] = (), progress: Callable[[str], None] = silent
 ) -> Report:
     """Check every session of a database, and the data that belongs to no session. The database need not be open.
 
-    The `acknowledged` turns must be in the log, with the reply that the client received. `tell` is called with the
+    The `acknowledged` turns must be in the log, with the reply that the client received. `progress` is called with the
     progress. Raises AppError if the store cannot be read.
     """
     report = Report()
@@ -42,13 +42,13 @@ async def verify(
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
-    await acknowledged_turns.check(database, acknowledged, report, tell)
-    tell("the file")
+        progress(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
+    await acknowledged_turns.check(database, acknowledged, report, progress)
+    progress("the file")
     await check_file(database, report)
     for what, check in (("order of events", check_order), ("groups", check_groups), ("log of the fleet", check_fleet)):
         try:
-            await check(database, report, tell)
+            await check(database, report, progress)
         except StoreDamaged as error:
             report.found(STORE, f"the {what} cannot be checked to the end: {error}")
     return report
@@ -79,13 +79,13 @@ def _check_session(connection: Connection, session_id: str, report: Report) -> N
     SessionCheck(connection, session_id, report).run()
 
 
-async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
+async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
     database = Database(url)
     try:
         await heads.require_revision(database)
-        return await verify(database, tell=tell)
+        return await verify(database, progress=progress)
     finally:
         await database.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ops.keeping import as_turnlog
+from ops.keeping import run_as_turnlog
 
 if __name__ == "__main__":
-    as_turnlog("verify")
+    run_as_turnlog("verify")

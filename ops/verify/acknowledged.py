@@ -19,34 +19,34 @@ from ops.verify.report import Acknowledged, Report
 
 
 async def check(
-    database: Database, acknowledged: Iterable[Acknowledged], report: Report, tell: Callable[[str], None]
+    database: Database, acknowledged: Iterable[Acknowledged], report: Report, progress: Callable[[str], None]
 ) -> int:
     """Look up the acknowledged turns, and report each one that is missing or different.
 
     Returns the number of idempotency keys in their sessions under which more than one turn was committed.
     """
-    held: dict[str, list[Acknowledged]] = {}
+    turns_of: dict[str, list[Acknowledged]] = {}
     for one in acknowledged:
-        held.setdefault(one.session_id, []).append(one)
+        turns_of.setdefault(one.session_id, []).append(one)
     doubled = 0
-    for session_id, turns in held.items():
+    for session_id, turns in turns_of.items():
         doubled += await _check_session(database, session_id, turns, report)
-        tell(f"acknowledged turns, at {session_id}")
+        progress(f"acknowledged turns, at {session_id}")
     return doubled
 
 
-async def _check_session(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> int:
+async def _check_session(database: Database, session_id: str, turns: Sequence[Acknowledged], report: Report) -> int:
     try:
         log = await database.read(
             lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
         log = None  # the check of the session has already reported the reason
-    for one in sorted(held, key=lambda one: one.turn):
-        wrong = await _wrong(database, log, one, report)
-        if wrong is not None:
+    for one in sorted(turns, key=lambda one: one.turn):
+        difference = await _difference(database, log, one, report)
+        if difference is not None:
             report.missing.append(one)
-            report.found(session_id, f"turn {one.turn} was acknowledged, {wrong}")
+            report.found(session_id, f"turn {one.turn} was acknowledged, {difference}")
     events = () if log is None else (entry.event for entry in log.events)
     keys = Counter(event.retry_key for event in events if isinstance(event, TurnCommitted) and event.retry_key)
     doubled = [key for key, count in keys.items() if count > 1]
@@ -55,7 +55,7 @@ async def _check_session(database: Database, session_id: str, held: Sequence[Ack
     return len(doubled)
 
 
-async def _wrong(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
+async def _difference(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
     if log is None or not 1 <= one.turn <= len(log.session.turns):
         return "but is not in the log"
     session = log.session
@@ -67,7 +67,7 @@ async def _wrong(database: Database, log: Log | None, one: Acknowledged, report:
         report.not_compared += 1
         return None
     try:
-        for kinds in _choices([payload.kind for payload in session.payloads.get(one.turn, ())]):
+        for kinds in _kind_combinations([payload.kind for payload in session.payloads.get(one.turn, ())]):
             _, _, body = await stored_reply(database, session, one.turn, kinds)
             if hashlib.sha256(body).hexdigest() == one.reply_sha256:
                 return None
@@ -79,7 +79,7 @@ async def _wrong(database: Database, log: Log | None, one: Acknowledged, report:
     return "with another reply"
 
 
-def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
+def _kind_combinations(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
     """The payload kinds that the client may have requested, all combinations: all of them first, then fewer, then
     none."""
     for count in range(len(kinds), -1, -1):

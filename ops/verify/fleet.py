@@ -23,18 +23,18 @@ EVENTS = 5000
 _Row = tuple[int, str, str, int, float, bytes]
 
 
-async def check_fleet(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+async def check_fleet(database: Database, report: Report, progress: Callable[[str], None]) -> None:
     """Check that every event of the fleet's log is readable, has the next number, and agrees with the events before
     it."""
     log = _Log(report)
     while rows := await database.read(partial(_rows, after=log.seq)):
         for row in rows:
             log.take(row)
-        tell(f"{log.seq} events of the fleet")
+        progress(f"{log.seq} events of the fleet")
     after = ""
     while names := await database.read(partial(_check_affinities, after=after, report=report)):
         after = names[-1]
-        tell(f"affinities up to {after}")
+        progress(f"affinities up to {after}")
 
 
 def _rows(connection: Connection, after: int) -> Sequence[_Row]:

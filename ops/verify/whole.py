@@ -38,12 +38,12 @@ async def check_file(database: Database, report: Report) -> None:
     """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    said = await database.read(
+    reported = await database.read(
         _file_problems, or_else=lambda connection: ["a page that leads to all others is damaged"]
     )
-    for one in said:
+    for one in reported:
         report.found(STORE, f"the file: {one}")
-    if said:
+    if reported:
         for table in await database.read(_tables):
             await database.read(
                 partial(_check_table, table=table, report=report),
@@ -52,8 +52,8 @@ async def check_file(database: Database, report: Report) -> None:
 
 
 def _file_problems(connection: Connection) -> list[str]:
-    said = connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars()
-    return [one for one in said if one != "ok"]
+    reported = connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars()
+    return [one for one in reported if one != "ok"]
 
 
 def _tables(connection: Connection) -> list[str]:
@@ -64,8 +64,8 @@ def _tables(connection: Connection) -> list[str]:
 
 def _check_table(connection: Connection, table: str, report: Report) -> None:
     """Check one table and its indexes, so that the report can name the damaged table."""
-    said = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
-    if said != ["ok"]:
+    reported = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
+    if reported != ["ok"]:
         report.damaged_tables.append(table)
 
 
@@ -73,7 +73,7 @@ def _cannot_check(connection: Connection, table: str, report: Report) -> None:
     report.damaged_tables.append(table)
 
 
-async def check_order(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+async def check_order(database: Database, report: Report, progress: Callable[[str], None]) -> None:
     """Check that no two events have the same position, and that no event names a transaction that has not begun."""
     newest, ahead = await database.read(restored.newest_tx)
     if ahead:
@@ -87,7 +87,7 @@ async def check_order(database: Database, report: Report, tell: Callable[[str], 
                 report.found(STORE, f"{stand} at transaction {place[0]}, position {place[1]}")
                 return
         seen += len(page)
-        tell(f"the order of {seen} events")
+        progress(f"the order of {seen} events")
         after = page[-1]
 
 
@@ -117,12 +117,12 @@ class _Row(msgspec.Struct, frozen=True):
     oldest_version: int | None
 
 
-async def check_groups(database: Database, report: Report, tell: Callable[[str], None]) -> None:
+async def check_groups(database: Database, report: Report, progress: Callable[[str], None]) -> None:
     """Check each group's row against its sessions, except for groups that are noted as changed and not updated yet."""
     after = ""
     while ids := await database.read(partial(_group_ids, after=after)):
         await database.read(partial(_check_page, ids=ids, report=report), one_moment=True)
-        tell(f"{report.groups} groups")
+        progress(f"{report.groups} groups")
         after = ids[-1]
 
 
@@ -190,13 +190,13 @@ def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Re
         return
     found = _Members(row.sessions, row.erased, row.unfinished)
     if found != members:
-        report.found(STORE, f"group {group_id}: stored are {_said(found)}; its sessions say {_said(members)}")
+        report.found(STORE, f"group {group_id}: stored are {_counts(found)}; its sessions say {_counts(members)}")
     complete = members.present > 0 and members.unfinished == 0
     if complete != (row.completed_at is not None):
         report.found(STORE, f"group {group_id} is {'complete' if complete else 'incomplete'}, its row says otherwise")
 
 
-def _said(members: _Members) -> str:
+def _counts(members: _Members) -> str:
     return f"{members.present} sessions, {members.erased} erased, {members.unfinished} unfinished"
 
 
