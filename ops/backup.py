@@ -128,7 +128,7 @@ def _inspect(path: Path) -> tuple[int, str]:
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
             (count,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
     except (sqlite3.Error, TypeError) as error:
-        raise StartupError("this is not a store of Turnlog's") from error
+        raise StartupError("this is not a Turnlog store") from error
     return int(count), str(revision)
 
 

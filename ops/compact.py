@@ -71,12 +71,12 @@ def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_j
     """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
     settings."""
     work = partial(_compact, database_url, full=full, salvage=salvage)
-    return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
+    return run("compact", work, interrupted="run it again to finish", as_json=as_json)
 
 
 def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     if salvage and not full:
-        raise StartupError("--salvage needs --full: it writes the file anew")
+        raise StartupError("--salvage needs --full, which rewrites the file")
     url = settings_for(database_url).database_url
     path = sqlite_path(url)
     if path is None:
@@ -98,7 +98,7 @@ def _compact(database_url: str | None, *, full: bool, salvage: bool) -> Outcome:
     fields = {"store": str(path), "bytes_before": before, "bytes": now}
     if rewritten.kept is None:
         return Outcome(DONE, [line], fields)
-    line += f"; the damaged file is {rewritten.kept}: remove it, with its content, when it is needed no more"
+    line += f"; the damaged file is {rewritten.kept}: remove it when it is no longer needed"
     return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
 
 
@@ -157,7 +157,7 @@ def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bo
             is_damaged = True
         if is_damaged:
             if not salvage:
-                raise refusal(path, progress, "it is as it was")
+                raise refusal(path, progress, "the store is unchanged")
             _create(made)
             kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
             rewritten = Rewritten(copy_rest(path, made, progress), kept)
@@ -184,7 +184,7 @@ def _create(made: Path) -> None:
 
 def _vacuum_into(path: Path, made: Path, progress: Callable[[str], None]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        watch(connection, progress, "writing the file anew")
+        watch(connection, progress, "rewriting the file")
         connection.execute("VACUUM INTO ?", (str(made),))
     with closing(sqlite3.connect(made, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()

@@ -88,9 +88,9 @@ def _replace_store(copy: Path, path: Path) -> Outcome:
         staged.unlink(missing_ok=True)
         raise
     kept = _swap(staged, path)
-    lines = [f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused"]
+    lines = [f"{path} is now {copy}, in epoch {epoch}: older export cursors are refused"]
     if kept is not None:
-        lines.append(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
+        lines.append(f"the replaced store is {kept}: remove it when it is no longer needed")
     if revision != revision_head():
         lines.append(f"it is at revision {revision}: run `turnlog migrate`")
     fields = {"store": str(path), "epoch": epoch, "kept": None if kept is None else str(kept), "revision": revision}
@@ -171,14 +171,14 @@ async def _finish_postgres(url: str, lease_s: float) -> Outcome:
             place = after
             async with database.engine.begin() as connection:
                 after = await connection.run_sync(lambda sync: restored.rebase(sync, place))  # noqa: B023
-            progress(f"events up to session {after} have new places")
+            progress(f"events up to session {after} have new positions")
     finally:
         await database.close()
     name = make_url(url).database
-    lines = [f"{name} is in epoch {epoch}: cursors of exports from before are refused"]
+    lines = [f"{name} is in epoch {epoch}: older export cursors are refused"]
     if ahead:
         lines.append(
-            f"its events named transactions up to {newest}, of another server: they stand before this one's now"
+            f"its events have transactions of another server, up to {newest}; they now come before this server's"
         )
     return Outcome(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
 

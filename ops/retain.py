@@ -32,7 +32,7 @@ DEAD_AT_ONCE = 200
 
 POLL_S = 1.0
 
-INTERRUPTED = "what is done is done, run it again for the rest"
+INTERRUPTED = "run it again to finish"
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:

@@ -37,13 +37,13 @@ def refusal(path: Path, progress: Callable[[str], None], left: str) -> DamagedSt
         with _read_consistently(path) as source:
             found = find(source, progress)
     except (PageDamaged, BrokenRow, DBAPIError, sqlite3.Error) as error:
-        return DamagedStore(f"{path} is damaged, and none of it can be read ({error}); {left}".splitlines()[0])
+        return DamagedStore(f"{path} is damaged and cannot be read ({error}); {left}".splitlines()[0])
     return DamagedStore(f"{path} is damaged: {described(found)}; {left}; --salvage copies the rest")
 
 
 def described(found: Damage) -> str:
     """The damaged tables and sessions in one line."""
-    tables = f"tables {', '.join(found.tables)}" if found.tables else "no table that can be named"
+    tables = f"tables {', '.join(found.tables)}" if found.tables else "no known table"
     names = sorted(found.sessions)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     sessions = f"sessions {', '.join(names[:SHOWN])}{more}" if names else "no session has lost anything"
@@ -64,7 +64,7 @@ def salvage(path: Path, made: Path, progress: Callable[[str], None]) -> Damage:
                     found = copy_readable(source, target, progress)
                     empty.execute("COMMIT")
         except (PageDamaged, BrokenRow, DBAPIError) as error:
-            raise StartupError(f"{path} is too damaged, none of it can be copied: {error}".splitlines()[0]) from error
+            raise StartupError(f"{path} is too damaged to copy anything: {error}".splitlines()[0]) from error
         for statement in later:
             empty.execute(statement)
         empty.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -108,7 +108,9 @@ def _require_revision(source: Connection) -> None:
     columns."""
     found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     if found != revision_head():
-        raise StartupError(f"the store is at revision {found}, this version salvages {revision_head()}: use its own")
+        raise StartupError(
+            f"the store is at revision {found}, this version salvages {revision_head()}: use the store's own version"
+        )
 
 
 def _schema(source: Connection, empty: sqlite3.Connection) -> list[str]:

@@ -50,7 +50,7 @@ async def verify(
         try:
             await check(database, report, progress)
         except StoreDamaged as error:
-            report.found(STORE, f"the {what} cannot be checked to the end: {error}")
+            report.found(STORE, f"the check of the {what} was not finished: {error}")
     return report
 
 
@@ -62,12 +62,12 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
         while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
             for session_id in ids:
                 if session_id in seen:
-                    raise StoreDamaged(f"session {session_id} comes twice")
+                    raise StoreDamaged(f"session {session_id} is listed twice")
                 seen.add(session_id)
                 yield session_id
             after = ids[-1]
     except StoreDamaged as error:
-        report.found(STORE, f"the sessions cannot be listed, those that are known are checked: {error}")
+        report.found(STORE, f"the sessions cannot be listed, only the known ones are checked: {error}")
     else:
         return
     for session_id in await database.read(partial(damaged.session_ids, tables=TABLES)):

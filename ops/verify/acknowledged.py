@@ -60,7 +60,7 @@ async def _difference(database: Database, log: Log | None, one: Acknowledged, re
         return "but is not in the log"
     session = log.session
     if one.retry_key not in (None, _committed(log, session, one.turn).retry_key):
-        return "but under another key"
+        return "but with another key"
     if one.reply_sha256 is None:
         return None
     if session.status == "erased":

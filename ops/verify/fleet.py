@@ -54,7 +54,7 @@ class _Log:
     def take(self, row: _Row) -> None:
         seq, key, name, version, at, data = row
         if seq != self.seq + 1:
-            self._found(seq, f"stands behind event {self.seq}")
+            self._found(seq, f"follows event {self.seq}")
         self.seq = seq
         try:
             event = upcast.decode(name, version, data)
@@ -111,9 +111,9 @@ def _check_affinities(connection: Connection, after: str, report: Report) -> lis
     for one in found:
         what = f"affinity {one.control_id}"
         if one.state not in get_args(State):
-            report.found(STORE, f"{what} is {one.state}, which no affinity can be")
+            report.found(STORE, f"{what} is {one.state}, which is not a state of an affinity")
         elif one.state != "bound" and not one.worker_session:
             report.found(STORE, f"{what} is {one.state}, but no engine has a session of it")
         if not one.has_session:
-            report.found(STORE, f"{what} is of a session that there is not")
+            report.found(STORE, f"{what} belongs to a session that does not exist")
     return [one.control_id for one in found]

@@ -144,7 +144,7 @@ class SessionCheck:
         last: dict[int, int] = {}
         columns = (events.c.seq, events.c.tx, events.c.position)
         for seq, tx, position in sorted(self._rows(events, *columns)):
-            self._expect(position > last.get(tx, 0), f"event {seq} stands before an earlier one in the order of events")
+            self._expect(position > last.get(tx, 0), f"event {seq} comes before an earlier one in the order of events")
             last[tx] = position
 
     def _fences(self) -> None:
@@ -187,7 +187,7 @@ class SessionCheck:
                 case TurnCommitted() if engine is not None:
                     event = recorded.event
                     self._expect(
-                        event.engine == engine, f"turn {event.turn} came from another engine than its session's"
+                        event.engine == engine, f"turn {event.turn} came from an engine that was not its session's"
                     )
 
     def _snapshot(self, session: Session) -> None:
@@ -238,7 +238,7 @@ class SessionCheck:
             return
         self._expect(kind == ref.kind, f"blob {ref.number} is {kind}, the log says {ref.kind}")
         same = len(raw) == ref.size and hashlib.sha256(raw).hexdigest() == ref.hash
-        self._expect(same, f"blob {ref.number} is not what was stored")
+        self._expect(same, f"blob {ref.number} differs from the log")
 
     def _content(self) -> None:
         """Check the rows of each committed turn, and the hash of all tokens up to it, which continues that of its
@@ -248,7 +248,7 @@ class SessionCheck:
         columns = (turns.c.turn, turns.c.parent_turn, turns.c.segment, turns.c.choice_index)
         stored = sorted(tuple(row) for row in self._rows(turns, *columns))
         expected = sorted((turn.turn, turn.parent, turn.segment, turn.choice_index) for turn in committed)
-        self._expect(stored == expected, f"{len(stored)} turns are stored, not as the log's {len(expected)}")
+        self._expect(stored == expected, f"{len(stored)} turns are stored, which differ from the log's {len(expected)}")
         chains: _Chains = {(0, 0): (0, hashlib.sha256())}
         for start in range(0, len(committed), TURNS_AT_ONCE):
             part = committed[start : start + TURNS_AT_ONCE]
@@ -283,7 +283,7 @@ class SessionCheck:
             part, own = own[: len(own) - trimmed], own[len(own) - trimmed :]
             hasher.update(token_text(part))
             chains[turn.turn, trimmed] = (total - trimmed, hasher.copy())
-        self._expect(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
+        self._expect(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash differs from the log")
 
     def _chunks(self, session: Session) -> None:
         """Check that every chunk of the log is stored, with its data or as a tombstone, and with data if a payload
@@ -302,7 +302,9 @@ class SessionCheck:
             self._expect(live or key not in needed, f"chunk {key} is gone, but a payload needs it")
             # The data of a closed session's tombstones is freed in steps after the event.
             self._expect(key in needed or not live or session.status != "open", f"chunk {key} should be gone")
-            self._expect(live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is none")
+            self._expect(
+                live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is not a tombstone event"
+            )
             if live:
                 self._chunk(key, ref)
 

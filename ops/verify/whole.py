@@ -38,9 +38,7 @@ async def check_file(database: Database, report: Report) -> None:
     """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    reported = await database.read(
-        _file_problems, or_else=lambda connection: ["a page that leads to all others is damaged"]
-    )
+    reported = await database.read(_file_problems, or_else=lambda connection: ["a page at the root is damaged"])
     for one in reported:
         report.found(STORE, f"the file: {one}")
     if reported:
@@ -83,7 +81,7 @@ async def check_order(database: Database, report: Report, progress: Callable[[st
     while len(page := await database.read(partial(_places, since=after))) > 1:
         for before, place in pairwise(page):
             if before >= place:
-                stand = "two events stand" if before == place else "an event stands out of order"
+                stand = "two events are" if before == place else "an event is out of order"
                 report.found(STORE, f"{stand} at transaction {place[0]}, position {place[1]}")
                 return
         seen += len(page)
