@@ -19,7 +19,7 @@ from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
 from ops.bench.latency import timed
-from ops.bench.measure import cpu_s, family, keep, table
+from ops.bench.measure import cpu_s, family, save_figures, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.sizes import MIB
 from ops.bench.stand import Cores, cores, folder_for_bench, simulator, started
@@ -76,11 +76,11 @@ async def main(arguments: argparse.Namespace) -> int:
         count = min(POOL, arguments.sessions * arguments.turns)
         pool = await _pool(folder, engine.base_url, places, arguments.tokens, count)
         server = ServerProcess(folder).migrate()
-        stored = await _filled(server, pool, arguments.sessions, arguments.turns)
+        stored = await _fill(server, pool, arguments.sessions, arguments.turns)
         print(f"{arguments.sessions} sessions x {arguments.turns} turns: {stored / MIB:.0f} MiB", flush=True)
         rows = [await _export(server, form, arguments.sessions, stored, places) for form in arguments.forms]
     table(rows)
-    keep(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
+    save_figures(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
     return 0
 
 
@@ -122,18 +122,18 @@ def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
     return msgspec.structs.replace(facts, logprobs=drawn.astype("<f8").tobytes())
 
 
-async def _filled(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
+async def _fill(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
     """Fill the store; returns the bytes of content that an export has to read."""
     rng = random.Random(1)
 
-    def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
         for number in range(count):
             yield f"filled-{number:06}", rng.choices(pool, k=turns)
 
     database = _database(server)
     await database.open()
     try:
-        await write_sessions(database, every(), b'{"model":"simulator","temperature":1.0}', ended=True)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator","temperature":1.0}', ended=True)
         return await database.read(lambda connection: _read_page(connection, {"first": "", "last": "~"}))
     finally:
         await database.close()
@@ -145,20 +145,20 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, pla
     format, shape = form.split()
     read_s = await _plain_read(server, stored)
     with started(server, places):
-        await _drained(server, format, shape, limit=1)
+        await _download(server, format, shape, limit=1)
         cpu = cpu_s(server.pid)
         with _Peak(server.pid) as peak:
             began = time.perf_counter()
-            got = await _drained(server, format, shape)
+            downloaded = await _download(server, format, shape)
             seconds = time.perf_counter() - began
         cpu = cpu_s(server.pid) - cpu
-    if format == "ndjson" and got.lines != count:
-        raise Incomplete(f"{form}: {got.lines} rows of {count} sessions")
+    if format == "ndjson" and downloaded.lines != count:
+        raise Incomplete(f"{form}: {downloaded.lines} rows of {count} sessions")
     return {
         "form": form,
         "rows/s": count / seconds,
         "seconds": seconds,
-        "output MB/s": got.size / seconds / 1e6,
+        "output MB/s": downloaded.size / seconds / 1e6,
         "stored MB/s": stored / seconds / 1e6,
         "plain read MB/s": stored / read_s / 1e6,
         "ratio": read_s / seconds,
@@ -205,12 +205,12 @@ class Incomplete(Exception):
     """A read or an export did not contain everything."""
 
 
-class _Got(NamedTuple):
+class _Downloaded(NamedTuple):
     size: int
     lines: int
 
 
-async def _drained(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Got:
+async def _download(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Downloaded:
     """Read an export and discard it. Raises aiohttp.ClientError if it ends early."""
     parameters = {"format": format, "shape": shape, **({} if limit is None else {"limit": str(limit)})}
     size = lines = 0
@@ -222,7 +222,7 @@ async def _drained(server: ServerProcess, format: str, shape: str, limit: int | 
             size += len(piece)
             if format == "ndjson":
                 lines += piece.count(b"\n")
-    return _Got(size, lines)
+    return _Downloaded(size, lines)
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:

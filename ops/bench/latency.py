@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ops.bench.client import Broken, Connection
-from ops.bench.measure import keep, percentile, sync_once_s, table
+from ops.bench.measure import percentile, save_figures, sync_once_s, table
 from ops.bench.peer import STORES, rllm_gateway
 from ops.bench.sessions import SIM, TURN_GROWTH_BYTES, Conversation, opening_messages, reply_message, short_turns
-from ops.bench.sizes import ASK
+from ops.bench.sizes import REQUESTED_FIELDS
 from ops.bench.stand import Side, cores, folder_for_bench, simulator, started, turnlog
 from ops.server import OwnProcess
 
@@ -67,7 +67,7 @@ async def main(arguments: argparse.Namespace) -> int:
             many = await side.measured(arguments.seconds)
             rows.append(_row(route.name, arguments.clients, many.latencies, None))
     table(rows)
-    keep(f"latency-{arguments.request_bytes}", rows)
+    save_figures(f"latency-{arguments.request_bytes}", rows)
     return 0
 
 
@@ -83,7 +83,7 @@ async def _one_client(
         for route in routes:
             if number % TURNS_PER_SESSION == 0:
                 await route.connection.json("POST", "/sessions", {"session_id": session})
-                conversations[route.name] = Conversation(opening, SIM, ASK)
+                conversations[route.name] = Conversation(opening, SIM, REQUESTED_FIELDS)
             conversation = conversations[route.name]
             body = conversation.body()
             reply, seconds = await timed(route.connection, f"/sessions/{session}/v1/chat/completions", body)

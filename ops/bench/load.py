@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ops.bench.measure import keep, table
+from ops.bench.measure import save_figures, table
 from ops.bench.sizes import SIZES
 from ops.bench.stand import Side, cores, simulator, turnlog
 
@@ -29,8 +29,8 @@ async def main(arguments: argparse.Namespace) -> int:
             for clients in arguments.clients:
                 with turnlog(engine, places, arguments.folder) as server:
                     side = Side([server], script, clients=clients, turns_per_session=size.turns_per_session)
-                    found = await side.measured(arguments.seconds)
-                rows.append({"size": name, "clients": clients, **found.figures()})
+                    period = await side.measured(arguments.seconds)
+                rows.append({"size": name, "clients": clients, **period.figures()})
     table(rows)
-    keep("load", rows)
+    save_figures("load", rows)
     return 1 if any(row["errors"] for row in rows) else 0

@@ -70,7 +70,7 @@ def report(name: str, figures: Mapping[str, Any]) -> None:
     width = max(map(len, figures))
     for key, value in figures.items():
         print(f"{key:<{width}}  {_shown(value)}")
-    keep(name, figures)
+    save_figures(name, figures)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -82,7 +82,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def keep(name: str, figures: Any) -> None:
+def save_figures(name: str, figures: Any) -> None:
     """Save the figures of a run as JSON in RESULTS."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"

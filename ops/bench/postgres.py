@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 
 from app.store.engine import Database
 from app.store.schema import turns
-from ops.bench.measure import keep, percentile, table
+from ops.bench.measure import percentile, save_figures, table
 from ops.bench.primary import SETTINGS, Primary, counted, plain_url, primary
 from ops.bench.sessions import short_turns
 from ops.bench.stand import Cores, Side, folder_for_bench, simulator, started
@@ -32,7 +32,7 @@ BARE_SETUP = (
     "ALTER TABLE bare ALTER COLUMN data SET STORAGE EXTERNAL",
 )
 BARE_INSERT = "INSERT INTO bare (data) SELECT unnest($1::bytea[])"
-REPORTED_S = 1.0
+REPORT_DELAY_S = 1.0
 """PostgreSQL's backends report their counters within this time."""
 
 
@@ -51,20 +51,22 @@ async def main(arguments: argparse.Namespace) -> int:
     everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
     with primary(arguments.folder) as database, simulator(everywhere) as engine:
         url = database.new_database()
-        bare = [await _bare(database, url, count, 1, arguments) for count in arguments.connections]
-        bare.append(await _bare(database, url, 16, 16, arguments))
+        bare = [await _plain_commits(database, url, count, 1, arguments) for count in arguments.connections]
+        bare.append(await _plain_commits(database, url, 16, 16, arguments))
         table(bare)
-        rows = [await _turns(None, engine, 1, arguments, everywhere)]
+        rows = [await _measure_turns(None, engine, 1, arguments, everywhere)]
         for count in arguments.processes:
-            rows.append(await _turns(database, engine, count, arguments, everywhere))  # noqa: PERF401 - in turn
+            rows.append(await _measure_turns(database, engine, count, arguments, everywhere))  # noqa: PERF401 - in turn
     best = max(float(row["commits/s"]) for row in bare[:-1])
     rows = [{**row, "of the ceiling": row["turns/s"] / best} for row in rows]
     table(rows)
-    keep(f"postgres-{arguments.clients}x{arguments.request_bytes}", {"settings": SETTINGS, "bare": bare, "turns": rows})
+    save_figures(
+        f"postgres-{arguments.clients}x{arguments.request_bytes}", {"settings": SETTINGS, "bare": bare, "turns": rows}
+    )
     return 1 if any(row["errors"] or row["recorded"] != row["answered"] for row in rows) else 0
 
 
-async def _bare(
+async def _plain_commits(
     database: Primary, url: str, connections: int, rows: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure durable inserts through plain connections, without HTTP, engine or log: the upper limit for turns."""
@@ -100,7 +102,7 @@ async def _bare(
     }
 
 
-async def _turns(
+async def _measure_turns(
     database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, places: Cores
 ) -> dict[str, Any]:
     """Measure turns; returns a row of the table. `database` None means SQLite."""
@@ -116,20 +118,20 @@ async def _turns(
         await side.create_ahead(arguments.seconds)
         before = None if url is None else await counted(url)
         cpu = 0.0 if database is None else database.cpu_s()
-        found = await side.stretch(arguments.seconds)
+        found = await side.run_period(arguments.seconds)
         row = {"store": "SQLite" if url is None else "PostgreSQL", "processes": processes, **found.figures()}
         if database is not None and url is not None and before is not None:
             row["database ms/turn"] = (database.cpu_s() - cpu) * 1000 / max(found.turns, 1)
-            await asyncio.sleep(REPORTED_S)
+            await asyncio.sleep(REPORT_DELAY_S)
             grown = (await counted(url)).since(before)
             row["transactions a turn"] = grown.commits / max(found.turns, 1)
             row["WAL KiB a turn"] = grown.wal_bytes / max(found.turns, 1) / 1024
         else:
             row.update(dict.fromkeys(("database ms/turn", "transactions a turn", "WAL KiB a turn")))
-        return {**row, "answered": side.answered, "recorded": await _recorded(servers)}
+        return {**row, "answered": side.answered, "recorded": await _committed_turns(servers)}
 
 
-async def _recorded(servers: Sequence[ServerProcess]) -> int:
+async def _committed_turns(servers: Sequence[ServerProcess]) -> int:
     """The number of committed turns in the store."""
     database = Database(servers[0].environment["TURNLOG_DATABASE_URL"])
     try:

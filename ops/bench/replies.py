@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ops.bench.measure import keep, table
+from ops.bench.measure import save_figures, table
 from ops.bench.sizes import SIZES
 from ops.bench.stand import Side, cores, simulator, turnlog
 
@@ -27,9 +27,9 @@ async def main(arguments: argparse.Namespace) -> int:
             script = await size.script(engine.base_url)
             with turnlog(engine, places, arguments.folder) as server:
                 side = Side([server], script, clients=size.clients, turns_per_session=size.turns_per_session)
-                found = await side.measured(arguments.seconds)
-            ratio = None if size.ideal_ms is None else found.cpu_ms / size.ideal_ms
-            rows.append({"size": name, "clients": size.clients, "CPU / ideal": ratio, **found.figures()})
+                period = await side.measured(arguments.seconds)
+            ratio = None if size.ideal_ms is None else period.cpu_ms / size.ideal_ms
+            rows.append({"size": name, "clients": size.clients, "CPU / ideal": ratio, **period.figures()})
     table(rows)
-    keep("replies", rows)
+    save_figures("replies", rows)
     return 1 if any(row["errors"] for row in rows) else 0

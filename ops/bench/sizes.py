@@ -12,7 +12,7 @@ import msgspec
 from ops.bench.client import Broken, Connection
 from ops.bench.sessions import Script, opening_messages, reply_message
 
-ASK = (
+REQUESTED_FIELDS = (
     b',"logprobs":true,"top_logprobs":0,"return_meta_info":true,"return_prompt_token_ids":true,"return_token_ids":true'
 )
 """The fields that Turnlog adds to a request for an engine. The client sends them too, so that an engine called directly
@@ -33,7 +33,7 @@ TOKEN_BYTES = LAYERS * TOP_K * 4 * 4 / 3
 def _script(prompt_bytes: int, completion_tokens: int) -> Script:
     """A script whose sessions begin with `prompt_bytes` of prompt."""
     sim: dict[str, object] = {"completion_tokens": completion_tokens, "tool_calls": False, "reasoning": False}
-    more = ASK
+    more = REQUESTED_FIELDS
     if completion_tokens > FEW_TOKENS:
         sim["experts"] = {"layers": LAYERS, "top_k": TOP_K, "experts": 128}
         more += b',"return_routed_experts":true'

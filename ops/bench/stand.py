@@ -89,7 +89,7 @@ def turnlog(
             yield server
 
 
-class Stretch(NamedTuple):
+class Period(NamedTuple):
     """What the clients of some servers measured in one period, and the CPU seconds that the servers used."""
 
     tallies: Sequence[Tally]
@@ -157,25 +157,25 @@ class Side:
     async def warm_up(self, seconds: float = WARM_UP_S) -> Side:
         """Run turns for `seconds`. Their rate determines how many sessions `create_ahead` creates."""
         await self._create_ahead(self._clients)
-        await self.stretch(seconds)
+        await self.run_period(seconds)
         return self
 
     async def create_ahead(self, seconds: float) -> None:
         """Create the sessions for a period of `seconds`, which would otherwise be created within it."""
         await self._create_ahead(self._pace * seconds)
 
-    async def stretch(self, seconds: float) -> Stretch:
+    async def run_period(self, seconds: float) -> Period:
         before = self._cpu_s()
         tallies = [await self._loads[0].run(seconds)] if len(self._loads) == 1 else await self._all(seconds)
-        found = Stretch(tallies, self._cpu_s() - before)
+        found = Period(tallies, self._cpu_s() - before)
         self._pace = max(self._pace, found.turns / found.seconds)
         return found
 
-    async def measured(self, seconds: float) -> Stretch:
+    async def measured(self, seconds: float) -> Period:
         """Warm up, create sessions, measure."""
         await self.warm_up()
         await self.create_ahead(seconds)
-        return await self.stretch(seconds)
+        return await self.run_period(seconds)
 
     @property
     def answered(self) -> int:

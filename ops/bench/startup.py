@@ -9,7 +9,7 @@ from typing import Any
 
 from ops.bench.client import Connection
 from ops.bench.latency import timed
-from ops.bench.measure import keep, table
+from ops.bench.measure import save_figures, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.stand import cores, folder_for_bench, pinned, simulator
 from ops.bench.stored import fill
@@ -44,7 +44,7 @@ async def main(arguments: argparse.Namespace) -> int:
                     }
                 )
     table(rows)
-    keep("startup", rows)
+    save_figures("startup", rows)
     return 0
 
 

@@ -77,14 +77,14 @@ async def fill(url: str, sessions: int, turns: int) -> None:
     content."""
     made = [_plain_turn(number) for number in range(turns)]
 
-    def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
         for number in range(sessions):
             yield f"filled-{number}", made
 
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, every(), b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=False)
     finally:
         await database.close()
 

@@ -21,8 +21,8 @@ from ops.bench.profile import top_frames
 from ops.bench.sessions import Script, short_turns
 from ops.bench.sizes import SIZES
 from ops.bench.stand import (
+    Period,
     Side,
-    Stretch,
     cores,
     folder_for_bench,
     simulator,
@@ -93,7 +93,7 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         await side.warm_up()
         await side.create_ahead(seconds)
         before = await writer_counters(server.base_url)
-        found = await side.stretch(seconds)
+        found = await side.run_period(seconds)
         after = await writer_counters(server.base_url)
         figures = {
             "clients": arguments.clients,
@@ -104,7 +104,7 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         if arguments.profile:
             await side.create_ahead(PROFILE_S)
-            running = asyncio.create_task(side.stretch(PROFILE_S + 1))
+            running = asyncio.create_task(side.run_period(PROFILE_S + 1))
             figures |= dict(await top_frames(server.pid, PROFILE_S, server.database_path.parent))
             await running
     return figures
@@ -118,21 +118,21 @@ async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
     A ratio compares two adjacent periods.
     """
     seconds = arguments.seconds or 1.5
-    with _both(arguments) as (engine_url, servers, token):
+    with _both_servers(arguments) as (engine_url, servers, token):
         script = await _script(arguments, engine_url)
         sides = [await _side(server, script, arguments, token).warm_up() for server in servers]
-        pairs: list[tuple[Stretch, Stretch]] = []
+        pairs: list[tuple[Period, Period]] = []
         for number in range(arguments.rounds):
             for side in sides:
                 await side.create_ahead(seconds)
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            found = {place: await sides[place].stretch(seconds) for place in order}
+            found = {place: await sides[place].run_period(seconds) for place in order}
             pairs.append((found[0], found[1]))
     return _ratios(pairs)
 
 
 @contextlib.contextmanager
-def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
+def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
     """Run the servers of the commit and of this tree; yields the engine's URL, the servers and their token."""
     places, (token, settings) = cores(arguments.spread), _token(arguments)
     with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProce
         database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
         engine = stack.enter_context(simulator(places))
         servers = []
-        for name, root in (("before", _tree_of(arguments.before, folder)), ("after", ROOT)):
+        for name, root in (("before", _source_tree(arguments.before, folder)), ("after", ROOT)):
             (own := folder / f"{name}-store").mkdir()
             url = None if database is None else database.new_database()
             server = ServerProcess(
@@ -151,7 +151,7 @@ def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProce
         yield engine.base_url, servers, token
 
 
-def _tree_of(commit: str, folder: Path) -> Path:
+def _source_tree(commit: str, folder: Path) -> Path:
     """The path of a source tree: `commit` itself if it is a folder, else an extracted commit. Raises CalledProcessError
     if the repository does not have it."""
     if (Path(commit) / "app").is_dir():
@@ -163,11 +163,11 @@ def _tree_of(commit: str, folder: Path) -> Path:
     return tree
 
 
-def _ratios(pairs: Sequence[tuple[Stretch, Stretch]]) -> dict[str, Any]:
+def _ratios(pairs: Sequence[tuple[Period, Period]]) -> dict[str, Any]:
     ratios = sorted(after.cpu_ms / before.cpu_ms for before, after in pairs)
-    off = math.ceil(0.98 * math.sqrt(len(ratios)))
+    margin = math.ceil(0.98 * math.sqrt(len(ratios)))
     middle = len(ratios) // 2
-    interval = ratios[max(0, middle - off) : middle + off + 1]
+    interval = ratios[max(0, middle - margin) : middle + margin + 1]
     sides = dict(zip(("before", "after"), map(list, zip(*pairs, strict=True)), strict=True))
     figures: dict[str, Any] = {"rounds": len(pairs), "turns": sum(one.turns for pair in pairs for one in pair)}
     for name, side in sides.items():
@@ -186,5 +186,5 @@ def _ratios(pairs: Sequence[tuple[Stretch, Stretch]]) -> dict[str, Any]:
     }
 
 
-def _mean_cpu(side: Sequence[Stretch]) -> float:
+def _mean_cpu(side: Sequence[Period]) -> float:
     return sum(one.cpu_s for one in side) / sum(one.turns for one in side)

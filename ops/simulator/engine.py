@@ -210,17 +210,17 @@ class Engine:
         self, conversation: Conversation, request: R, prompt: Encoded, order: FaultOrder | None
     ) -> tuple[Draft, Draft]:
         """The complete answer, and the part of it that the request's limits and the fault allow."""
-        wish: ChatRequest | CompletionRequest = request
+        adjusted: ChatRequest | CompletionRequest = request
         finish = FAULTS[order.fault].finish if order else None
         if finish is not None:
             sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
-            wish = msgspec.structs.replace(request, sim=sim)
+            adjusted = msgspec.structs.replace(request, sim=sim)
         whole = self.policy.unfinished(prompt.packed)
         if whole is None:
             continuing = not prompt.packed.endswith(self._opening)
-            whole = self.policy.whole(conversation, wish, continuing)
+            whole = self.policy.whole(conversation, adjusted, continuing)
         tokens = order.tokens if order is not None else None
-        draft = self.policy.within(whole, request if tokens is not None else wish)
+        draft = self.policy.within(whole, request if tokens is not None else adjusted)
         if request.stop:
             stops = [request.stop] if isinstance(request.stop, str) else request.stop
             draft = self.policy.stopped(draft, stops)
@@ -244,8 +244,8 @@ def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:
     """Output tokens by weight version. Versions requested in ``sim`` get equal shares."""
     versions = run.versions
     if sim and sim.weight_versions:
-        wished = sim.weight_versions
-        versions = [(place / len(wished), name) for place, name in enumerate(wished)]
+        names = sim.weight_versions
+        versions = [(place / len(names), name) for place, name in enumerate(names)]
     starts = [int(share * count) for share, _ in versions]
     spans = zip(versions, starts, [*starts[1:], count], strict=True)
     found = tuple(Span(name, start, end) for (_, name), start, end in spans if end > start)

@@ -324,9 +324,9 @@ class FaultQueue:
 
     def take(self, sim: Sim | None) -> FaultOrder | None:
         """The fault for a request, or None. Raises :class:`UnknownFault`."""
-        wish = sim.fault if sim else None
-        if wish is not None:
-            order = FaultOrder(wish) if isinstance(wish, str) else wish
+        requested = sim.fault if sim else None
+        if requested is not None:
+            order = FaultOrder(requested) if isinstance(requested, str) else requested
             if order.fault not in FAULTS:
                 raise UnknownFault(order.fault)
             return order

@@ -62,7 +62,7 @@ class Policy:
         self._tokenizer = tokenizer
         self._prose = Prose(tokenizer, config.seed)
         self._seed = config.seed.to_bytes(16, "little", signed=True)
-        self._asked: Lru[bytes, int] = Lru(200_000)
+        self._answers_given: Lru[bytes, int] = Lru(200_000)
         self._unfinished: Lru[bytes, Draft] = Lru(10_000)
         self._end = tokenizer.special_ids[IM_END]
         self._glue = {
@@ -78,7 +78,7 @@ class Policy:
 
     def forget(self) -> None:
         """Forget how often each conversation was answered, and the rests of aborted answers."""
-        self._asked.clear()
+        self._answers_given.clear()
         self._unfinished.clear()
 
     def draft(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
@@ -91,9 +91,11 @@ class Policy:
 
         ``continuing``: the prompt ends inside an assistant turn.
         """
-        asked = self._asked.get(conversation.digest) or 0
-        self._asked.put(conversation.digest, asked + 1)
-        key = hashlib.blake2b(self._seed + conversation.digest + asked.to_bytes(8, "little"), digest_size=16).digest()
+        repetition = self._answers_given.get(conversation.digest) or 0
+        self._answers_given.put(conversation.digest, repetition + 1)
+        key = hashlib.blake2b(
+            self._seed + conversation.digest + repetition.to_bytes(8, "little"), digest_size=16
+        ).digest()
         rng = random.Random(key)
         sim = request.sim or Sim()
         calls: tuple[Call, ...] = ()
@@ -143,10 +145,10 @@ class Policy:
         continuing: bool,
         digest: str,
     ) -> Draft:
-        named = [(call.name, call.arguments) for call in calls]
+        call_texts = [(call.name, call.arguments) for call in calls]
         tail: list[int] = []
         if calls:
-            tail = self._tokenizer.ids(assistant_text("", None, named))
+            tail = self._tokenizer.ids(assistant_text("", None, call_texts))
         wanted = sim.completion_tokens
         total = wanted if wanted is not None else rng.randint(40, 60)
         offset = rng.getrandbits(30)
@@ -154,22 +156,22 @@ class Policy:
             return self._exact(sim, sim.text, offset, digest)
         whole = total if limit is None or total <= limit else limit + 1
         room = max(whole - 1 - len(tail), 0)
-        thinks = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
+        has_reasoning = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
         overhead = len(self._think) + len(self._glue[False])
-        reasoning, thought = None, list[int]()
-        if thinks and not continuing and room >= overhead + 6:
-            reasoning, thought = self._prose.draw(rng, (room - overhead) // 3)
-            room -= len(thought) + overhead
+        reasoning, reasoning_ids = None, list[int]()
+        if has_reasoning and not continuing and room >= overhead + 6:
+            reasoning, reasoning_ids = self._prose.draw(rng, (room - overhead) // 3)
+            room -= len(reasoning_ids) + overhead
         if calls and (room < 2 or (wanted is None and rng.random() < 0.5)):
             room = 0
         if calls and room:
             room -= len(self._newline)
-        content, said = self._prose.draw(rng, room, opening=not continuing)
-        ids = [*self._think, *thought, *self._glue[bool(calls) and not content]] if reasoning else []
-        ids += said
+        content, content_ids = self._prose.draw(rng, room, opening=not continuing)
+        ids = [*self._think, *reasoning_ids, *self._glue[bool(calls) and not content]] if reasoning else []
+        ids += content_ids
         if calls:
             ids += [*self._newline, *tail] if content else tail
-        text = assistant_text(content, reasoning, named)
+        text = assistant_text(content, reasoning, call_texts)
         self._tokenizer.remember(text, ids)
         finish = "tool_calls" if calls else "stop"
         return Draft(text, content, reasoning, calls, [*ids, self._end], finish, offset, digest)
@@ -195,9 +197,9 @@ class Policy:
         text = self._tokenizer.decode(ids)
         for fewer in range(0 if exact else min(_CUT_TRIES, kept)):
             shorter = draft.ids[: kept - fewer]
-            shown = self._tokenizer.decode(shorter)
-            if self._tokenizer.ids(shown) == shorter:
-                ids, text = shorter, shown
+            shorter_text = self._tokenizer.decode(shorter)
+            if self._tokenizer.ids(shorter_text) == shorter:
+                ids, text = shorter, shorter_text
                 break
         reasoning, content, calls = parse(text, draft.calls)
         return replace(
@@ -261,8 +263,8 @@ class Policy:
 
 
 def _limit(request: Request) -> int | None:
-    wished = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    return request.max_tokens if wished is None else wished
+    limit = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    return request.max_tokens if limit is None else limit
 
 
 def _digest(ids: bytes) -> bytes:

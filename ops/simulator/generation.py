@@ -129,28 +129,28 @@ class Writer:
         """The text of ids, for an echoed prompt."""
         return self._tokenizer.decode(ids)
 
-    def experts(self, generation: Generation[R], asked: bool, start: int, npy: bool = False) -> bytes | None:
+    def experts(self, generation: Generation[R], is_requested: bool, start: int, npy: bool = False) -> bytes | None:
         """The ``routed_experts`` value, or ``None`` if it was not requested."""
-        wish = generation.sim.experts
-        if not asked and not (wish and wish.unasked):
+        options = generation.sim.experts
+        if not is_requested and not (options and options.unasked):
             return None
         layers, top_k, experts = self.config.experts
-        wish = wish or Experts()
-        shape = Shape(wish.layers or layers, wish.top_k or top_k, wish.experts or experts)
-        return self._payload(generation, shape, wish, start, npy)
+        options = options or Experts()
+        shape = Shape(options.layers or layers, options.top_k or top_k, options.experts or experts)
+        return self._payload(generation, shape, options, start, npy)
 
     def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
         """The ``indexer_topk`` value, or ``None`` if it was not requested."""
-        wish = generation.sim.indexer_topk
-        if not generation.request.return_indexer_topk and wish is None:
+        options = generation.sim.indexer_topk
+        if not generation.request.return_indexer_topk and options is None:
             return None
         layers, top_k = self.config.indexer
-        wish = wish or Experts()
-        return self._payload(generation, Shape(wish.layers or layers, wish.top_k or top_k, 0), wish, 0, False)
+        options = options or Experts()
+        return self._payload(generation, Shape(options.layers or layers, options.top_k or top_k, 0), options, 0, False)
 
-    def _payload(self, generation: Generation[R], shape: Shape, wish: Experts, start: int, npy: bool) -> bytes:
+    def _payload(self, generation: Generation[R], shape: Shape, options: Experts, start: int, npy: bool) -> bytes:
         stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
-        write = self.payloads.nested if wish.nested else self.payloads.npy if npy else self.payloads.base64
+        write = self.payloads.nested if options.nested else self.payloads.npy if npy else self.payloads.base64
         head = generation.prompt.packed[:64] + array("i", generation.draft.ids[:16]).tobytes()
         return write(shape, min(start, stop), stop, head)
 
