@@ -143,14 +143,14 @@ def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bo
     The caller makes sure that no server runs. With `salvage`, keep the readable part of a damaged store. Raises
     StartupError, DamagedStore, sqlite3.Error; the store is then unchanged.
     """
-    made = path.with_name(f"{path.name}.compacting")
+    target = path.with_name(f"{path.name}.compacting")
     rewritten = Rewritten()
     try:
         try:
             merge_wal(path)
-            _create(made)
-            _vacuum_into(path, made, progress)
-            is_damaged = not is_sound(made, progress)
+            _create(target)
+            _vacuum_into(path, target, progress)
+            is_damaged = not is_sound(target, progress)
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
@@ -158,35 +158,35 @@ def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bo
         if is_damaged:
             if not salvage:
                 raise refusal(path, progress, "the store is unchanged")
-            _create(made)
+            _create(target)
             kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
-            rewritten = Rewritten(copy_rest(path, made, progress), kept)
-        check_sqlite(made, progress)
-        copy_mode_and_owner(made, path)
-        sync(made)
+            rewritten = Rewritten(copy_rest(path, target, progress), kept)
+        check_sqlite(target, progress)
+        copy_mode_and_owner(target, path)
+        sync(target)
         if rewritten.kept is None:
             merge_wal(path)
         else:
             _rename_damaged(path, rewritten.kept)
-        os.replace(made, path)
+        os.replace(target, path)
     except BaseException:
-        made.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         raise
     sync(path.parent)
     return rewritten
 
 
-def _create(made: Path) -> None:
+def _create(target: Path) -> None:
     for suffix in ("", "-wal", "-shm", "-journal"):
-        Path(f"{made}{suffix}").unlink(missing_ok=True)
-    os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        Path(f"{target}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
-def _vacuum_into(path: Path, made: Path, progress: Callable[[str], None]) -> None:
+def _vacuum_into(path: Path, target: Path, progress: Callable[[str], None]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         watch(connection, progress, "rewriting the file")
-        connection.execute("VACUUM INTO ?", (str(made),))
-    with closing(sqlite3.connect(made, isolation_level=None)) as connection:
+        connection.execute("VACUUM INTO ?", (str(target),))
+    with closing(sqlite3.connect(target, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
 
 

@@ -31,54 +31,54 @@ class DamagedStore(StartupError):
     """The store is damaged, and the command was not told to `--salvage` it."""
 
 
-def refusal(path: Path, progress: Callable[[str], None], left: str) -> DamagedStore:
-    """The error for a damaged store. `left` describes the state that the command leaves."""
+def refusal(path: Path, progress: Callable[[str], None], remaining_state: str) -> DamagedStore:
+    """The error for a damaged store. `remaining_state` describes the state that the command leaves."""
     try:
         with _read_consistently(path) as source:
-            found = find(source, progress)
+            losses = find(source, progress)
     except (PageDamaged, BrokenRow, DBAPIError, sqlite3.Error) as error:
-        return DamagedStore(f"{path} is damaged and cannot be read ({error}); {left}".splitlines()[0])
-    return DamagedStore(f"{path} is damaged: {described(found)}; {left}; --salvage copies the rest")
+        return DamagedStore(f"{path} is damaged and cannot be read ({error}); {remaining_state}".splitlines()[0])
+    return DamagedStore(f"{path} is damaged: {describe(losses)}; {remaining_state}; --salvage copies the rest")
 
 
-def described(found: Damage) -> str:
+def describe(losses: Damage) -> str:
     """The damaged tables and sessions in one line."""
-    tables = f"tables {', '.join(found.tables)}" if found.tables else "no known table"
-    names = sorted(found.sessions)
+    tables = f"tables {', '.join(losses.tables)}" if losses.tables else "no known table"
+    names = sorted(losses.sessions)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     sessions = f"sessions {', '.join(names[:SHOWN])}{more}" if names else "no session has lost anything"
     return f"{tables}; {sessions}"
 
 
-def salvage(path: Path, made: Path, progress: Callable[[str], None]) -> Damage:
-    """Copy everything readable into the empty file `made`. Raises StartupError if nothing can be read."""
-    with closing(sqlite3.connect(made, isolation_level=None)) as empty:
+def salvage(path: Path, target: Path, progress: Callable[[str], None]) -> Damage:
+    """Copy everything readable into the empty file `target`. Raises StartupError if nothing can be read."""
+    with closing(sqlite3.connect(target, isolation_level=None)) as empty:
         for pragma in (*FILE_PRAGMAS, "PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF"):
             empty.execute(pragma)
         try:
             with _read_consistently(path) as source:
                 _require_revision(source)
-                later = _schema(source, empty)
-                with _sqlalchemy_connection(lambda: empty) as target:
+                deferred = _schema(source, empty)
+                with _sqlalchemy_connection(lambda: empty) as copy:
                     empty.execute("BEGIN")
-                    found = copy_readable(source, target, progress)
+                    losses = copy_readable(source, copy, progress)
                     empty.execute("COMMIT")
         except (PageDamaged, BrokenRow, DBAPIError) as error:
             raise StartupError(f"{path} is too damaged to copy anything: {error}".splitlines()[0]) from error
-        for statement in later:
+        for statement in deferred:
             empty.execute(statement)
         empty.execute("PRAGMA journal_mode = WAL").fetchone()
-    sync(made)
-    return found
+    sync(target)
+    return losses
 
 
-def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> Outcome:
-    """The result of a command that copied a store. `found`: the content that could not be copied."""
-    if not found:
+def outcome(line: str, fields: dict[str, Any], losses: Damage | None) -> Outcome:
+    """The result of a command that copied a store. `losses`: the content that could not be copied."""
+    if not losses:
         return Outcome(DONE, [line], fields)
-    tables = [f"table {name}: rows are missing" for name in found.tables]
-    sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(found.sessions.items())]
-    missing = {"tables": found.tables, "sessions": found.sessions}
+    tables = [f"table {name}: rows are missing" for name in losses.tables]
+    sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(losses.sessions.items())]
+    missing = {"tables": losses.tables, "sessions": losses.sessions}
     return Outcome(NOT_ALL_WELL, [*tables, *sessions, line], {**fields, "missing": missing})
 
 
@@ -106,21 +106,21 @@ def _sqlalchemy_connection(creator: Callable[[], sqlite3.Connection]) -> Iterato
 def _require_revision(source: Connection) -> None:
     """Raises StartupError if the store has another revision than this version, since its tables may have other
     columns."""
-    found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    if found != revision_head():
+    revision = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if revision != revision_head():
         raise StartupError(
-            f"the store is at revision {found}, this version salvages {revision_head()}: use the store's own version"
+            f"the store is at revision {revision}, this version salvages {revision_head()}: use the store's own version"
         )
 
 
 def _schema(source: Connection, empty: sqlite3.Connection) -> list[str]:
     """Create the tables in `empty`; returns the statements to run after they are filled, such as indexes."""
-    later: list[str] = []
+    deferred: list[str] = []
     for kind, statement in source.exec_driver_sql("SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL").all():
         if kind == "table":
             empty.execute(statement)
         else:
-            later.append(statement)
+            deferred.append(statement)
     revision = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     empty.execute("INSERT INTO alembic_version VALUES (?)", (revision,))
-    return later
+    return deferred

@@ -71,20 +71,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    places = cores(arguments.spread)
-    with folder_for_bench(arguments.folder) as folder, simulator(places) as engine:
+    cpu_sets = cores(arguments.spread)
+    with folder_for_bench(arguments.folder) as folder, simulator(cpu_sets) as engine:
         count = min(POOL, arguments.sessions * arguments.turns)
-        pool = await _pool(folder, engine.base_url, places, arguments.tokens, count)
+        pool = await _pool(folder, engine.base_url, cpu_sets, arguments.tokens, count)
         server = ServerProcess(folder).migrate()
         stored = await _fill(server, pool, arguments.sessions, arguments.turns)
         print(f"{arguments.sessions} sessions x {arguments.turns} turns: {stored / MIB:.0f} MiB", flush=True)
-        rows = [await _export(server, form, arguments.sessions, stored, places) for form in arguments.forms]
+        rows = [await _export(server, form, arguments.sessions, stored, cpu_sets) for form in arguments.forms]
     table(rows)
     save_figures(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
     return 0
 
 
-async def _pool(folder: Path, engine_url: str, places: Cores, tokens: int, count: int) -> list[StoredTurn]:
+async def _pool(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
     """Turns as the service stores them: a server ran each of them with a different question.
 
     Only the logprobs are replaced by random ones with 32 bits, as engines send them: the simulator has few different
@@ -95,7 +95,7 @@ async def _pool(folder: Path, engine_url: str, places: Cores, tokens: int, count
     sim = msgspec.json.encode({"completion_tokens": half, "tool_calls": False, "reasoning": False})
     size = int((half - TEMPLATE_TOKENS) * QUESTION_BYTES_PER_TOKEN)
     server = ServerProcess(sample, upstreams=[engine_url]).migrate()
-    with started(server, places):
+    with started(server, cpu_sets):
         async with await client.Connection.connect(server.base_url) as connection:
             for number in range(count):
                 await connection.json("POST", "/sessions", {"session_id": f"pool-{number}"})
@@ -139,12 +139,12 @@ async def _fill(server: ServerProcess, pool: Sequence[StoredTurn], count: int, t
         await database.close()
 
 
-async def _export(server: ServerProcess, form: str, count: int, stored: int, places: Cores) -> dict[str, Any]:
+async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu_sets: Cores) -> dict[str, Any]:
     """Measure one export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the
     output."""
     format, shape = form.split()
     read_s = await _plain_read(server, stored)
-    with started(server, places):
+    with started(server, cpu_sets):
         await _download(server, format, shape, limit=1)
         cpu = cpu_s(server.pid)
         with _Peak(server.pid) as peak:

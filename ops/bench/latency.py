@@ -41,16 +41,16 @@ class _Route(NamedTuple):
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    places = cores(arguments.spread)
+    cpu_sets = cores(arguments.spread)
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
-        engine = stack.enter_context(simulator(places))
+        engine = stack.enter_context(simulator(cpu_sets))
         servers: dict[str, OwnProcess] = {
-            "Turnlog": stack.enter_context(turnlog(engine, places, folder)),
+            "Turnlog": stack.enter_context(turnlog(engine, cpu_sets, folder)),
         }
         if arguments.peer:
             gateway = rllm_gateway(arguments.peer, folder, engine.base_url)
-            servers[f"rllm-model-gateway, {arguments.peer}"] = stack.enter_context(started(gateway, places))
+            servers[f"rllm-model-gateway, {arguments.peer}"] = stack.enter_context(started(gateway, cpu_sets))
         routes = [
             _Route(name, server, await stack.enter_async_context(await Connection.connect(server.base_url)))
             for name, server in servers.items()

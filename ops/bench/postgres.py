@@ -103,7 +103,7 @@ async def _plain_commits(
 
 
 async def _measure_turns(
-    database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, places: Cores
+    database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, cpu_sets: Cores
 ) -> dict[str, Any]:
     """Measure turns; returns a row of the table. `database` None means SQLite."""
     url = None if database is None else database.new_database()
@@ -111,7 +111,7 @@ async def _measure_turns(
         servers = [ServerProcess(folder, upstreams=[engine.base_url], database_url=url) for _ in range(processes)]
         servers[0].migrate()
         for server in servers:
-            stack.enter_context(started(server, places))
+            stack.enter_context(started(server, cpu_sets))
         script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
         side = Side(servers, script, clients=arguments.clients, turns_per_session=TURNS_PER_SESSION)
         await side.warm_up()

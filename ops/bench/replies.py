@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def main(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
-    places = cores(arguments.spread)
-    with simulator(places) as engine:
+    cpu_sets = cores(arguments.spread)
+    with simulator(cpu_sets) as engine:
         for name in arguments.sizes:
             size = SIZES[name]
             script = await size.script(engine.base_url)
-            with turnlog(engine, places, arguments.folder) as server:
+            with turnlog(engine, cpu_sets, arguments.folder) as server:
                 side = Side([server], script, clients=size.clients, turns_per_session=size.turns_per_session)
                 period = await side.measured(arguments.seconds)
             ratio = None if size.ideal_ms is None else period.cpu_ms / size.ideal_ms

@@ -55,16 +55,16 @@ def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def simulator(places: Cores) -> Iterator[SimulatorProcess]:
+def simulator(cpu_sets: Cores) -> Iterator[SimulatorProcess]:
     """A running engine simulator. The caller is pinned to the same core meanwhile, as the clients' core."""
-    with pinned(places.others), SimulatorProcess("--reasoning", "0") as engine:
+    with pinned(cpu_sets.others), SimulatorProcess("--reasoning", "0") as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def started(server: OwnProcess, places: Cores) -> Iterator[OwnProcess]:
+def started(server: OwnProcess, cpu_sets: Cores) -> Iterator[OwnProcess]:
     """Start the server on its core, and stop it at the end."""
-    with pinned(places.server):
+    with pinned(cpu_sets.server):
         server.start()
     try:
         yield server
@@ -75,7 +75,7 @@ def started(server: OwnProcess, places: Cores) -> Iterator[OwnProcess]:
 @contextlib.contextmanager
 def turnlog(
     engine: SimulatorProcess,
-    places: Cores,
+    cpu_sets: Cores,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     database_url: str | None = None,
@@ -85,7 +85,7 @@ def turnlog(
         server = ServerProcess(
             made, upstreams=[engine.base_url], environment=environment, database_url=database_url
         ).migrate()
-        with started(server, places):
+        with started(server, cpu_sets):
             yield server
 
 

@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    places = cores()
+    cpu_sets = cores()
     rows: list[dict[str, Any]] = []
-    with simulator(places) as engine:
+    with simulator(cpu_sets) as engine:
         for count in (0, arguments.sessions):
             with folder_for_bench(arguments.folder) as folder:
                 server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()
                 await fill(server.environment["TURNLOG_DATABASE_URL"], count, arguments.turns)
                 times = [
-                    await _first_turn(server, places.server, f"first-{number}") for number in range(arguments.repeat)
+                    await _first_turn(server, cpu_sets.server, f"first-{number}") for number in range(arguments.repeat)
                 ]
                 rows.append(
                     {

@@ -83,11 +83,11 @@ def _token(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
 
 
 async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    places, (token, settings) = cores(arguments.spread), _token(arguments)
+    cpu_sets, (token, settings) = cores(arguments.spread), _token(arguments)
     seconds = arguments.seconds or 10.0
     with (
-        simulator(places) as engine,
-        turnlog(engine, places, arguments.folder, settings, arguments.database_url) as server,
+        simulator(cpu_sets) as engine,
+        turnlog(engine, cpu_sets, arguments.folder, settings, arguments.database_url) as server,
     ):
         side = _side(server, await _script(arguments, engine.base_url), arguments, token)
         await side.warm_up()
@@ -134,11 +134,11 @@ async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
     """Run the servers of the commit and of this tree; yields the engine's URL, the servers and their token."""
-    places, (token, settings) = cores(arguments.spread), _token(arguments)
+    cpu_sets, (token, settings) = cores(arguments.spread), _token(arguments)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
         database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
-        engine = stack.enter_context(simulator(places))
+        engine = stack.enter_context(simulator(cpu_sets))
         servers = []
         for name, root in (("before", _source_tree(arguments.before, folder)), ("after", ROOT)):
             (own := folder / f"{name}-store").mkdir()
@@ -146,7 +146,7 @@ def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[Ser
             server = ServerProcess(
                 own, upstreams=[engine.base_url], database_url=url, environment=settings, root=root
             ).migrate()
-            stack.enter_context(started(server, places))
+            stack.enter_context(started(server, cpu_sets))
             servers.append(server)
         yield engine.base_url, servers, token
 

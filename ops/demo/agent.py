@@ -33,14 +33,14 @@ class Call:
 class Acknowledged:
     """A turn whose reply reached the agent, so it must not be lost.
 
-    `place` is the index of its assistant message. A stream carries no token ids, so these fields and `reply_sha256` are
-    None.
+    `message_index` is the index of its assistant message. A stream has no token ids, so these fields and
+    `reply_sha256` are None.
     """
 
     turn: int
     key: str
     reply_sha256: str | None
-    place: int
+    message_index: int
     text: str
     calls: tuple[Call, ...]
     output_tokens: int
@@ -111,7 +111,7 @@ class Agent:
             turn=int(raw.headers["x-turnlog-turn"]),
             key=key,
             reply_sha256=None if self.stream else hashlib.sha256(raw.content).hexdigest(),
-            place=len(self.messages),
+            message_index=len(self.messages),
             text=message.content or "",
             calls=calls,
             output_tokens=len(choice["logprobs"]["content"]) if sampled is None else len(sampled),

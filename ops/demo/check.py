@@ -71,7 +71,7 @@ def _missing(seen: Acknowledged, rows: Sequence[Row]) -> Iterable[str]:
         yield "the sampled token ids differ"
     if seen.logprobs is not None and row["logprobs"][start:end] != seen.logprobs:
         yield "the logprobs differ"
-    message = row["messages"][seen.place]
+    message = row["messages"][seen.message_index]
     calls = [(call["id"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     if (message.get("content") or "") != seen.text or calls != [(call.id, call.arguments) for call in seen.calls]:
         yield "the text or the tool calls differ"

@@ -16,7 +16,7 @@ import msgspec
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
-from ops.simulator.records import PROBES, RequestLog, Seen
+from ops.simulator.records import PROBES, ReceivedRequest, RequestLog
 from ops.simulator.wire import Delivery, FaultOrder, Reply
 
 Scope = dict[str, Any]
@@ -48,7 +48,7 @@ class Simulator:
         if body is None:
             return
         path = scope["path"]
-        seen = Seen(path, scope["headers"], body)
+        seen = ReceivedRequest(path, scope["headers"], body)
         if path in PROBES:
             self.requests.probes[path] += 1
         elif not path.startswith("/sim/"):

@@ -245,7 +245,7 @@ def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:
     versions = run.versions
     if sim and sim.weight_versions:
         names = sim.weight_versions
-        versions = [(place / len(names), name) for place, name in enumerate(names)]
+        versions = [(index / len(names), name) for index, name in enumerate(names)]
     starts = [int(share * count) for share, _ in versions]
     spans = zip(versions, starts, [*starts[1:], count], strict=True)
     found = tuple(Span(name, start, end) for (_, name), start, end in spans if end > start)

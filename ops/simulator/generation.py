@@ -180,11 +180,11 @@ def tool_calls(draft: Draft) -> list[dict[str, object]]:
     return [
         {
             "id": call.id,
-            "index": place,
+            "index": index,
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for place, call in enumerate(draft.calls)
+        for index, call in enumerate(draft.calls)
     ]
 
 
@@ -193,11 +193,11 @@ def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
     found: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
     for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
         found += [{field: text[at : at + size]} for at in range(0, len(text), size)]
-    for place, call in enumerate(draft.calls):
+    for index, call in enumerate(draft.calls):
         named = {"name": call.name, "arguments": ""}
-        found.append({"tool_calls": [{"id": call.id, "index": place, "type": "function", "function": named}]})
+        found.append({"tool_calls": [{"id": call.id, "index": index, "type": "function", "function": named}]})
         found += [
-            {"tool_calls": [{"index": place, "function": {"arguments": call.arguments[at : at + size]}}]}
+            {"tool_calls": [{"index": index, "function": {"arguments": call.arguments[at : at + size]}}]}
             for at in range(0, len(call.arguments), size)
         ]
     return found

@@ -16,7 +16,7 @@ PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused"})
 
 
 @dataclass(slots=True)
-class Seen:
+class ReceivedRequest:
     """One request as it arrived.
 
     ``number`` counts requests from 1 since the process started. ``arrived`` and ``answered`` are seconds of the host's
@@ -60,10 +60,10 @@ class RequestLog:
         self._size = size
         self._total = 0
         self._number = 0
-        self._seen: deque[Seen] = deque()
+        self._seen: deque[ReceivedRequest] = deque()
         self.probes: Counter[str] = Counter()
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: ReceivedRequest) -> None:
         """Number and store ``seen``; drop the oldest requests over the bounds."""
         self._number += 1
         seen.number = self._number
@@ -72,7 +72,7 @@ class RequestLog:
         while len(self._seen) > self._count or (self._total > self._size and len(self._seen) > 1):
             self._total -= len(self._seen.popleft().body)
 
-    def last(self, count: int) -> list[Seen]:
+    def last(self, count: int) -> list[ReceivedRequest]:
         """The newest ``count`` requests, oldest first."""
         return list(self._seen)[-count:] if count > 0 else []
 

@@ -73,8 +73,8 @@ def call_text(name: str, arguments: str) -> str:
 def assistant_text(content: str, reasoning: str | None, calls: list[tuple[str, str]]) -> str:
     """The text of an assistant turn, without its end token."""
     text = f"<think>\n{reasoning}\n</think>\n\n{content}" if reasoning else content
-    for place, (name, arguments) in enumerate(calls):
-        text += "\n" + call_text(name, arguments) if content or place else call_text(name, arguments)
+    for index, (name, arguments) in enumerate(calls):
+        text += "\n" + call_text(name, arguments) if content or index else call_text(name, arguments)
     return text
 
 

@@ -110,7 +110,7 @@ def _byte_of_char() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
-    table.update({chr(256 + place): value for place, value in enumerate(others)})
+    table.update({chr(256 + index): value for index, value in enumerate(others)})
     return table
 
 

@@ -86,12 +86,12 @@ def stream(generation: Generation[ChatRequest], writer: Writer) -> Reply:
     pieces = deltas(draft)
     share = -(-len(draft.ids) // max(len(pieces) - 1, 1))
     events = []
-    for place, delta in enumerate(pieces):
+    for index, delta in enumerate(pieces):
         choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        first: dict[str, object] = {} if place else {"prompt_token_ids": None}
+        first: dict[str, object] = {} if index else {"prompt_token_ids": None}
         if request.return_token_ids:
-            choice["token_ids"] = draft.ids[(place - 1) * share : place * share] if place else None
-            first = {} if place else {"prompt_token_ids": generation.prompt.ids()}
+            choice["token_ids"] = draft.ids[(index - 1) * share : index * share] if index else None
+            first = {} if index else {"prompt_token_ids": generation.prompt.ids()}
         events.append(event({**common, "choices": [choice], **first}))
     last: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": draft.finish, "stop_reason": None}
     if request.return_token_ids and len(pieces) == 1:

@@ -26,27 +26,29 @@ async def check(
     Returns the number of idempotency keys in their sessions under which more than one turn was committed.
     """
     turns_of: dict[str, list[Acknowledged]] = {}
-    for one in acknowledged:
-        turns_of.setdefault(one.session_id, []).append(one)
+    for turn in acknowledged:
+        turns_of.setdefault(turn.session_id, []).append(turn)
     doubled = 0
-    for session_id, turns in turns_of.items():
-        doubled += await _check_session(database, session_id, turns, report)
+    for session_id, acknowledged_turns in turns_of.items():
+        doubled += await _check_session(database, session_id, acknowledged_turns, report)
         progress(f"acknowledged turns, at {session_id}")
     return doubled
 
 
-async def _check_session(database: Database, session_id: str, turns: Sequence[Acknowledged], report: Report) -> int:
+async def _check_session(
+    database: Database, session_id: str, acknowledged_turns: Sequence[Acknowledged], report: Report
+) -> int:
     try:
         log = await database.read(
             lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
         log = None  # the check of the session has already reported the reason
-    for one in sorted(turns, key=lambda one: one.turn):
-        difference = await _difference(database, log, one, report)
+    for turn in sorted(acknowledged_turns, key=lambda turn: turn.turn):
+        difference = await _difference(database, log, turn, report)
         if difference is not None:
-            report.missing.append(one)
-            report.found(session_id, f"turn {one.turn} was acknowledged, {difference}")
+            report.missing.append(turn)
+            report.found(session_id, f"turn {turn.turn} was acknowledged, {difference}")
     events = () if log is None else (entry.event for entry in log.events)
     keys = Counter(event.retry_key for event in events if isinstance(event, TurnCommitted) and event.retry_key)
     doubled = [key for key, count in keys.items() if count > 1]
@@ -55,25 +57,25 @@ async def _check_session(database: Database, session_id: str, turns: Sequence[Ac
     return len(doubled)
 
 
-async def _difference(database: Database, log: Log | None, one: Acknowledged, report: Report) -> str | None:
-    if log is None or not 1 <= one.turn <= len(log.session.turns):
+async def _difference(database: Database, log: Log | None, turn: Acknowledged, report: Report) -> str | None:
+    if log is None or not 1 <= turn.turn <= len(log.session.turns):
         return "but is not in the log"
     session = log.session
-    if one.retry_key not in (None, _committed(log, session, one.turn).retry_key):
+    if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):
         return "but with another key"
-    if one.reply_sha256 is None:
+    if turn.reply_sha256 is None:
         return None
     if session.status == "erased":
         report.not_compared += 1
         return None
     try:
-        for kinds in _kind_combinations([payload.kind for payload in session.payloads.get(one.turn, ())]):
-            _, _, body = await stored_reply(database, session, one.turn, kinds)
-            if hashlib.sha256(body).hexdigest() == one.reply_sha256:
+        for kinds in _kind_combinations([payload.kind for payload in session.payloads.get(turn.turn, ())]):
+            _, _, body = await stored_reply(database, session, turn.turn, kinds)
+            if hashlib.sha256(body).hexdigest() == turn.reply_sha256:
                 return None
     except SessionUnreadable as error:
         return f"but cannot be read: {error}"
-    if _tombstoned(log, session, one.turn):
+    if _tombstoned(log, session, turn.turn):
         report.not_compared += 1
         return None
     return "with another reply"

@@ -18,19 +18,19 @@ from app.store.reads import decode_events
 from app.store.schema import events, group_changes, groups, sessions
 from ops.verify.report import STORE, Report
 
-PLACES = 50_000
+POSITIONS = 50_000
 """Positions in the order of events read in one query."""
 
 GROUPS = 200
 """Groups read in one query."""
 
-MEASURED = 16
+LOGS_READ = 16
 """Groups whose logs are read at the same time."""
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 
 
-SHOWN = 20
+MAX_PROBLEMS = 20
 """Problems that SQLite reports about its file, at most."""
 
 
@@ -50,7 +50,7 @@ async def check_file(database: Database, report: Report) -> None:
 
 
 def _file_problems(connection: Connection) -> list[str]:
-    reported = connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars()
+    reported = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_PROBLEMS})").scalars()
     return [one for one in reported if one != "ok"]
 
 
@@ -76,24 +76,24 @@ async def check_order(database: Database, report: Report, progress: Callable[[st
     newest, ahead = await database.read(restored.newest_tx)
     if ahead:
         report.found(STORE, f"events of transaction {newest}, which this server has not begun yet: run ops.restore")
-    after: Place = (0, 0)
+    after: Position = (0, 0)
     seen = 0
-    while len(page := await database.read(partial(_places, since=after))) > 1:
-        for before, place in pairwise(page):
-            if before >= place:
-                stand = "two events are" if before == place else "an event is out of order"
-                report.found(STORE, f"{stand} at transaction {place[0]}, position {place[1]}")
+    while len(page := await database.read(partial(_positions, since=after))) > 1:
+        for before, position in pairwise(page):
+            if before >= position:
+                problem = "two events are" if before == position else "an event is out of order"
+                report.found(STORE, f"{problem} at transaction {position[0]}, position {position[1]}")
                 return
         seen += len(page)
         progress(f"the order of {seen} events")
         after = page[-1]
 
 
-def _places(connection: Connection, since: Place) -> list[Place]:
+def _positions(connection: Connection, since: Position) -> list[Position]:
     """The position `since`, if an event has it, and the next ones."""
-    place = tuple_(events.c.tx, events.c.position)
-    query = select(events.c.tx, events.c.position).where(place >= since).order_by(events.c.tx, events.c.position)
-    return [(row[0], row[1]) for row in connection.execute(query.limit(PLACES))]
+    position = tuple_(events.c.tx, events.c.position)
+    query = select(events.c.tx, events.c.position).where(position >= since).order_by(events.c.tx, events.c.position)
+    return [(row[0], row[1]) for row in connection.execute(query.limit(POSITIONS))]
 
 
 class _Members(msgspec.Struct, frozen=True):
@@ -143,8 +143,8 @@ def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> N
         _check_counts(group_id, row, members.get(group_id, _Members()), report)
     measured = {group_id: row for group_id, row in stored.items() if row is not None and row.measured}
     names = list(measured)
-    for start in range(0, len(names), MEASURED):
-        part = names[start : start + MEASURED]
+    for start in range(0, len(names), LOGS_READ):
+        part = names[start : start + LOGS_READ]
         logs = group_reads.turn_events(connection, part)
         for group_id in part:
             _check_age(group_id, measured[group_id], logs, report)
