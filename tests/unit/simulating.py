@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 
 CHAT = "/v1/chat/completions"

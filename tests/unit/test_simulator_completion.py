@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.tokenizer import Tokenizer

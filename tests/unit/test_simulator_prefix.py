@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config
 from ops.simulator.prefixes import PrefixCache
 
