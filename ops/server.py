@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -216,27 +215,3 @@ class ServerProcess(OwnProcess):
 
     def __enter__(self) -> Self:
         return self.migrate().start()
-
-
-class KeptServer(ServerProcess):
-    """Runs `turnlog serve` on a migrated store. `pid` and the signals are those of the keeper process."""
-
-    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
-        super().__init__(folder, **more)
-        command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", str(self.port)]
-        self._command = [*command, *arguments]
-
-    @property
-    def started(self) -> list[int]:
-        """The ids of all server processes that were started, in order."""
-        return self._ids_in_log(r"Started server process \[(\d+)\]")
-
-    @property
-    def spare(self) -> int | None:
-        """The id of the standby process that waits to take over, or None."""
-        waited = self._ids_in_log(r"process (\d+) waits to take over")
-        return waited[-1] if waited and waited[-1] not in self.started else None
-
-    def _ids_in_log(self, pattern: str) -> list[int]:
-        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return [int(pid) for pid in re.findall(pattern, text)]

@@ -45,7 +45,8 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     after the last row; with a `limit` that header is only sent when no rows are left.
     """
     require_known(request, ExportParameters)
-    started = await services(request).exporter.start(query, query.cursor)
+    exporter = await services(request).exporter()
+    started = await exporter.start(query, query.cursor)
     headers = {
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',

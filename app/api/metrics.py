@@ -80,7 +80,7 @@ def refresh(app: Services) -> None:
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)
-    exported = app.exporter.exported
+    exported = app.exported
     metrics.exports_running.set(exported.running)
     metrics.totals(metrics.exports, {"whole": exported.whole, "cut": exported.cut})
     metrics.total(metrics.export_rows, exported.rows)
@@ -141,7 +141,7 @@ def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
     yield _gauge(
         "turnlog_build_info",
         "This version; always 1.",
-        {(app.exporter.release, platform.python_version(), kind): 1},
+        {(app.release, platform.python_version(), kind): 1},
         "version",
         "python",
         "database",

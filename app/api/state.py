@@ -14,8 +14,8 @@ from app.api.limits import RequestMemory, peer_of, read_body
 from app.api.tokens import Tokens
 from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
-from app.export.exports import Exports
 from app.export.feed import Feed
+from app.export.metrics import ExportMetrics
 from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
 from app.lazy_import import LazyImport
@@ -29,6 +29,7 @@ from workers.pool import Pool
 
 if TYPE_CHECKING:
     from app.api.page.page import PageReaders
+    from app.export.exporter import Exporter
     from app.tito.prompts import Prompts
 
 
@@ -65,7 +66,9 @@ class Services(Assembly):
         self.metrics = metrics
         self.tokens = tokens
         self.connection_limit = connection_limit
-        self.exporter = Exports(database, release)
+        self.release = release
+        self.exported = ExportMetrics()
+        self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
         self.feed = Feed(database, self.writer, self.exporter)
         self.samples = SessionSamples(self.cache, self.token_in, release)
         self.health = HealthWatch(
@@ -78,7 +81,7 @@ class Services(Assembly):
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
         self.counted = CachedFigures(database, time.monotonic)
         self.lag = LoopLag(time.monotonic)
-        self.page = LazyImport("app.api.page.page", lambda: _page(self, release))
+        self.page = LazyImport("app.api.page.page", lambda: _page(self))
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""
@@ -88,10 +91,16 @@ class Services(Assembly):
             self.page.made.watch.stop()
 
 
-def _page(made: Services, release: str) -> PageReaders:
+def _exporter(made: Services) -> Exporter:
+    from app.export.exporter import Exporter  # a start does not need it
+
+    return Exporter(made.database, made.release, exported=made.exported)
+
+
+def _page(made: Services) -> PageReaders:
     from app.api.page.page import page_of  # nobody may ever look
 
-    return page_of(made, release)
+    return page_of(made)
 
 
 def services(request: Request) -> Services:

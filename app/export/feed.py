@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import Field
@@ -43,7 +43,7 @@ from app.domain.patterns import ID
 from app.errors import NotFound
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
-from app.lazy_import import loaded
+from app.lazy_import import LazyImport, loaded
 from app.sessions.groups import settle_groups
 from app.store import group_reads, survey
 from app.store.group_reads import Candidate, TurnEvents, Waiting
@@ -51,6 +51,9 @@ from app.store.groups import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.store.ports import Database, Writer
 from app.store.reads import EventRow, decode_events
 from app.store.unreadable import Unreadable
+
+if TYPE_CHECKING:
+    from app.export.exporter import Exporter
 
 ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""
@@ -66,14 +69,6 @@ PAGE = 500
 
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
-
-
-class RowSource(Protocol):
-    """Gives the training rows of sessions: the exporter."""
-
-    async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
-        """The sessions' rows as they are now; an exclusion is a row with `formats.EXCLUDED`."""
-        ...
 
 
 class FeedQuery(RowQuery):
@@ -125,12 +120,12 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """`rows` gives the rows of the sessions that are handed out."""
+    """`exporter` gives the rows of the sessions that are handed out."""
 
-    def __init__(self, database: Database, writer: Writer, rows: RowSource) -> None:
+    def __init__(self, database: Database, writer: Writer, exporter: LazyImport[Exporter]) -> None:
         self._database = database
         self._writer = writer
-        self._rows = rows
+        self._exporter = exporter
         self._leasing = asyncio.Lock()
 
     async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
@@ -267,8 +262,9 @@ class Feed:
             explain=True, max_seq_len=query.max_seq_len, truncate=query.truncate, shape=query.shape, advantage="grpo"
         )
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
+        exporter = await self._exporter()
         for part in _parts(all_sessions, query.shape):
-            found = await self._rows.rows(part, wanted)
+            found = await exporter.rows(part, wanted)
             made, left_out = await asyncio.to_thread(_encoded, found, query.shape)
             for row in made:
                 yield separator + row

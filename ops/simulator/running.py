@@ -50,12 +50,10 @@ class Runs:
 
     @property
     def paused(self) -> bool:
-        """Whether generations are paused."""
         return not self._resumed.is_set()
 
     @property
     def rids(self) -> list[str]:
-        """Request ids of all generations in flight."""
         return [run.rid for run in self._runs.values()]
 
     def abort(self, rid: str, everything: bool) -> int:
@@ -73,19 +71,15 @@ class Runs:
             run.versions.append((run.progress(now), version))
 
     def pause(self) -> None:
-        """Pause every generation, running or new."""
         self._resumed.clear()
 
     def resume(self) -> None:
-        """End the pause."""
         self._resumed.set()
 
     async def resumed(self) -> None:
-        """Wait until generations are not paused."""
         await self._resumed.wait()
 
     async def drained(self) -> None:
-        """Wait until nothing is in flight."""
         await self._idle.wait()
 
     async def hold(self, run: Run, hung_up: Callable[[], Awaitable[None]]) -> float:

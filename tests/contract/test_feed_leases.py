@@ -15,6 +15,7 @@ from helpers.store import Store, two_stores
 from app.domain.events import VersionSpan
 from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
+from app.lazy_import import LazyImport
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +63,7 @@ async def test_two_processes_that_finish_one_group_make_it_complete(pair: tuple[
 
 def feed_over(made: Groups) -> Feed:
     database = made.store.database
-    return Feed(database, made.store.writer, Exporter(database, "test"))
+    return Feed(database, made.store.writer, LazyImport("app.export.exporter", lambda: Exporter(database, "test")))
 
 
 async def given(feed: Feed, consumer: str, size: int = 1, **wish: Any) -> list[dict[str, Any]]:

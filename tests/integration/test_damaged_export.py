@@ -19,6 +19,7 @@ from app.domain.events import BlobRef
 from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
 from app.export.query import ExportQuery
+from app.lazy_import import LazyImport
 from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
@@ -74,7 +75,8 @@ async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) ->
 
 async def handed_out(store: Store, shape: str) -> dict[str, Row]:
     """The feed's groups, given to the same consumer each time."""
-    feed = Feed(store.database, store.writer, Exporter(store.database, "test"))
+    exporter = LazyImport("app.export.exporter", lambda: Exporter(store.database, "test"))
+    feed = Feed(store.database, store.writer, exporter)
     lines = b"".join(
         [piece async for piece in await feed.hand_out(FeedQuery(consumer="trainer", size=9, lease_s=60.0, shape=shape))]
     )

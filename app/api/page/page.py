@@ -29,8 +29,7 @@ class PageReaders(NamedTuple):
     previews: Previews
 
 
-def page_of(app: Services, release: str) -> PageReaders:
-    """Build the readers. `release` is Turnlog's version."""
+def page_of(app: Services) -> PageReaders:
     database, held = app.database, app.turns.held
     sessions = SessionList(database, held, app.engines, time.time)
     return PageReaders(
@@ -41,5 +40,5 @@ def page_of(app: Services, release: str) -> PageReaders:
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),
         groups=GroupList(database),
-        previews=Previews(database, release),
+        previews=Previews(database, app.release),
     )
