@@ -4,12 +4,12 @@
 when it does for the third time; `in_commit:3:stop` freezes it there with SIGSTOP instead. In service the variable
 is not set, and a point costs the call of an empty function (0.05 microseconds; an enum's members would cost 0.2).
 
-`in_…` is inside the transaction, behind its last statement and before COMMIT. `after_staged` comes by after each
-staged chunk, `during_reply` between the pieces of a reply that is sent in several, `…_release` where a claim ends
-without a commit, `after_freed` after each step that frees a few chunks, `after_components` after each that takes the
-components out of a few rewards of a session that is being erased. At `after_erase` the rows are gone, but
-SQLite's log file is still to be emptied. At `after_gate_shut` the pause is on disk and no engine was told of it; at
-`before_gate_opened` the engines have been told to go on, and the pause stands.
+`in_…` is inside the transaction, behind its last statement and before COMMIT. `after_staged` comes by after each staged
+chunk, `during_reply` between the pieces of a reply that is sent in several, `…_release` where a claim ends without a
+commit, `after_freed` after each step that frees a few chunks, `after_components` after each that takes the components
+out of a few rewards of a session that is being erased, `after_fork` after each new session of a fork. At `after_erase`
+the rows are gone, but SQLite's log file is still to be emptied. At `after_gate_shut` the pause is on disk and no engine
+was told of it; at `before_gate_opened` the engines have been told to go on, and the pause stands.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ CrashPoint = Literal[
     "before_create",
     "in_create",
     "after_create",
+    "in_fork",
+    "after_fork",
     "in_reward",
     "after_reward",
     "after_reward_shared",

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import engines as engine_routes
-from app.api import exports, groups, models, service, sessions, signin, skyrl
+from app.api import exports, forks, groups, models, service, sessions, signin, skyrl
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
 from app.api.auth import Guard
@@ -157,6 +157,7 @@ def _services(
         gates=made.gates,
         pauses=made.pauses,
         sessions=made.sessions,
+        forks=made.forks,
         turns=made.turns,
         exporter=exporter,
         feed=Feed(database, made.writer, exporter),
@@ -309,6 +310,7 @@ def create_app(settings: Settings) -> Turnlog:
     """The application; its services live from ASGI lifespan start to end."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(forks.router)
     app.include_router(models.router)
     app.include_router(service.router)
     app.include_router(exports.router)

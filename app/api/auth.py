@@ -38,6 +38,7 @@ _OPEN = frozenset({"/health", "/ready"})
 _PAGE = frozenset({"/ui", "/ui/"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
+_FORK = "fork"
 _GENERATING = frozenset(PATHS.values())
 _LEASES = "/export/groups"
 """A GET that takes something: a signed-in browser is not enough."""
@@ -172,8 +173,10 @@ def unknown_session(session_id: str) -> SessionNotFound:
 
 def _unless_its_own(token_session: str, method: str, path: str) -> AppError | None:
     if path.startswith(_SESSIONS):
-        named = path[len(_SESSIONS) :].partition("/")[0]
-        return None if named == token_session else unknown_session(named)
+        named, _, rest = path[len(_SESSIONS) :].partition("/")
+        if named != token_session:
+            return unknown_session(named)
+        return Forbidden("a session's token makes no other sessions") if rest == _FORK else None
     if (method == "POST" and path in _GENERATING) or (method in _READS and path == MODELS):
         return None
     return Forbidden("a session's token is for that session's routes alone")

@@ -26,6 +26,7 @@ from app.lazy_import import LazyImport
 from app.metrics import Metrics
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
+from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Sessions
 from app.sessions.registration import Registration
@@ -52,6 +53,7 @@ class Services(msgspec.Struct, frozen=True):
     gates: Gates
     pauses: Pauses
     sessions: Sessions
+    forks: Forks
     turns: Turns
     exporter: Exports
     samples: Samples

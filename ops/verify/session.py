@@ -97,7 +97,7 @@ class SessionCheck:
         self._report.events += len(self._log)
         self._derived(log)
         self._order()
-        self._fences()
+        self._fences(session)
         self._retry_keys()
         self._bindings()
         self._snapshot(session)
@@ -146,12 +146,19 @@ class SessionCheck:
             self._must(position > last.get(tx, 0), f"event {seq} stands before an earlier one in the order of events")
             last[tx] = position
 
-    def _fences(self) -> None:
-        """Every turn that ended was opened under the fence that it names, ended once, and in order."""
+    def _fences(self, session: Session) -> None:
+        """Every turn that ended was opened under the fence that it names, ended once, and in order.
+
+        A turn that a fork copied was never opened: its fence is its own place.
+        """
+        copied = 0 if session.fork is None else session.fork.turns
         opened: dict[int, int] = {}
         last = 0
         for recorded in self._log:
             match recorded.event:
+                case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
+                    self._must(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
+                    last = max(last, fence)
                 case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
                 case TurnCommitted(turn=turn, fence=fence) | TurnRejected(turn=turn, fence=fence):
