@@ -141,7 +141,7 @@ class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     session: str
     turn: int
     turns: int
-    loss: bool = False
+    loss: bool
 
 
 class SessionCreated(Event, frozen=True):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.events import (
+    ForkRef,
     Recorded,
     RolledBack,
     TurnAbandoned,
@@ -135,6 +136,7 @@ class SessionView(msgspec.Struct, frozen=True):
     state: State
     erased: bool
     config: Mapping[str, Any]
+    fork: ForkRef | None
     metadata: msgspec.Raw | None
     created_at: float
     closed_at: float | None
@@ -196,6 +198,7 @@ def _view(found: SessionAt, metadata: msgspec.Raw | None, problems: Sequence[Pro
         state=_state(session, is_held),
         erased=session.status == "erased",
         config=msgspec.structs.asdict(session.config),
+        fork=session.fork,
         metadata=metadata,
         created_at=session.created_at,
         closed_at=session.closed_at,
