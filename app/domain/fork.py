@@ -21,6 +21,7 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     TurnCommitted,
+    UnknownEvent,
 )
 from app.domain.session import Session, apply, fold
 from app.errors import NotFound, SessionClosed
@@ -80,7 +81,8 @@ def fork(
 ) -> Forked:
     """Fork `source`, whose whole log is given, after its committed turn `turn`, live or rolled back.
 
-    `metadata` None: the source's. Raises SessionClosed (erased), NotFound (no such turn).
+    `metadata` None: the source's. Raises SessionClosed (erased), NotFound (no such turn), UnknownEvent (a turn refers
+    to what its line did not bring).
     """
     _require_turn(source, turn)
     events = {one.event.turn: one.event for one in log if isinstance(one.event, TurnCommitted)}
@@ -166,12 +168,17 @@ class _Copies:
         )
 
     def _blob(self, number: int, new: list[BlobRef]) -> int:
-        """The copy's number of a blob; the first turn that names it brings it."""
+        """The copy's number of a blob; the first turn that names it brings it. Raises UnknownEvent."""
         if number not in self.blobs:
+            if number not in self._known:
+                raise UnknownEvent(f"a turn names blob {number}, which the log does not have")
             self.blobs[number] = self._next_blob
             new.append(msgspec.structs.replace(self._known[number], number=self._next_blob))
             self._next_blob += 1
         return self.blobs[number]
 
     def _chunk(self, chunk: ChunkRef) -> ChunkRef:
+        """Raises UnknownEvent."""
+        if chunk.fence not in self.fences:
+            raise UnknownEvent(f"a turn brought chunk {chunk.number} of fence {chunk.fence}, which is not its line's")
         return msgspec.structs.replace(chunk, fence=self.fences[chunk.fence])

@@ -111,11 +111,11 @@ def _decided(order: ForkOrder, found: Source, blob: StoredBlob | None) -> _Decid
     try:
         log = reads.decode_events(found.log)
         source = fold(order.source, log)
+        if source is None:
+            raise SessionNotFound(f"session {order.source} does not exist")
+        forked = _forked(order, source, log, blob)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {order.source}: {error}") from error
-    if source is None:
-        raise SessionNotFound(f"session {order.source} does not exist")
-    forked = _forked(order, source, log, blob)
     lacking = found.lacks(forked)
     if lacking is not None:
         raise SessionUnreadable(f"session {order.source}: {lacking}")

@@ -1,0 +1,61 @@
+"""`turnlog fork`: new sessions that begin after a turn of another one."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from turnlog.cli.remote import remote
+from turnlog.cli.run import Json, Token, Url, Usage, wants_json
+
+
+def fork(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    turn: Annotated[int, typer.Option(min=1, help="Begin after this committed turn.")],
+    count: Annotated[int, typer.Option(min=1, help="So many sessions.")] = 1,
+    group: Annotated[str | None, typer.Option(help="Their group; by default the session's.")] = None,
+    metadata: Annotated[str | None, typer.Option(help="A JSON object; by default the session's.")] = None,
+    parent_loss: Annotated[bool, typer.Option("--parent-loss", help="The copied turns are in their loss too.")] = False,
+    key: Annotated[str | None, typer.Option(help="The same key again gives the same sessions.")] = None,
+    url: Url = None,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Make sessions that begin after a turn of this one."""
+    given = {
+        "turn": turn,
+        "count": count,
+        "group_id": group,
+        "metadata": _object(metadata),
+        "parent_loss": parent_loss,
+    }
+    body = {name: value for name, value in given.items() if value is not None}
+    path = f"/sessions/{quote(session, safe='')}/fork"
+    made = remote(ctx, url, token).read("POST", path, body=body, key=key or uuid.uuid4().hex, slow=True)
+    if wants_json(ctx, as_json):
+        from turnlog.cli.output import machine
+
+        machine(made)
+        return
+    from turnlog.cli.output import Column, table
+
+    table(
+        [Column("session", whole=True), Column("base url", whole=True)],
+        [(one["session_id"], one["base_url"]) for one in made["sessions"]],
+    )
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    """Raises Usage."""
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise Usage(f"--metadata: {error}") from None
+    if found is not None and not isinstance(found, dict):
+        raise Usage("--metadata is not a JSON object")
+    return found
