@@ -20,6 +20,7 @@ def described(session: Session) -> dict[str, Any]:
         "created_at": session.created_at,
         "closed_at": session.closed_at,
         "config": msgspec.structs.asdict(session.config),
+        "fork": None if session.fork is None else msgspec.structs.asdict(session.fork),
         "metadata": None if session.metadata is None else _blob(session.metadata),
         "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
         "open_turn": None if session.open_turn is None else _open_turn(session.open_turn),
