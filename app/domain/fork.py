@@ -150,7 +150,8 @@ class _Copies:
         self.blobs: dict[int, int] = {}
 
     def of(self, event: TurnCommitted) -> TurnCommitted:
-        """An idempotency key names one turn of one session, so the copy has none."""
+        """A retry repeats a request of one session, and nobody sent this one to the fork: the copy has no key, and a
+        hash that no body has."""
         new: list[BlobRef] = []
         return msgspec.structs.replace(
             event,
@@ -161,6 +162,7 @@ class _Copies:
             tools=None if event.tools is None else self._blob(event.tools, new),
             new_blobs=tuple(new),
             retry_key=None,
+            body_hash="",
             payloads=tuple(
                 msgspec.structs.replace(payload, chunks=tuple(map(self._chunk, payload.chunks)))
                 for payload in event.payloads

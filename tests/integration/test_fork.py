@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ from integration.routing import BOTH, KINDS, problems
 from integration.stand import WEATHER, Stand, Talk, error_of, serving, user
 from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
+from turnlog.client.samples import parse
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +231,48 @@ def test_an_idempotency_key_stays_with_the_turn_that_it_named(used: Stand) -> No
     [fork] = forks(used, source, turn=1)
     fork.messages = list(source.messages)
     assert "x-turnlog-replayed" not in fork.say("Two", headers=key).headers
+
+
+def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2)
+    sent = {"tools": [WEATHER], "sim": {"tool_calls": False}, "headers": {"x-stainless-retry-count": "1"}}
+    assert "x-turnlog-replayed" in source.chat(source.messages[:-1], **sent).headers
+    again = fork.chat(source.messages[:-1], **sent)
+    assert "x-turnlog-replayed" not in again.headers
+    assert again.headers["x-turnlog-rolled-back"] == "1"
+    assert fork.chat(source.messages[:-1], **sent).content == again.content
+
+
+MASKS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    **dict.fromkeys(("slime", "miles"), lambda row: row["loss_mask"]),
+    "verl": lambda row: row["response_mask"],
+    "skyrl": lambda row: row["loss_masks"],
+    "trl": lambda row: row["env_mask"],
+    "tinker": lambda row: row["mask"],
+    "areal": lambda row: row["loss_mask"][0],
+    "prime-rl": lambda row: row["mask"],
+    "atropos": lambda row: [mask != -100 for mask in row["masks"][0]],
+}
+
+
+@pytest.mark.parametrize("parent_loss", [False, True])
+def test_every_shape_has_the_same_tokens_in_the_loss(used: Stand, parent_loss: bool) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2, group_id=(group := uuid.uuid4().hex), parent_loss=parent_loss)
+    go_on(fork, source, 2, "Three")
+    assert used.http.put(f"{fork.path}/reward", json={"reward": 1.0}).status_code == 200
+    outputs = [event["output_tokens"] for event in fork.committed()]
+    expected = sum(outputs) if parent_loss else outputs[-1]
+    for shape, mask in MASKS.items():
+        [row] = used.rows(group_id=group, shape=shape, advantage="grpo")
+        assert sum(map(bool, mask(row))) == expected, shape
+    [sample] = parse(used.http.post(f"{fork.path}/samples").content).samples
+    assert sample.arrays["loss_mask"].sum() == expected
+    [document] = used.rows(group_id=group, format="atif")
+    copied = [step for step in document["steps"] if step.get("is_copied_context")]
+    assert len(copied) == (0 if parent_loss else 4)
+    assert len(used.rows(group_id=group, format="messages")[0]["messages"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from app.domain.session import Session, fold
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 
-LOST_BY_PLACE = ("number", "parent", "retry_key", "seq", "params", "tools")
+LOST_BY_PLACE = ("number", "parent", "retry_key", "body_hash", "seq", "params", "tools")
 """What of a folded turn may differ in a copy."""
 
 
@@ -164,7 +164,7 @@ def test_a_forks_next_turn_continues_its_parents_messages_and_tokens() -> None:
 
 def test_keys_of_requests_stay_with_the_source() -> None:
     made, _ = forked(talked(2), 2)
-    assert [event.retry_key for event in made.copied] == [None, None]
+    assert [(event.retry_key, event.body_hash) for event in made.copied] == [(None, ""), (None, "")]
 
 
 def test_blobs_are_numbered_anew_in_the_order_of_their_use() -> None:
