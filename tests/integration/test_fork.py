@@ -205,6 +205,27 @@ def test_a_turn_in_flight_at_the_source_is_not_disturbed(used: Stand) -> None:
     assert len(source.committed()) == 3
 
 
+def test_forks_while_the_source_takes_turns_and_frees_payloads(used: Stand) -> None:
+    source = said(used, "One")
+
+    def talking() -> None:
+        for number in range(12):
+            say(source, f"Turn {number}")
+
+    waiting = used.meanwhile(talking)
+    made: list[Talk] = []
+    while not waiting.done():
+        newest = source.committed()[-1]["turn"]
+        made += forks(used, source, turn=newest, count=3)
+    waiting.result()
+    [row] = source.rows()
+    assert len(made) > 3
+    for fork in made:
+        [own] = fork.rows(replay="true")
+        assert own["tokens"] == row["tokens"][: len(own["tokens"])]
+        assert own["tombstoned"] == [] or own["routed_experts"] is None
+
+
 def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     source = said(used, "One", "Two")
     key = uuid.uuid4().hex
