@@ -26,6 +26,9 @@ from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 AT_ONCE = 64
 """Rows of up to about a MiB copied in one request to the server, which must answer in time."""
 
+MOST_BYTES = 64 << 20
+"""What a fork counts for at most, in a queue of 256 MiB."""
+
 
 class Fork(BaseOperation, frozen=True):
     """Create session `fork_id` with the log `forked`, a copy of turns of `session_id`, whose row is locked meanwhile.
@@ -44,9 +47,10 @@ class Fork(BaseOperation, frozen=True):
 
     @property
     def size(self) -> int:
+        """Enough for a batch of its own, and not all of the queue's room: the content is never in memory."""
         tokens = sum(event.suffix_tokens + event.output_tokens for event in self.forked.copied)
         chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
-        return 512 * len(self.forked.events) + 16 * tokens + chunks
+        return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)
 
     def apply(self, tx: Tx) -> Appended | Existing | Refused | Stale:
         taken = tx.one(sql.head, {"sid": self.fork_id})
