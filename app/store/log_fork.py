@@ -34,8 +34,8 @@ class Fork(BaseOperation, frozen=True):
     """Create session `fork_id` with the log `forked`, a copy of turns of `session_id`, whose row is locked meanwhile.
 
     Returns the creation alone, so that nobody counts the copied turns as taken. Nothing is written where it returns
-    Existing (the id is taken), Refused (there is no source, or it is erased), or Stale: payloads of the source were
-    tombstoned after event `tombstone`, the last one that was known.
+    Existing (the id is taken), Refused (there is no source, or it is erased), or Stale: it would copy payloads, and
+    some of the source were tombstoned after event `tombstone`, the last such event that was known.
     """
 
     session_id: str
@@ -60,8 +60,7 @@ class Fork(BaseOperation, frozen=True):
         source = tx.one(sql.head, {"sid": self.session_id})
         if source is None or source[1] == "erased":
             return Refused(None if source is None else source[1])
-        newest = tx.one(_newest_tombstone, {"sid": self.session_id})
-        if newest is not None and newest[0] != self.tombstone:
+        if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
         rollouts.adopt(tx, self.fork_id, None)
@@ -70,6 +69,10 @@ class Fork(BaseOperation, frozen=True):
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
         reach("in_fork")
         return Appended(appended.events[:1])
+
+    def _newest_tombstone(self, tx: Tx) -> int:
+        row = tx.one(_newest_tombstone, {"sid": self.session_id})
+        return 0 if row is None else row[0]
 
     def _copy(self, tx: Tx) -> None:
         forked = self.forked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import BOTH, KINDS, problems
-from integration.stand import WEATHER, Stand, Talk, error_of, serving, user
+from integration.stand import WEATHER, Stand, Talk, error_of, serving, until, user
 from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
 from turnlog.client.samples import parse
@@ -206,20 +207,22 @@ def test_a_turn_in_flight_at_the_source_is_not_disturbed(used: Stand) -> None:
 
 
 def test_forks_while_the_source_takes_turns_and_frees_payloads(used: Stand) -> None:
-    source = said(used, "One")
+    source, enough = said(used, "One"), threading.Event()
 
     def talking() -> None:
-        for number in range(12):
-            say(source, f"Turn {number}")
+        while not enough.is_set():
+            say(source, f"Turn {len(source.messages)}")
 
     waiting = used.meanwhile(talking)
     made: list[Talk] = []
-    while not waiting.done():
-        newest = source.committed()[-1]["turn"]
-        made += forks(used, source, turn=newest, count=3)
-    waiting.result()
+    try:
+        for number in range(5):
+            until(lambda: len(source.committed()) > number)  # noqa: B023
+            made += forks(used, source, turn=source.committed()[-1]["turn"], count=3)
+    finally:
+        enough.set()
+        waiting.result()
     [row] = source.rows()
-    assert len(made) > 3
     for fork in made:
         [own] = fork.rows(replay="true")
         assert own["tokens"] == row["tokens"][: len(own["tokens"])]
