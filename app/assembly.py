@@ -18,6 +18,7 @@ from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
+from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery
@@ -104,6 +105,7 @@ class Assembly:
         )
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
         self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)

@@ -11,6 +11,7 @@ cost 0.2).
     …_release            where a claim ends without a commit
     after_freed          after each step that frees a few chunks
     after_components     erasing a session: after each step that deletes the components of a few rewards
+    after_fork           after each new session of a fork
     after_erase          the rows are deleted; SQLite's log file is not truncated yet
     after_gate_shut      the pause is on disk; no engine has been paused yet
     before_gate_opened   the engines have been resumed; the pause is still on disk
@@ -44,6 +45,8 @@ CrashPoint = Literal[
     "before_create",
     "in_create",
     "after_create",
+    "in_fork",
+    "after_fork",
     "in_reward",
     "after_reward",
     "after_reward_shared",

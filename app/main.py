@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import engines as engine_routes
-from app.api import exports, groups, models, service, sessions, signin, skyrl
+from app.api import exports, forks, groups, models, service, sessions, signin, skyrl
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
 from app.api.auth import Guard
@@ -204,6 +204,7 @@ def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(forks.router)
     app.include_router(models.router)
     app.include_router(service.router)
     app.include_router(exports.router)

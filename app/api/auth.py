@@ -39,6 +39,7 @@ _OPEN = frozenset({"/health", "/ready"})
 _PAGE = frozenset({"/ui", "/ui/"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
+_FORK = "fork"
 _GENERATING = frozenset(PATHS.values())
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
@@ -174,8 +175,10 @@ def unknown_session(session_id: str) -> SessionNotFound:
 
 def _check_session_token(token_session: str, method: str, path: str) -> AppError | None:
     if path.startswith(_SESSIONS):
-        named = path[len(_SESSIONS) :].partition("/")[0]
-        return None if named == token_session else unknown_session(named)
+        named, _, rest = path[len(_SESSIONS) :].partition("/")
+        if named != token_session:
+            return unknown_session(named)
+        return Forbidden("a session's token makes no other sessions") if rest == _FORK else None
     if (method == "POST" and path in _GENERATING) or (method in _READS and path == MODELS):
         return None
     return Forbidden("a session token is only valid for its own session's routes")

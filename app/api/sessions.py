@@ -127,14 +127,19 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
 
 
 def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
-    """The fields of `POST /sessions` with which the session was created, defaults included."""
+    """The fields of `POST /sessions` with which the session was created, defaults included; of a fork also
+    `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {
         "session_id": session.session_id,
         "metadata": metadata,
         "parent_session_id": session.config.parent,
     }
-    return {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    fork = session.fork
+    if fork is not None:
+        found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
+    return found
 
 
 @router.post("/sessions")
@@ -152,9 +157,14 @@ async def create_session(request: Request) -> dict[str, Any]:
     app = services(request)
     new = new_session(await body_of(request, CreateSession, is_optional=True), app.settings)
     await app.sessions.create(new)
-    token = app.tokens.for_session(new.session_id)
-    created = {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
-    return created if token is None else {**created, "token": token}
+    return created(app, new.session_id)
+
+
+def created(app: Services, session_id: str) -> dict[str, Any]:
+    """What a client is told of its new session."""
+    token = app.tokens.for_session(session_id)
+    told = {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
+    return told if token is None else {**told, "token": token}
 
 
 @router.get("/sessions")

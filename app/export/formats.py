@@ -15,7 +15,7 @@ from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION
 from app.export.containers.writer import ContainerWriter as ContainerWriter
-from app.export.row import Fields, Row, Shape
+from app.export.row import Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
 from app.extras import install
 
@@ -105,6 +105,8 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
+    if shape != DEFAULT and row.sample.response_length and not row.sample.loss_mask.any():
+        raise Unfit("every sampled token is in another session's loss")
     return make(row)
 
 

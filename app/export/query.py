@@ -128,7 +128,8 @@ def _age_excluded(known: Known, query: ExportQuery) -> str | None:
 
     So no exported token is older than requested.
     """
-    live = [known.events[number] for number in known.session.path]
+    session = known.session
+    live = [known.events[number] for number in session.path if number > session.context_turns]
     if query.max_staleness is None or not any(event.output_tokens for event in live):
         return None
     behind = staleness(query.weight_version, oldest_version(live))

@@ -18,6 +18,7 @@ def described(session: Session) -> dict[str, Any]:
     return {
         **_fields(session, "session_id", "version", "status", "created_at", "closed_at"),
         "config": asdict(session.config),
+        "fork": None if session.fork is None else asdict(session.fork),
         "metadata": None if session.metadata is None else _blob(session.metadata),
         "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
         "open_turn": None if session.open_turn is None else _fields(session.open_turn, *OPEN_TURN),

@@ -97,7 +97,7 @@ class SessionCheck:
         self._report.events += len(self._log)
         self._derived(log)
         self._order()
-        self._fences()
+        self._fences(session)
         self._retry_keys()
         self._bindings()
         self._snapshot(session)
@@ -147,13 +147,17 @@ class SessionCheck:
             self._expect(position > last.get(tx, 0), f"event {seq} comes before an earlier one in the order of events")
             last[tx] = position
 
-    def _fences(self) -> None:
+    def _fences(self, session: Session) -> None:
         """Check that every turn that ended was opened under the fence it names, ended once, and in the order of
-        fences."""
+        fences. A turn copied by a fork was never opened: its fence is its own event's number."""
+        copied = 0 if session.fork is None else session.fork.turns
         opened: dict[int, int] = {}
         last = 0
         for recorded in self._log:
             match recorded.event:
+                case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
+                    self._expect(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
+                    last = max(last, fence)
                 case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
                 case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:

@@ -16,6 +16,10 @@ def print_session(state: Mapping[str, Any]) -> None:
     last = "" if state["seq"] == state["last_seq"] else f" of {state['last_seq']}"
     line(f"session {state['session_id']}: {state['state']}, at event {state['seq']}{last}", "bold")
     line(f"created {when(state['created_at'])}{_after('closed', when(state['closed_at']))}")
+    fork = state.get("fork")
+    if fork is not None:
+        loss = "its turns are in the loss too" if fork["loss"] else "its turns are context"
+        line(f"forked from {fork['session']} after turn {fork['turn']}: {loss}")
     config = {name: value for name, value in state["config"].items() if value is not None}
     if config:
         line(compact(config, 60))

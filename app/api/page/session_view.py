@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from app.domain.events import (
+    ForkRef,
     Recorded,
     RolledBack,
     TurnAbandoned,
@@ -131,6 +132,7 @@ class SessionView(msgspec.Struct, frozen=True):
     state: State
     erased: bool
     config: Mapping[str, Any]
+    fork: ForkRef | None
     metadata: msgspec.Raw | None
     created_at: float
     closed_at: float | None
@@ -194,6 +196,7 @@ def _view(
         state=_state(session, is_held),
         erased=session.status == "erased",
         config=asdict(session.config),
+        fork=session.fork,
         metadata=metadata,
         created_at=session.created_at,
         closed_at=session.closed_at,

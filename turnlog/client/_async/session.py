@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import session_path
-from turnlog.client.lines import EventsPlace, Object
+from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 
@@ -88,6 +89,34 @@ class AsyncSession:
         A broken connection causes no gap and no repetition. Raises NotFound.
         """
         return self._transport.lines(f"{self._path}/events", EventsPlace(after, follow), self.token)
+
+    async def fork(
+        self,
+        turn: int,
+        *,
+        count: int = 1,
+        group_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        parent_loss: bool = False,
+        key: str | None = None,
+    ) -> list[AsyncSession]:
+        """New sessions that begin after committed turn `turn`, also of a closed session; the server copies the content.
+
+        What is None is this session's. Its turns are in the new sessions' loss only with `parent_loss`. The same `key`
+        gives the same sessions again, also in another process; without one they are new, however often the request is
+        sent. Needs the admin's token. Raises NotFound, SessionClosed (erased), InvalidRequest.
+        """
+        given: Object = {
+            "turn": turn,
+            "count": count,
+            "group_id": group_id,
+            "metadata": None if metadata is None else dict(metadata),
+            "parent_loss": parent_loss,
+        }
+        made = await self._transport.read(
+            "POST", f"{self._path}/fork", body=present(given), key=key or uuid.uuid4().hex, slow=True
+        )
+        return [AsyncSession(self._transport, one["session_id"], one.get("token")) for one in made["sessions"]]
 
     async def close(self) -> None:
         """Close the session; a turn in flight is aborted. Idempotent. Raises NotFound."""

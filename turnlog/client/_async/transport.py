@@ -68,9 +68,10 @@ class AsyncTransport:
         token: str | None = None,
         slow: bool = False,
         once: bool = False,
+        key: str | None = None,
     ) -> httpx.Response:
         """Send a request and return the successful reply. Parameters that are None are left out. `once`: do not repeat
-        a request that may have arrived.
+        a request that may have arrived. `key` is sent as `Idempotency-Key`.
 
         Raises TurnlogError.
         """
@@ -82,7 +83,7 @@ class AsyncTransport:
                     self.base_url + path,
                     json=None if body is None else dict(body),
                     params=present(parameters or {}),
-                    headers=self._headers(token),
+                    headers=self._headers(token) | ({} if key is None else {"idempotency-key": key}),
                     timeout=self._timeout(SLOW_S if slow else self._timeout_s),
                 )
                 self._may_be_starting = True
