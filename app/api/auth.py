@@ -178,7 +178,7 @@ def _check_session_token(token_session: str, method: str, path: str) -> AppError
         named, _, rest = path[len(_SESSIONS) :].partition("/")
         if named != token_session:
             return unknown_session(named)
-        return Forbidden("a session's token makes no other sessions") if rest == _FORK else None
+        return Forbidden("a session token cannot create sessions") if rest == _FORK else None
     if (method == "POST" and path in _GENERATING) or (method in _READS and path == MODELS):
         return None
     return Forbidden("a session token is only valid for its own session's routes")

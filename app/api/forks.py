@@ -21,11 +21,11 @@ from app.sessions.forks import ForkOrder
 router = APIRouter(tags=["Sessions"])
 
 MAX_FORKS = 64
-"""Sessions that one request makes."""
+"""The most sessions that one request creates."""
 
 
 class ForkSession(BaseModel):
-    """The body of `POST /sessions/{id}/fork`. `group_id` and `metadata` are the source's where they are not given."""
+    """The body of `POST /sessions/{id}/fork`. Without `group_id` and `metadata`, the source's are used."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,10 +52,10 @@ async def fork_session(
         str | None, Header(description="The same key again: the same sessions. Without one their ids are random.")
     ] = None,
 ) -> dict[str, Any]:
-    """Make sessions that begin after a committed turn of this one, live or rolled back, open or closed.
+    """Create sessions that begin after a committed turn of this one, live or rolled back, open or closed.
 
-    Tokens are restored, never a sandbox. Each new session is made in a transaction of its own; a request that failed
-    halfway and is repeated with its key makes the rest.
+    Forks restore tokens, not the state of a sandbox. Each new session is created in its own transaction. If a request
+    fails halfway, repeat it with its key to create the rest.
     """
     app = services(request)
     body = await body_of(request, ForkSession)
@@ -68,7 +68,7 @@ async def fork_session(
 
 
 def _fork_id(session_id: str, key: str | None, nth: int) -> str:
-    """With a key it follows from the request, so that a retry finds what the first try made."""
+    """With a key the id is derived from the request, so that a retry finds the sessions of the first attempt."""
     if not key:
         return uuid.uuid4().hex
     return hashlib.sha256(f"{session_id}\n{nth}\n{key}".encode()).hexdigest()[:32]

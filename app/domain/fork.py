@@ -1,8 +1,8 @@
-"""A fork: what the log of a new session says that begins after a turn of another one.
+"""Decides the log of a fork: a new session that begins after a turn of another one.
 
-The turns from the root to that turn are copied in order and numbered anew, as are their blobs. Each copied turn's fence
-is its own `seq`, so no later claim can have it, and the keys of its replay chunks follow from that. Afterwards the fork
-is a session like any other: nothing else knows how it began, but for what is in its loss.
+The turns from the root to that turn are copied in order and renumbered, as are their blobs. A copied turn's fence is
+its own `seq`, so no later claim can have it; the keys of its replay chunks use that fence. From then on a fork is an
+ordinary session, except that its copied turns may be excluded from the loss.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ChunkKey = tuple[int, int]
 
 
 class Forked(msgspec.Struct, frozen=True):
-    """The log of a fork, and where its content is at the source.
+    """The log of a fork, and the places of its content in the source.
 
-    `turns`, `blobs` and `chunks` give the source's number or key for each of the fork's; `chunks` are those that a
-    readable payload needs.
+    `turns`, `blobs` and `chunks` map the fork's numbers and keys to the source's; `chunks` are those that a readable
+    payload needs.
     """
 
     events: Sequence[Event]
@@ -54,7 +54,7 @@ class Forked(msgspec.Struct, frozen=True):
 
     @property
     def freed(self) -> Iterator[tuple[str, ChunkRef]]:
-        """The chunks of the copied turns, with their kinds, that no readable payload needs."""
+        """The copied turns' chunks, with their kinds, that no readable payload needs."""
         for event in self.copied:
             for payload in event.payloads:
                 for chunk in payload.chunks:
@@ -63,7 +63,8 @@ class Forked(msgspec.Struct, frozen=True):
 
 
 def config_of_fork(source: Session, group_id: str | None) -> SessionConfig:
-    """The source's. A fork is a rollout and an attempt of its own, so it takes no parent and no number over."""
+    """The fork's configuration is the source's. A fork is a rollout of its own, so it has no parent and no attempt
+    number."""
     return msgspec.structs.replace(
         source.config, group_id=group_id or source.config.group_id, attempt=None, parent=None
     )
@@ -79,10 +80,10 @@ def fork(
     metadata: BlobRef | None,
     loss: bool,
 ) -> Forked:
-    """Fork `source`, whose whole log is given, after its committed turn `turn`, live or rolled back.
+    """Fork `source` after its committed turn `turn`, live or rolled back; `log` is the source's whole log.
 
     `metadata` None: the source's. Raises SessionClosed (erased), NotFound (no such turn), UnknownEvent (a turn refers
-    to what its line did not bring).
+    to content that its chain does not have).
     """
     _require_turn(source, turn)
     events = {one.event.turn: one.event for one in log if isinstance(one.event, TurnCommitted)}
@@ -134,13 +135,13 @@ def _require_turn(source: Session, turn: int) -> None:
 
 
 def _blobs(log: Iterable[Recorded]) -> dict[int, BlobRef]:
-    """Every blob that turns of the session brought, by number."""
+    """All blobs of the session's turns, by number."""
     events = (one.event for one in log if isinstance(one.event, TurnCommitted))
     return {ref.number: ref for event in events for ref in event.new_blobs}
 
 
 class _Copies:
-    """Makes the copies of a line's turns. `fences` and `blobs` give the new number for the source's."""
+    """Makes the copies of a chain of turns. `fences` and `blobs` map the source's numbers to the new ones."""
 
     def __init__(self, chain: Sequence[TurnCommitted], known: Mapping[int, BlobRef], first_blob: int) -> None:
         self._numbers = {0: 0} | {event.turn: place for place, event in enumerate(chain, 1)}
@@ -150,8 +151,8 @@ class _Copies:
         self.blobs: dict[int, int] = {}
 
     def of(self, event: TurnCommitted) -> TurnCommitted:
-        """A retry repeats a request of one session, and nobody sent this one to the fork: the copy has no key, and a
-        hash that no body has."""
+        """A copied turn. It has no retry key and an empty body hash: no client sent its request to the fork, so no
+        retry can match it."""
         new: list[BlobRef] = []
         return msgspec.structs.replace(
             event,
@@ -170,7 +171,7 @@ class _Copies:
         )
 
     def _blob(self, number: int, new: list[BlobRef]) -> int:
-        """The copy's number of a blob; the first turn that names it brings it. Raises UnknownEvent."""
+        """The fork's number of a blob; the first turn that refers to it brings it. Raises UnknownEvent."""
         if number not in self.blobs:
             if number not in self._known:
                 raise UnknownEvent(f"a turn names blob {number}, which the log does not have")

@@ -1,4 +1,4 @@
-"""Forks: new sessions that begin after a turn of another one."""
+"""Creates forks: new sessions that begin after a turn of another one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from app.store.ports import Database, Writer
 from workers import codec
 
 TRIES = 20
-"""How often a fork is decided anew because the source tombstoned payloads at that moment."""
+"""Attempts to decide a fork while the source keeps tombstoning payloads."""
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """What a client asks for. None: as the source has it; `loss`: the copied turns are in the forks' loss too."""
+    """A client's request for forks. None: as in the source. `loss`: the copied turns are in the forks' loss too."""
 
     source: str
     turn: int
@@ -46,7 +46,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
 
 
 class _Decided(msgspec.Struct, frozen=True):
-    """`tombstone` is the source's newest one that was known."""
+    """The source's log. `tombstone` is its newest tombstone event."""
 
     forked: Forked
     tombstone: int
@@ -60,10 +60,10 @@ class Forks:
         self._clock = clock
 
     async def fork(self, order: ForkOrder, fork_ids: Sequence[str]) -> None:
-        """Make a session with each of these ids, one transaction each; idempotent for the same ids and order.
+        """Create a session for each of these ids, each in one transaction; idempotent for the same ids and order.
 
         Raises SessionNotFound, SessionClosed (the source is erased), NotFound (no such turn), IdempotencyMismatch (an
-        id is taken by another fork), SessionEnded (it was closed since), SessionUnreadable, StoreFull, Overloaded.
+        id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded.
         """
         if self._sessions.is_full:
             raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
@@ -86,7 +86,7 @@ class Forks:
         return await asyncio.to_thread(_decided, order, found, blob)
 
     async def _write(self, order: ForkOrder, fork_id: str, decided: _Decided, blob: StoredBlob | None) -> bool:
-        """False where it must be decided anew."""
+        """Create one fork; False if the source has changed and the fork must be decided again."""
         forked = decided.forked
         outcome = await self._writer.submit(Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone))
         if isinstance(outcome, Refused):
@@ -107,7 +107,7 @@ def _metadata(order: ForkOrder) -> StoredBlob | None:
 
 
 def _decided(order: ForkOrder, found: Source, blob: StoredBlob | None) -> _Decided:
-    """Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
+    """Decide the fork from the source's log. Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
     try:
         log = reads.decode_events(found.log)
         source = fold(order.source, log)

@@ -1,4 +1,4 @@
-"""The operation that makes a session of another one's turns: the content is copied inside the database."""
+"""The operation that creates a fork; its content is copied inside the database."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from app.store.reads import ChunkKey, EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
 AT_ONCE = 64
-"""Rows of up to about a MiB copied in one request to the server, which must answer in time."""
+"""Content copied by one statement, about 1 MiB, so that the database answers in time."""
 
 MOST_BYTES = 64 << 20
-"""What a fork counts for at most, in a queue of 256 MiB."""
+"""The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
 
 
 class Fork(BaseOperation, frozen=True):
     """Create session `fork_id` with the log `forked`, a copy of turns of `session_id`, whose row is locked meanwhile.
 
-    Returns the creation alone, so that nobody counts the copied turns as taken. Nothing is written where it returns
-    Existing (the id is taken), Refused (there is no source, or it is erased), or Stale: it would copy payloads, and
-    some of the source were tombstoned after event `tombstone`, the last such event that was known.
+    Returns only the creation event, so that copied turns are not counted as taken. Nothing is written if it returns
+    Existing (the id is in use), Refused (the source does not exist or is erased), or Stale (payloads that it would copy
+    were tombstoned after event `tombstone`).
     """
 
     session_id: str
@@ -47,7 +47,8 @@ class Fork(BaseOperation, frozen=True):
 
     @property
     def size(self) -> int:
-        """Enough for a batch of its own, and not all of the queue's room: the content is never in memory."""
+        """Large enough for a batch of its own, and small enough to leave room in the queue; the content is never in
+        memory."""
         tokens = sum(event.suffix_tokens + event.output_tokens for event in self.forked.copied)
         chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
         return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)
@@ -177,7 +178,7 @@ _newest_tombstone = (
 
 
 class Source(msgspec.Struct, frozen=True):
-    """A session's whole log, and which of its content is there."""
+    """A session's whole log, and which of its content exists."""
 
     log: Sequence[EventRow]
     turns: frozenset[int]
@@ -185,7 +186,7 @@ class Source(msgspec.Struct, frozen=True):
     chunks: frozenset[ChunkKey]
 
     def lacks(self, forked: Forked) -> str | None:
-        """What a fork needs and the source does not have."""
+        """The content that a fork needs and the source does not have."""
         needed = (
             ("turns", set(forked.turns.values()) - self.turns),
             ("blobs", set(forked.blobs.values()) - self.blobs),
@@ -195,7 +196,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def read_source(connection: Connection, session_id: str) -> Source:
-    """Without any content: that stays in the database."""
+    """Read the log without content."""
     whole = select(turns.c.turn).where(
         turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
     )

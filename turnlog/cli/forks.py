@@ -18,13 +18,13 @@ def fork(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.")],
     turn: Annotated[int, typer.Option(min=1, help="Begin after this committed turn.")],
-    count: Annotated[int, typer.Option(min=1, help="So many sessions.")] = 1,
-    group: Annotated[str | None, typer.Option(help="Their group; by default the session's.")] = None,
-    metadata: Annotated[str | None, typer.Option(help="A JSON object; by default the session's.")] = None,
-    parent_loss: Annotated[bool, typer.Option("--parent-loss", help="The copied turns are in their loss too.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 1,
+    group: Annotated[str | None, typer.Option(help="Their group; default: that of the session.")] = None,
+    metadata: Annotated[str | None, typer.Option(help="A JSON object; default: that of the session.")] = None,
+    parent_loss: Annotated[bool, typer.Option("--parent-loss", help="Include the copied turns in their loss.")] = False,
     key: Annotated[str | None, typer.Option(help="The same key again gives the same sessions.")] = None,
 ) -> None:
-    """Make sessions that begin after a turn of this one."""
+    """Create sessions that begin after a turn of this one."""
     given = {
         "turn": turn,
         "count": count,

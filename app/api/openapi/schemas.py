@@ -86,7 +86,7 @@ _BY_HAND: Mapping[str, Schema] = {
         session=ref("SessionGiven"),
     ),
     "SessionGiven": record(
-        "The fields of `POST /sessions`, with their defaults; `forked_from` is there of a fork alone.",
+        "The fields of `POST /sessions`, with their defaults; only a fork has `forked_from`.",
         optional=["forked_from"],
         session_id=TEXT,
         group_id=nullable(TEXT),
@@ -101,7 +101,12 @@ _BY_HAND: Mapping[str, Schema] = {
         adapter=nullable(TEXT),
         on_abort=nullable(TEXT),
         parent_session_id=nullable(TEXT),
-        forked_from=record("After which turn of which session.", session_id=TEXT, turn=COUNT, parent_loss=BOOLEAN),
+        forked_from=record(
+            "The source session and the turn after which the fork begins.",
+            session_id=TEXT,
+            turn=COUNT,
+            parent_loss=BOOLEAN,
+        ),
     ),
     "SessionMetadata": record(
         "`accumulated_token_ids` are those of the newest turn, prompt and output. With a tokenizer there is "

@@ -100,11 +100,11 @@ class AsyncSession:
         parent_loss: bool = False,
         key: str | None = None,
     ) -> list[AsyncSession]:
-        """New sessions that begin after committed turn `turn`, also of a closed session; the server copies the content.
+        """Create sessions that begin after committed turn `turn`, also of a closed session.
 
-        What is None is this session's. Its turns are in the new sessions' loss only with `parent_loss`. The same `key`
-        gives the same sessions again, also in another process; without one they are new, however often the request is
-        sent. Needs the admin's token. Raises NotFound, SessionClosed (erased), InvalidRequest.
+        Arguments that are None are taken from this session. Its turns are in the new sessions' loss only with
+        `parent_loss`. The same `key` returns the same sessions again, also in another process; without a key each
+        call creates new ones. Needs the admin token. Raises NotFound, SessionClosed (erased), InvalidRequest.
         """
         given: Object = {
             "turn": turn,
