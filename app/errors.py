@@ -111,7 +111,7 @@ class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = "created earlier, and closed or erased since"
+    meaning = "the session was closed or erased"
 
 
 class TooManySessions(AppError):
