@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
@@ -214,27 +213,3 @@ class ServerProcess(OwnProcess):
 
     def __enter__(self) -> Self:
         return self.migrate().start()
-
-
-class KeptServer(ServerProcess):
-    """`turnlog serve` on a store that is migrated already; `pid` and the signals are the keeper's."""
-
-    def __init__(self, folder: Path, *, arguments: Sequence[str] = (), **more: Any) -> None:
-        super().__init__(folder, **more)
-        command = [sys.executable, "-m", "turnlog.cli", "serve", "--no-migrate", "--port", str(self.port)]
-        self._command = [*command, *arguments]
-
-    @property
-    def started(self) -> list[int]:
-        """The processes that have served or begun to, in order."""
-        return self._said(r"Started server process \[(\d+)\]")
-
-    @property
-    def spare(self) -> int | None:
-        """The process that has waited last, if it waits still."""
-        waited = self._said(r"process (\d+) waits to take over")
-        return waited[-1] if waited and waited[-1] not in self.started else None
-
-    def _said(self, pattern: str) -> list[int]:
-        said = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        return [int(pid) for pid in re.findall(pattern, said)]

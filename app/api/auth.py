@@ -3,7 +3,7 @@
     no admin token is set    who is on this machine, and no page of another site in a browser here; or a trusted network
     admin token              everything
     session token            that session's own routes; of the routes that name a session in a header, those calls that
-                             name it or an agent of it (`header_sessions` looks at that, with the name left in HOLDER)
+                             name it or an agent of it (`header_sessions` looks at that, by what is in TOKEN_SESSION)
     cookie of the page       GET and HEAD
 
 It runs before routing, on the same path that the routers match, so that a route which somebody adds is guarded before
@@ -27,7 +27,7 @@ from app.errors import AppError, Forbidden, SessionNotFound, Unauthorized
 from app.fleet.engines import MODELS, PATHS
 from app.settings import Network
 
-TOKEN_SESSION = "turnlog.holder"
+TOKEN_SESSION = "turnlog.token_session"
 """In a scope: the session whose token came with the request; not there for an admin."""
 
 COOKIE = b"turnlog_ui"

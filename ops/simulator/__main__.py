@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config
 
 
@@ -19,7 +19,6 @@ class NoDelayProtocol(HttpToolsProtocol):
     """Nagle off on every connection: left on, it adds 40 ms to a call."""
 
     def connection_made(self, transport: Any) -> None:
-        """Set the option before the first byte is read."""
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
 
@@ -28,7 +27,6 @@ class AnnouncedServer(uvicorn.Server):
     """Says where it listens once it does, so that a parent need not poll."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then print one line."""
         await super().startup(sockets)
         host, port = (sockets or [])[0].getsockname()[:2]
         print(f"listening http://{host}:{port}", flush=True)
@@ -86,7 +84,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(
-        create_app(config),
+        Simulator(config),
         http=NoDelayProtocol,
         access_log=False,
         log_level=logging.ERROR,
@@ -99,7 +97,6 @@ async def _serve(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Parse the command line and serve until told to stop."""
     arguments = _arguments()
     uvicorn_loop = uvicorn.Config(app="", loop="uvloop").get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:

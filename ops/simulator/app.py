@@ -38,7 +38,6 @@ class Simulator:
         self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
@@ -71,11 +70,6 @@ class Simulator:
             return await handler(body, query)
         except msgspec.DecodeError as error:
             return self.engine.error(str(error))
-
-
-def create_app(config: Config | None = None) -> Simulator:
-    """A simulator with ``config``; the defaults are a silent SGLang engine."""
-    return Simulator(config)
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

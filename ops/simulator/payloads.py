@@ -37,7 +37,6 @@ class Shape:
 
     @property
     def cells(self) -> int:
-        """Ids in a row."""
         return self.layers * self.top_k
 
 

@@ -77,7 +77,6 @@ class RequestLog:
         return list(self._seen)[-count:] if count > 0 else []
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._seen.clear()
         self.probes.clear()
         self._total = 0

@@ -51,12 +51,10 @@ class Runs:
 
     @property
     def paused(self) -> bool:
-        """Whether generations are held."""
         return not self._resumed.is_set()
 
     @property
     def rids(self) -> list[str]:
-        """Ids of all runs in flight."""
         return [run.rid for run in self._runs.values()]
 
     def abort(self, rid: str, everything: bool) -> int:
@@ -74,19 +72,15 @@ class Runs:
             run.versions.append((run.progress(now), version))
 
     def pause(self) -> None:
-        """Hold every generation, running or new."""
         self._resumed.clear()
 
     def resume(self) -> None:
-        """Let them go on."""
         self._resumed.set()
 
     async def resumed(self) -> None:
-        """Return when generations are not held."""
         await self._resumed.wait()
 
     async def drained(self) -> None:
-        """Return when nothing is in flight."""
         await self._idle.wait()
 
     async def hold(self, run: Run, hung_up: Callable[[], Awaitable[None]]) -> float:

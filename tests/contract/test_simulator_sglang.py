@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config
 
 pytestmark = pytest.mark.anyio
@@ -89,7 +89,7 @@ def same(published: Any, sent: Any) -> None:
     ],
 )
 async def test_replies_fit_the_published_models(protocol: ModuleType, fields: dict[str, Any]) -> None:
-    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=Simulator(Config()))  # type: ignore[arg-type]
     body = {"messages": [{"role": "user", "content": "hi"}], **fields}
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         response = await client.post(CHAT, json=body)
@@ -105,7 +105,7 @@ async def test_replies_fit_the_published_models(protocol: ModuleType, fields: di
 
 
 async def test_stream_chunks_fit_the_published_model(protocol: ModuleType) -> None:
-    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=Simulator(Config()))  # type: ignore[arg-type]
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "stream": True}
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         response = await client.post(CHAT, json=body)
@@ -131,7 +131,7 @@ COMPLETION_ASKS = {"logprobs": 1, "return_token_ids": True, "return_routed_exper
     ],
 )
 async def test_completions_fit_the_published_models(protocol: ModuleType, fields: dict[str, Any]) -> None:
-    transport = httpx.ASGITransport(app=create_app(Config()))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=Simulator(Config()))  # type: ignore[arg-type]
     body = {"prompt": "hi", **fields}
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         response = await client.post("/v1/completions", json=body)

@@ -12,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.kept_server import KeptServer
 from integration.stand import Stand, until
 
-from ops.server import ROOT, KeptServer
+from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long

@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from helpers.kept_server import KeptServer
 from helpers.pools import gone
 from integration.stand import until, user
 
-from ops.server import KeptServer, ServerDidNotStart
+from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 
 AGENTS = 4

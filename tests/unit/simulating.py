@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 
 CHAT = "/v1/chat/completions"
@@ -22,7 +22,7 @@ SGLANG_ASKS = {
 
 @asynccontextmanager
 async def engine(dialect: Dialect = "sglang", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(Config(dialect=dialect, **options))
+    app = Simulator(Config(dialect=dialect, **options))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine") as client:  # type: ignore[arg-type]
         yield client
 

@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 import pytest
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ def tokenizer() -> Tokenizer:
 
 @asynccontextmanager
 async def engine(dialect: Dialect = "sglang", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(Config(dialect=dialect, **options))
+    app = Simulator(Config(dialect=dialect, **options))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine") as client:  # type: ignore[arg-type]
         yield client
 

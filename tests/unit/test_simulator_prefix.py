@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ops.simulator.app import create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config
 from ops.simulator.prefixes import PrefixCache
 
@@ -82,7 +82,7 @@ def test_many_sequences_through_a_small_cache() -> None:
 
 @asynccontextmanager
 async def engine(**options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(Config(reasoning=0.0, **options)))
+    transport = httpx.ASGITransport(Simulator(Config(reasoning=0.0, **options)))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         yield client
 
