@@ -1,1 +1,1 @@
-"""Turnlog: the session server between agent harnesses and inference engines that loses nothing."""
+"""Turnlog: a durable session server between agent harnesses and inference engines."""

@@ -1,7 +1,7 @@
-"""What takes turns in one API process, put together once for all: for `app.main`, and for the simulation.
+"""Builds the components of one API process that serve turns, for `app.main` and for the simulation.
 
-What the simulation replaces comes from outside: the database, the clock, the client of engines, the pool, and how a
-process is known to the others.
+What the simulation replaces is passed in: the database, the clock, the engine client, the worker pool, and the
+process's registration.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
+from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
 DRAIN_S = 10.0
-"""How long a stopping process waits for turns whose client has gone already."""
+"""How long a stopping process waits for turns whose client has disconnected."""
 
 
 class Assembly:
-    """In this order: `open`, `start`, `registered` once the store knows the process, `drain`, `stop`.
+    """Call in this order: `open`, `start`, `registered` once the process is registered in the store, `drain`, `stop`.
 
-    `clock` gives seconds since the epoch; `incarnation` this process to the store, and raises while it is none;
-    `lease_left` says of another what `Recovery.lease_left` does, which it is by default; `prompts` come with a
-    tokenizer. A process looks at the fleet's log every `poll_s` seconds.
+    `clock` returns seconds since the epoch. `incarnation` returns this process's number in the store and raises before
+    registration. `lease_left` defaults to `Recovery.lease_left`. `prompts` is given if there is a tokenizer. The
+    fleet's log is polled every `poll_s` seconds.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Assembly:
         self.writer = Writer(database)
         self.cache = SessionCache(database, self.writer, settings.cache_bytes)
         self.followers = Followers()
-        # With SQLite the file's lock alone decides who is alive.
+        # With SQLite only the file's lock decides which process is alive.
         lease_s = math.inf if database.is_sqlite else settings.lease_s
         beat_s = settings.lease_s / BEATS_PER_LEASE
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
@@ -104,6 +105,7 @@ class Assembly:
         )
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
         self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
@@ -128,30 +130,30 @@ class Assembly:
         )
 
     async def open(self) -> None:
-        """Write and read, but take no turns yet. Raises AppError where the fleet's log cannot be read."""
+        """Start writing and reading, without turns yet. Raises AppError if the fleet's log cannot be read."""
         self.writer.start()
         await self.fleet.start()
 
     def start(self) -> None:
-        """Do what is due by itself."""
+        """Start the background tasks."""
         self.engine_pool.start()
         self.janitor.start()
         self.pauses.start()
 
     def registered(self) -> None:
-        """The store knows this process: it may take over from dead ones."""
+        """The process is registered in the store, so it may take over from dead ones."""
         self._recovery.start()
         self._controls.start()
 
     async def drain(self) -> None:
-        """Let the turns in flight end, for a while, and tell engines what is due to them."""
+        """Wait at most DRAIN_S for the turns in flight, then send engines what is still due."""
         async with AsyncExitStack() as ends:
             ends.push_async_callback(self._controls.stop)
             ends.push_async_callback(self.turns.drain, DRAIN_S)
             ends.push_async_callback(self.janitor.stop)
 
     async def stop(self) -> None:
-        """Also of one that was never opened. Whoever is used ends after those who use it."""
+        """Stop all components, users before what they use. Allowed without `open`."""
         async with AsyncExitStack() as ends:
             for end in (
                 self._recovery.stop,

@@ -1,15 +1,20 @@
-"""Named places at which a test can have the process end as a crash would, or stand still: see CONTRIBUTING.md.
+"""Named points at which a test can crash or freeze the process; see CONTRIBUTING.md.
 
-`TURNLOG_CRASH_POINT=in_commit` kills the process with SIGKILL when it first comes by `in_commit`; `in_commit:3`
-when it does for the third time; `in_commit:3:stop` freezes it there with SIGSTOP instead. In service the variable
-is not set, and a point costs the call of an empty function (0.05 microseconds; an enum's members would cost 0.2).
+`TURNLOG_CRASH_POINT=in_commit` kills the process with SIGKILL when it first reaches `in_commit`; `in_commit:3`
+when it reaches it for the third time; `in_commit:3:stop` freezes it there with SIGSTOP instead. In production the
+variable is not set, and a point costs the call of an empty function (0.05 microseconds; an enum's members would
+cost 0.2).
 
-`in_…` is inside the transaction, behind its last statement and before COMMIT. `after_staged` comes by after each
-staged chunk, `during_reply` between the pieces of a reply that is sent in several, `…_release` where a claim ends
-without a commit, `after_freed` after each step that frees a few chunks, `after_components` after each that takes the
-components out of a few rewards of a session that is being erased. At `after_erase` the rows are gone, but
-SQLite's log file is still to be emptied. At `after_gate_shut` the pause is on disk and no engine was told of it; at
-`before_gate_opened` the engines have been told to go on, and the pause stands.
+    in_…                 inside the transaction, between its last statement and COMMIT
+    after_staged         after each staged chunk
+    during_reply         between the pieces of a large reply
+    …_release            where a claim ends without a commit
+    after_freed          after each step that frees a few chunks
+    after_components     erasing a session: after each step that deletes the components of a few rewards
+    after_fork           after each new session of a fork
+    after_erase          the rows are deleted; SQLite's log file is not truncated yet
+    after_gate_shut      the pause is on disk; no engine has been paused yet
+    before_gate_opened   the engines have been resumed; the pause is still on disk
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ CrashPoint = Literal[
     "before_create",
     "in_create",
     "after_create",
+    "in_fork",
+    "after_fork",
     "in_reward",
     "after_reward",
     "after_reward_shared",
@@ -59,17 +66,17 @@ POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
 
 _ARMED, _, _HOW = os.environ.get(VARIABLE, "").partition(":")
 _TIMES, _, _STOP = _HOW.partition(":")
-_came_by = itertools.count(1)
+_passes = itertools.count(1)
 
 
 def reach(point: CrashPoint) -> None:
-    """The process comes by `point`, and ends there if a test has asked for it."""
-    if _ARMED and point == _ARMED and next(_came_by) == int(_TIMES or 1):
+    """Kill or stop the process here if the variable names this point and this is the chosen time."""
+    if _ARMED and point == _ARMED and next(_passes) == int(_TIMES or 1):
         os.kill(os.getpid(), signal.SIGSTOP if _STOP else signal.SIGKILL)
 
 
 def mistakes() -> list[str]:
-    """What is wrong with what the environment asks for; nothing where it is one of the points, or empty."""
+    """Errors in the variable's value; an empty list if it is valid or not set."""
     wanted = os.environ.get(VARIABLE, "").strip()
     form = re.fullmatch(r"([a-z_]+)(:[1-9][0-9]{0,8}(:stop)?)?", wanted)
     if wanted and (form is None or form[1] not in POINTS):

@@ -1,10 +1,10 @@
-"""Every error a client can meet, as one tree.
+"""Defines every error that a client can get, as one tree.
 
-An error carries what the OpenAI SDKs read (`status`, `code`, `type`) and whether sending the same
-request again can help (`retry`: `x-should-retry`, which those SDKs obey before their own rules; None
-says nothing). A message holds ids, lengths and limits, never a prompt, a completion or a secret.
+An error carries what the OpenAI SDKs read: `status`, `code` and `type`. `retry` says whether a retry of the
+same request can succeed; it becomes the header `x-should-retry`, which those SDKs obey before their own rules. If it
+is None, the header is not sent. A message holds ids, lengths and limits, never a prompt, a completion or a secret.
 
-`StartupError` is no reply: it stops the process with one line, or one for each wrong setting.
+`StartupError` is not sent to clients: it stops the process with one line, or one for each wrong setting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 class AppError(Exception):
-    """An answer that is not the one asked for. Subclasses fix the status and the code."""
+    """An error reply. Subclasses set the status and the code."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
@@ -24,7 +24,7 @@ class AppError(Exception):
     retry_after_s: int | None = None
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that the OpenAI SDKs read."""
+        """The reply's JSON object, as the OpenAI SDKs read it."""
         return {"error": {"message": str(self), "type": self.type, "code": self.code, "param": None}}
 
     def headers(self) -> dict[str, str]:
@@ -46,12 +46,12 @@ def codes(error: type[AppError] = AppError) -> dict[str, str]:
 
 class InvalidRequest(AppError):
     status, code, type, retry = 400, "invalid_request", "invalid_request_error", False
-    meaning = "JSON, shape or a parameter"
+    meaning = "the message says what is wrong, and where"
 
 
 class Unsupported(InvalidRequest):
     code = "unsupported"
-    meaning = "a documented choice that this version lacks"
+    meaning = "documented, but not in this version or installation"
 
 
 class RollbackTooDeep(InvalidRequest):
@@ -61,12 +61,12 @@ class RollbackTooDeep(InvalidRequest):
 
 class HistoryMismatch(InvalidRequest):
     code = "history_mismatch"
-    meaning = "the history is not the stored one, or has nothing sampled in common with it"
+    meaning = "the history differs from the stored one"
 
 
 class Unauthorized(AppError):
     status, code, type, retry = 401, "unauthorized", "authentication_error", False
-    meaning = "no token, or one that is not known"
+    meaning = "no token, or an unknown one"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "www-authenticate": "Bearer"}
@@ -74,29 +74,29 @@ class Unauthorized(AppError):
 
 class Forbidden(AppError):
     status, code, type, retry = 403, "forbidden", "permission_error", False
-    meaning = "a session's token where the admin's is needed; without tokens, a client that is not this machine"
+    meaning = "the token does not allow it; or no token is set and the client is on another machine"
 
 
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
-    meaning = "an id never seen, or another's"
+    meaning = "the id was never used, or is another token's"
 
 
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
-    meaning = "closed or erased"
+    meaning = "the session was closed or erased"
 
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
-    meaning = "what the path or the body names is not there"
+    meaning = "a turn, payload or refused reply does not exist"
 
 
 class RequestTimeout(AppError):
-    """The connection is closed: what is left of the body would be taken for the next request."""
+    """The connection is closed: the rest of the body would be parsed as the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
-    meaning = "the body did not come in time"
+    meaning = "the body did not arrive in time"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "connection": "close"}
@@ -104,21 +104,19 @@ class RequestTimeout(AppError):
 
 class SessionExists(AppError):
     status, code, type, retry = 409, "session_exists", "invalid_request_error", False
-    meaning = "created before, with another body"
+    meaning = "created earlier with another body"
 
 
 class SessionEnded(SessionExists):
-    """An id is never used again."""
+    """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = "closed or erased"
+    meaning = "created earlier, and closed or erased since"
 
 
 class TooManySessions(AppError):
-    """Those that there are go on."""
-
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
-    meaning = "the rollout has as many sessions below its root as a session's token may make"
+    meaning = "a session token has created its maximum below a root"
 
 
 class SessionBusy(AppError):
@@ -127,15 +125,15 @@ class SessionBusy(AppError):
 
 
 class ClaimLost(AppError):
-    """The turn was generated, but the claim had passed on; a marked retry finds the truth in the log."""
+    """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 
     status, code, type, retry = 409, "claim_lost", "conflict_error", True
-    meaning = "the claim passed to another process meanwhile"
+    meaning = "the claim was taken over during the turn"
 
 
 class PayloadTombstoned(AppError):
     status, code, type, retry = 410, "payload_tombstoned", "invalid_request_error", False
-    meaning = "a replay payload behind the rollback window"
+    meaning = "a replay payload older than the rollback window"
 
 
 class RequestTooLarge(AppError):
@@ -145,7 +143,7 @@ class RequestTooLarge(AppError):
 
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
-    meaning = "path and query are too long"
+    meaning = "path and query exceed the limit"
 
 
 class HeadersTooLarge(AppError):
@@ -160,28 +158,28 @@ class IdempotencyMismatch(AppError):
 
 class ClientGone(AppError):
     status, code, type = 499, "client_disconnected", "invalid_request_error"
-    meaning = "in the log only"
+    meaning = "for the log only: the client is gone"
 
 
 class UpstreamInvalid(AppError):
-    """A rule of the reply's shape was broken; generating again may well give a sound one."""
+    """The engine's reply failed validation; another generation may succeed."""
 
     status, code, type = 502, "upstream_invalid", "upstream_error"
-    meaning = "a reply of the engine's that is not what was asked for"
+    meaning = "a 200 with an invalid body"
 
 
 class WorkerCrash(AppError):
-    """Judging the reply ended two processes one after the other: nothing of it can be believed."""
+    """Validating the reply crashed two worker processes in a row, so the reply is discarded."""
 
     status, code, type = 502, "worker_crash", "upstream_error"
-    meaning = "two worker processes in turn ended over the reply"
+    meaning = "two worker processes in a row crashed on the reply"
 
 
 class EnginesFailed(AppError):
-    """The gate is as it was asked for; what became of the order at each engine stands beside the error."""
+    """The gate is in the requested state. The body lists each engine's result beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
-    meaning = "the gate is as it was asked for, but not every engine took the order: see `engines`"
+    meaning = "an engine did not carry out a pause or resume"
 
 
 class UpstreamUnreachable(AppError):
@@ -190,10 +188,10 @@ class UpstreamUnreachable(AppError):
 
 
 class SessionOpenFailed(AppError):
-    """`nvext.session_control`: nothing was sent to the engine beyond that, and no engine is bound."""
+    """`nvext.session_control` failed: no generation was sent, and the session is bound to no engine."""
 
     status, code, type = 502, "session_open_failed", "upstream_error"
-    meaning = "an engine did not open the session of `nvext.session_control`"
+    meaning = "an engine did not open the session of the request"
 
 
 class UpstreamTimeout(AppError):
@@ -209,13 +207,13 @@ class NoUpstream(AppError):
 
 class GenerationAborted(AppError):
     status, code, type = 503, "generation_aborted", "upstream_error"
-    meaning = "the generation was aborted, and `on_abort` is `fail`"
+    meaning = "an engine aborted the generation; the policy is `fail`"
     retry_after_s = 1
 
 
 class Overloaded(AppError):
     status, code, type = 503, "overloaded", "server_error"
-    meaning = "past a bound; try again later"
+    meaning = "a limit is reached; retry later"
     retry_after_s = 1
 
 
@@ -233,18 +231,18 @@ class StoreUnavailable(AppError):
 
 
 class StoreDamaged(StoreUnavailable):
-    """The database answers, but a page that more than one session needs cannot be read: asking again does not help."""
+    """The database answers, but a page that several sessions need cannot be read. A retry does not help."""
 
     retry = False
     retry_after_s = None
 
 
 class StoreLost(StoreUnavailable):
-    """Nothing more is written, and this process ends: what is acknowledged must be found by the next one."""
+    """Nothing more is written and this process ends, so that the next one finds all that was acknowledged."""
 
 
 class StoreLocked(StoreUnavailable):
-    """Another program held the database's lock for as long as a write waits; nothing was written."""
+    """Another program held the database's lock during the whole wait; nothing was written."""
 
 
 class StoreFull(AppError):
@@ -254,21 +252,21 @@ class StoreFull(AppError):
 
 
 class TokenPrefixMismatch(AppError):
-    """The tokens do not line up; nothing is committed, because what would be trained on was never seen so."""
+    """Nothing is committed: the engine never saw the token sequence that would be trained on."""
 
     status, code, type, retry = 500, "token_prefix_mismatch", "server_error", False
     meaning = "the prompt's tokens are not the stored or sent ones"
 
 
 class SessionUnreadable(AppError):
-    """Nothing is guessed, and no other session is touched."""
+    """Nothing is guessed, and no other session is affected."""
 
     status, code, type, retry = 500, "session_unreadable", "server_error", False
-    meaning = "this session's log or content is damaged; others are not affected"
+    meaning = "the log or content of this session is damaged"
 
 
 class StartupError(Exception):
-    """The service cannot start. Its `lines` are what an operator reads: one, or one for each wrong setting."""
+    """The service cannot start. `lines` are for the operator: one, or one for each wrong setting."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__(*lines)
@@ -278,5 +276,5 @@ class StartupError(Exception):
         return "\n".join(self.lines)
 
     def under(self, name: str) -> str:
-        """The lines as the program of this name says them."""
+        """The lines, each with the program's `name` before it."""
         return "\n".join(f"{name}: {line}" for line in self.lines)

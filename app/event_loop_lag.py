@@ -1,4 +1,4 @@
-"""By how much the event loop comes too late: what every request of this process waits for beside its own work."""
+"""Measures the event loop's lag: the delay that every request of this process has in addition to its own work."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Callable
 from app.tasks import cancelled
 
 EVERY_S = 0.05
-"""Between two looks: a loop that is held for longer than that is seen."""
+"""Interval of the measurements. The loop is blocked unnoticed for at most this long."""
 
 SPAN_S, SPANS = 10.0, 6
-"""The largest lag of the last minute is kept by parts of it."""
+"""The last minute is kept as SPANS parts of SPAN_S seconds, each with its largest lag."""
 
 
 class LoopLag:
-    """`clock` gives seconds."""
+    """Runs as one task from `start` to `stop`. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._spans: deque[tuple[float, float]] = deque(maxlen=SPANS)
-        self._looking: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._looking = asyncio.create_task(self._look(), name="turnlog-lag")
+        self._task = asyncio.create_task(self._measure(), name="turnlog-lag")
 
     async def stop(self) -> None:
-        await cancelled(self._looking)
+        await cancelled(self._task)
 
     @property
     def largest_s(self) -> float:
-        """Of the last minute."""
+        """The largest lag of the last minute, in seconds."""
         oldest = self._clock() - SPAN_S * SPANS
         return max((lag for began, lag in self._spans if began >= oldest), default=0.0)
 
@@ -42,7 +42,7 @@ class LoopLag:
         elif lag_s > self._spans[-1][1]:
             self._spans[-1] = (self._spans[-1][0], lag_s)
 
-    async def _look(self) -> None:
+    async def _measure(self) -> None:
         while True:
             began = self._clock()
             await asyncio.sleep(EVERY_S)

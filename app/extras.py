@@ -1,4 +1,4 @@
-"""What to install where a package of one of the extras is missing."""
+"""Says how to install the packages of an extra, and which are missing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def install(extra: str) -> str:
-    """A command that works wherever Turnlog was installed from: it names the extra's packages themselves.
+    """The command that installs the extra's packages, by their own names.
 
-    Nothing is published under the name `turnlog`, and outside a checkout there is nothing to install it from.
+    It works for every kind of installation: no package index has `turnlog`, and outside a checkout there is no source.
     """
     try:
         return f"pip install {shlex.join(_packages(extra))}"
@@ -22,7 +22,7 @@ def install(extra: str) -> str:
 
 
 def missing(extra: str) -> list[str]:
-    """The extra's packages that are not installed; none where Turnlog itself is not."""
+    """The extra's packages that are not installed; empty if Turnlog itself is not installed."""
     try:
         names = [name[0] for line in _packages(extra) if (name := _NAME.match(line))]
     except PackageNotFoundError:
@@ -39,6 +39,6 @@ def _is_installed(name: str) -> bool:
 
 
 def _packages(extra: str) -> list[str]:
-    """With their versions. Raises PackageNotFoundError where Turnlog is not installed."""
+    """The extra's packages with their versions. Raises PackageNotFoundError if Turnlog is not installed."""
     found = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
     return [one["package"].strip() for one in found if one is not None and one["extra"] == extra]

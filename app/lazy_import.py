@@ -1,4 +1,4 @@
-"""What a start does not need is imported when it is asked for: on a thread, so that others are served meanwhile."""
+"""Imports modules at first use instead of at start-up, on a thread, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 async def loaded(module: str) -> None:
-    """Afterwards an import of it costs nothing.
+    """Import `module` on a thread and wait until it is complete.
 
-    Also one that another thread is in the middle of, which `sys.modules` has already.
+    `sys.modules` also holds a module that another thread is still importing, so looking there is not enough.
     """
     await asyncio.to_thread(importlib.import_module, module)
 
 
 class LazyImport(Generic[T]):
-    """Calling it gives what `make` made of a module, once and for all; `made` is that, None as long as nobody asked."""
+    """A call imports the module and returns the result of `make`, which runs once. `made` is None before that."""
 
     def __init__(self, module: str, make: Callable[[], T]) -> None:
         self._module = module

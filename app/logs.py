@@ -1,9 +1,8 @@
-"""Log lines: JSON for machines, or colours on a terminal; each says which request and session it is about.
+"""Formats log lines, uvicorn's too: JSON, or colours on a terminal. A line names its request and session.
 
-Modules log with the standard library. The lines are made here, uvicorn's too; structlog colours them for people, and is
-not even imported for machines, as it brings rich along. They hold ids, lengths, limits and times: what an agent or an
-engine said, tokens and secrets are in none. So a foreign exception, which may quote what it stumbled over, is shown by
-its type and where it came from, without its message.
+Modules log with the standard library. structlog colours the lines; it is not imported for JSON, since it also imports
+rich. Lines hold ids, lengths, limits and times, never the text of an agent or engine, a token or a secret. A library's
+exception may quote such a value, so it is shown by its type and traceback, without its message.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ Format = Literal["auto", "json", "console"]
 Level = Literal["debug", "info", "warning", "error"]
 
 FIELDS = ("request_id", "session_id", "code", "status", "stage", "duration_ms", "turn", "stages_ms", "peer", "route")
-"""What a line may hold beside its text (`extra`); anything else that a library adds is left out."""
+"""Fields of `extra` that a line shows; others are left out."""
 
 FRAMES = 40
-"""The innermost of an exception's."""
+"""Innermost frames of a traceback that are shown."""
 
-OWN = ("app.", "workers.")
-OF_CODE = (TypeError, AttributeError, NameError, ImportError, OSError)
-"""Exceptions whose messages are shown: of these modules, and those that speak of code and files, not of values."""
+OWN_MODULES = ("app.", "workers.")
+CODE_ERRORS = (TypeError, AttributeError, NameError, ImportError, OSError)
+"""Exceptions whose messages are shown: those of our modules, and those about code and files instead of values."""
 
 
-class About:
-    """What a request is about. Tasks that outlive it have it too, and it says nothing any more once it has ended."""
+class LogContext:
+    """Request and session of the log lines. Tasks that outlive the request inherit it; `has_ended` turns it off."""
 
     __slots__ = ("has_ended", "request_id", "session_id")
 
@@ -42,21 +41,21 @@ class About:
         self.has_ended = False
 
 
-CURRENT: ContextVar[About | None] = ContextVar("turnlog_request", default=None)
+CURRENT: ContextVar[LogContext | None] = ContextVar("turnlog_request", default=None)
 
 
-def about_session(session_id: str) -> None:
-    """The current request turned out to be about this session."""
+def set_log_session(session_id: str) -> None:
+    """Set the session of the current request's log lines."""
     about = CURRENT.get()
     if about is not None:
         about.session_id = session_id
 
 
 def configure(form: Format, level: Level) -> None:
-    """Send all lines to standard error, of Turnlog and uvicorn from `level` on, of other libraries warnings.
+    """Send lines to standard error: those of Turnlog and uvicorn from `level` on, warnings of other libraries.
 
-    Whoever has set up the root logger himself (uvicorn's --log-config, pytest) keeps what he has. uvicorn's line for
-    each request, which costs more than the routing, goes away in any case.
+    A root logger that has handlers already (uvicorn's --log-config, pytest) is left as it is. uvicorn's line for each
+    request is always turned off: it costs more than the routing.
     """
     access = logging.getLogger("uvicorn.access")
     access.handlers.clear()
@@ -70,18 +69,18 @@ def configure(form: Format, level: Level) -> None:
     handler.setFormatter(formatter(form, sys.stderr))
     root.handlers = [handler]
     for name in ("uvicorn", "uvicorn.error"):
-        uvicorns = logging.getLogger(name)
-        uvicorns.handlers.clear()
-        uvicorns.propagate = True
-        uvicorns.setLevel(max(number, logging.INFO))
+        uvicorn_logger = logging.getLogger(name)
+        uvicorn_logger.handlers.clear()
+        uvicorn_logger.propagate = True
+        uvicorn_logger.setLevel(max(number, logging.INFO))
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """Ours, to be told from others'."""
+    """Its own type, so that `configure` recognises it."""
 
 
 def formatter(form: Format, stream: TextIO) -> logging.Formatter:
-    """How records become lines; `auto` is for people where `stream` is a terminal."""
+    """The formatter of a form; `auto` is `console` if `stream` is a terminal, else `json`."""
     is_terminal = stream.isatty()
     for_people = form == "console" or (form == "auto" and is_terminal)
     return _Formatter(_coloured(is_terminal) if for_people else _as_json)
@@ -108,13 +107,13 @@ def _coloured(colours: bool) -> Callable[[dict[str, Any]], str]:
 
 
 def _line(record: logging.LogRecord) -> dict[str, Any]:
-    """A library may quote things in a message's further lines; its first one stands."""
+    """The fields of one line. Of a library's message only the first line is kept: the others may quote values."""
     text = record.getMessage()
     if not record.name.startswith(("turnlog", "uvicorn")):
         text = text.partition("\n")[0]
     about = CURRENT.get()
     line: dict[str, Any] = {
-        "timestamp": _moment(record.created),
+        "timestamp": _timestamp(record.created),
         "level": record.levelname.lower(),
         "logger": record.name,
         "event": text.rstrip(),
@@ -132,12 +131,12 @@ def _line(record: logging.LogRecord) -> dict[str, Any]:
     return line
 
 
-def _moment(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _trace(error: BaseException, seen: set[int]) -> Iterator[str]:
-    """As Python shows it, causes first."""
+    """Causes first, as in Python's own traceback."""
     seen.add(id(error))
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and id(cause) not in seen:
@@ -157,5 +156,5 @@ def _trace(error: BaseException, seen: set[int]) -> Iterator[str]:
 def _headline(error: BaseException) -> str:
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    is_open = kind.__module__.startswith(OWN) or isinstance(error, OF_CODE)
-    return f"{name}: {error}\n" if is_open and str(error) else f"{name}\n"
+    shows_message = kind.__module__.startswith(OWN_MODULES) or isinstance(error, CODE_ERRORS)
+    return f"{name}: {error}\n" if shows_message and str(error) else f"{name}\n"

@@ -1,4 +1,4 @@
-"""The composition root: `uvicorn app.main:app`."""
+"""Builds the application and its services, for `uvicorn app.main:app`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import engines as engine_routes
-from app.api import exports, groups, models, service, sessions, signin, skyrl
+from app.api import exports, forks, groups, models, service, sessions, signin, skyrl
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
 from app.api.auth import Guard
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("turnlog")
 
 SWITCH_S = 0.0005
-"""How long a thread that computes may go on while the event loop waits for the interpreter: a tenth of Python's own,
-which the loop waits for at each of its steps while a large request is read."""
+"""Switch interval of threads: how long the event loop waits for the interpreter while another thread computes. It is a
+tenth of Python's default, because the loop waits at each of its steps while a thread reads a large request."""
 
 
 @contextlib.asynccontextmanager
@@ -60,10 +60,10 @@ async def run_services(
     settings: Settings,
     release: str,
     tokens: Tokens,
-    doorway: ConnectionLimit,
+    connection_limit: ConnectionLimit,
     load_prompts: Callable[[], Prompts | None],
 ) -> AsyncIterator[Services]:
-    """Everything that lives as long as the process; `load_prompts` is for a thread. Raises StartupError."""
+    """The components that live as long as the process. `load_prompts` is called on a thread. Raises StartupError."""
     for told in settings.warnings:
         log.warning(told)
     async with contextlib.AsyncExitStack() as stack:
@@ -77,7 +77,7 @@ async def run_services(
         prompts = await _prompts(settings, load_prompts)
         registration = Registration(database)
         await registration.attempt()
-        made = Services(settings, release, database, client, registration, prompts, metrics, tokens, doorway)
+        made = Services(settings, release, database, client, registration, prompts, metrics, tokens, connection_limit)
         stack.push_async_callback(made.stop)
         await _open(made)
         stack.push_async_callback(made.health.stop)
@@ -95,7 +95,7 @@ async def run_services(
 
 
 async def _open(made: Services) -> None:
-    """Raises StartupError."""
+    """Open the assembly. Raises StartupError if the fleet's log cannot be read."""
     try:
         await made.open()
     except AppError as error:
@@ -111,26 +111,26 @@ def _client(settings: Settings) -> EngineClient:
 
 
 async def _prompts(settings: Settings, load: Callable[[], Prompts | None]) -> Prompts | None:
-    """The tokenizer, if there is one: loading takes seconds. Raises StartupError."""
+    """The tokenizer, or None. It is loaded on a thread, since that takes seconds. Raises StartupError."""
     family(settings.tito_family)
     return await asyncio.to_thread(load)
 
 
 def _loaded(tokenizer: str | None, tito_family: str) -> Prompts | None:
-    """Raises StartupError."""
+    """The prompts of a tokenizer, or None. Raises StartupError."""
     if tokenizer is None:
         return None
     try:
-        from app.tito.prompts import Prompts as Loader  # needs packages that come with the extra alone
+        from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
         raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
     return Loader.load(tokenizer, tito_family)
 
 
 class Turnlog(FastAPI):
-    """FastAPI with a short way for turns, and a start-up that fails with one line instead of a traceback.
+    """FastAPI with a direct path for turns. A failed start-up gives one line instead of a traceback.
 
-    The routes that generate take no part in FastAPI's middleware and routing, which cost a tenth of a turn.
+    The routes that generate bypass FastAPI's middleware and routing, which cost a tenth of a turn.
     """
 
     def __init__(self, settings: Settings, release: str) -> None:
@@ -138,14 +138,14 @@ class Turnlog(FastAPI):
         self._settings = settings
         self._requests = RequestIds(self._serve)
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
-        self._doorway = ConnectionLimit(time.monotonic)
+        self._connection_limit = ConnectionLimit(time.monotonic)
         self._guard = Guard(self._tokens, settings.trusted_networks)
         self._load_prompts = cache(partial(_loaded, settings.tokenizer, settings.tito_family))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            self._doorway.open()
-            bound_connections(receive, self._doorway)
+            self._connection_limit.open()
+            bound_connections(receive, self._connection_limit)
             await self._live(receive, send)
         elif scope["type"] == "http":
             await self._requests(scope, receive, send)
@@ -153,9 +153,9 @@ class Turnlog(FastAPI):
             await super().__call__(scope, receive, send)
 
     def warm(self) -> None:
-        """Load what a start would have to, and what opens nothing: for a process that waits until it is needed."""
+        """Load the driver and the tokenizer ahead of the start, for a standby process. Opens no file or connection."""
         load_driver(self._settings.database_url)
-        with contextlib.suppress(StartupError):  # the start will say it
+        with contextlib.suppress(StartupError):  # the start reports it
             self._load_prompts()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,11 +169,13 @@ class Turnlog(FastAPI):
             await super().__call__(scope, receive, hardened(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        """The ASGI lifespan, from start-up to shutdown."""
+        """Run the ASGI lifespan from start-up to shutdown."""
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                started = run_services(self._settings, self.version, self._tokens, self._doorway, self._load_prompts)
+                started = run_services(
+                    self._settings, self.version, self._tokens, self._connection_limit, self._load_prompts
+                )
                 self.state.services = await stack.enter_async_context(started)
             except StartupError as error:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
@@ -183,7 +185,7 @@ class Turnlog(FastAPI):
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
             await stack.enter_async_context(metrics_route.published(self.state.services))
-            on_stop_signal(self.state.services.let_go)
+            on_stop_signal(self.state.services.end_waits)
             _calm_collector()
             sys.setswitchinterval(SWITCH_S)
             await send({"type": "lifespan.startup.complete"})
@@ -192,16 +194,17 @@ class Turnlog(FastAPI):
 
 
 def _calm_collector() -> None:
-    """What start-up made stays, and a turn makes few cycles: full collections only cost latency."""
+    """Reduce garbage collection: start-up's objects stay, and turns make few cycles. Full runs only cost latency."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
 
 def create_app(settings: Settings) -> Turnlog:
-    """The application; its services live from ASGI lifespan start to end."""
+    """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(forks.router)
     app.include_router(models.router)
     app.include_router(service.router)
     app.include_router(exports.router)
@@ -226,7 +229,7 @@ def _release() -> str:
 
 
 def _from_environment() -> Turnlog:
-    logs.configure("auto", "info")  # of what is wrong with the settings
+    logs.configure("auto", "info")  # for errors in the settings
     try:
         settings = load_settings()
         logs.configure(settings.log_format, settings.log_level)

@@ -1,10 +1,10 @@
-"""Where the processes of one supervisor put their metrics, so that a scrape that meets any of them tells of all.
+"""Manages the folder in which the processes of one supervisor share metrics, so that a scrape of any one covers all.
 
-`uvicorn --workers` spawns its workers, which share nothing but what multiprocessing gives them all: a secret key. A
-folder is named by it. prometheus_client keeps each process's values in files there, and adds them up at a scrape. A
-process holds a lock on a file of its own, which the kernel frees when it dies, so nobody takes a dead one for alive.
+The workers of `uvicorn --workers` share only the secret key that multiprocessing gives them, so the folder is named by
+a hash of it. prometheus_client keeps each process's values in files there, and adds them up at a scrape. Each process
+locks a file of its own. The kernel frees the lock when the process dies, so a dead process is never taken for alive.
 
-Whoever forks workers some other way (gunicorn) sets PROMETHEUS_MULTIPROC_DIR to an empty folder himself.
+With another supervisor that forks workers (gunicorn), set PROMETHEUS_MULTIPROC_DIR to an empty folder.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""prometheus_client reads it once, when it is imported."""
+"""prometheus_client reads this variable once, when it is imported."""
 
 PREFIX = "turnlog-metrics-"
 _LOCK_SUFFIX = ".lock"
 
 
 def folder() -> Path | None:
-    """The folder that this process shares with others, made where need be; None for a process by itself."""
+    """The shared folder, created if necessary; None for a single process. Raises PermissionError, OSError."""
     given = os.environ.get(VARIABLE)
     if given:
         chosen = Path(given)
@@ -37,7 +37,7 @@ def folder() -> Path | None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return None
-    # Servers of one parent with different stores are not one service.
+    # Processes with different databases are different services, even if they have the same parent.
     own = multiprocessing.current_process().authkey + os.environ.get("TURNLOG_DATABASE_URL", "").encode()
     name = f"{PREFIX}{parent.pid}-{hashlib.sha256(b'turnlog metrics' + own).hexdigest()[:32]}"
     made = Path(tempfile.gettempdir()) / name
@@ -49,15 +49,15 @@ def folder() -> Path | None:
     return made
 
 
-class Presence:
-    """This process's lock in the folder, from its making to `close` or its death."""
+class ProcessLock:
+    """This process's lock in the folder, held until `close` or the end of the process."""
 
     def __init__(self, folder: Path) -> None:
         lock = folder / f"{os.getpid()}{_LOCK_SUFFIX}"
         unlocked = lock.with_suffix(".new")
         self._file = unlocked.open("w")
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        # Under its name only now: a sibling that found it free would take this process for dead.
+        # Renamed after locking: another process that found it unlocked would take this one for dead.
         unlocked.rename(lock)
 
     def close(self) -> None:
@@ -65,23 +65,23 @@ class Presence:
 
 
 def dead(folder: Path) -> Iterator[int]:
-    """The processes that have put something here and live no more; each is told once."""
+    """Numbers of the processes that have written here and have died; each is returned once."""
     for path in folder.glob(f"*{_LOCK_SUFFIX}"):
-        if _is_free(path):
+        if _is_unlocked(path):
             path.unlink(missing_ok=True)
             yield int(path.name.removesuffix(_LOCK_SUFFIX))
 
 
-def sweep() -> None:
-    """Delete the folders of supervisors that are gone with all of their workers."""
+def delete_unused() -> None:
+    """Delete the folders whose supervisor and workers have all ended."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
-            if path.stat().st_uid == os.getuid() and not _is_alive(path) and _is_deserted(path):
+            if path.stat().st_uid == os.getuid() and not _has_supervisor(path) and _has_no_process(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_alive(path: Path) -> bool:
-    """Does the supervisor live, whose number the folder's name has?"""
+def _has_supervisor(path: Path) -> bool:
+    """Is the supervisor whose process number is in the folder's name alive?"""
     try:
         os.kill(int(path.name.removeprefix(PREFIX).partition("-")[0]), 0)
     except ProcessLookupError:
@@ -91,11 +91,11 @@ def _is_alive(path: Path) -> bool:
     return True
 
 
-def _is_deserted(folder: Path) -> bool:
-    return all(_is_free(path) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
+def _has_no_process(folder: Path) -> bool:
+    return all(_is_unlocked(path) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
 
 
-def _is_free(path: Path) -> bool:
+def _is_unlocked(path: Path) -> bool:
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

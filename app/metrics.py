@@ -1,8 +1,8 @@
-"""What this process counts for Prometheus. What is only looked at when somebody asks is in `app/api/metrics.py`.
+"""The Prometheus metrics of this process. Values that are only read at a scrape are in `app/api/metrics.py`.
 
-Labels have few values, all of them known here or set by an operator: never a session, a model, or a name that a client
-chose. With several processes (`app/metric_files.py`) counters and histograms add up over all of them, those that have
-died included; gauges are of those that live.
+Labels have few values, all known here or set by an operator: never a session, a model, or a name that a client chose.
+With several processes (`app/metric_files.py`) counters and histograms are summed over all of them, dead ones included;
+gauges only over the living ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthoriz
 from app.turn.stages import NEW_TURNS, OUTCOMES, RecentTurnStats, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
-"""Before the next import: prometheus_client looks for the variable once."""
+"""Set before the next import: prometheus_client reads the variable only once."""
 
 from prometheus_client import (  # noqa: E402
     CollectorRegistry,
@@ -37,51 +37,51 @@ OWN_BUCKETS = (
     *(1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 100e-3, 250e-3, 500e-3),
     *(1.0, 2.5, 5.0, 10.0),
 )
-"""Seconds, for what Turnlog does itself."""
+"""Seconds, for Turnlog's own work."""
 
 STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
-"""Seconds, also for what an engine does, and for waiting until a trainer is done."""
+"""Seconds, also for an engine's work and for waiting at a gate."""
 
 
 NOT_OF_TURNS = frozenset(error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed))
-"""Codes of the guard, and of a pause."""
+"""Error codes of authorisation and of pauses, which no turn has."""
 
 NOT_FOUND, METHOD_NOT_ALLOWED = "not_found", "method_not_allowed"
-"""Codes of the router."""
+"""Error codes of the router."""
 
 
 class Metrics:
-    """The process's instruments, in a registry of their own. `recent` is told of each turn as well."""
+    """The process's metrics, in a registry of their own. Each turn is also counted in `recent`."""
 
     def __init__(self, recent: RecentTurnStats) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.recent = recent
-        self._told: dict[tuple[Counter, tuple[str, ...]], float] = {}
+        self._counted: dict[tuple[Counter, tuple[str, ...]], float] = {}
         self._turn_instruments()
         self._traffic_instruments()
         self._store_instruments()
-        self._presence = None if FOLDER is None else metric_files.Presence(FOLDER)
+        self._process_lock = None if FOLDER is None else metric_files.ProcessLock(FOLDER)
         if FOLDER is None:
             ProcessCollector(registry=self.registry)
         else:
-            metric_files.sweep()
+            metric_files.delete_unused()
         self.started.set(time.time())
         self.processes.set(1)
 
     def close(self) -> None:
-        """The process ends: its gauges no longer count."""
-        if self._presence is not None:
+        """Take this process's gauges out of the shared files."""
+        if self._process_lock is not None:
             mark_process_dead(os.getpid(), str(FOLDER))  # type: ignore[no-untyped-call]
-            self._presence.close()
+            self._process_lock.close()
 
     def _turn_instruments(self) -> None:
         registry = self.registry
-        turns = self._counter("turnlog_turns_total", "Requests for a turn by how they ended.", "outcome")
+        turns = self._counter("turnlog_turns_total", "Requests for a turn by outcome.", "outcome")
         self._outcomes = {outcome: turns.labels(outcome) for outcome in (*OUTCOMES, *_turn_codes())}
         stages = Histogram(
             "turnlog_turn_stage_seconds",
-            "How long a committed turn was in each stage.",
+            "Time that committed turns spent in each stage.",
             ["stage"],
             buckets=STAGE_BUCKETS,
             registry=registry,
@@ -89,84 +89,82 @@ class Metrics:
         self._stages = [stages.labels(stage.name.lower()) for stage in TurnStage]
         self._overhead = Histogram(
             "turnlog_turn_overhead_seconds",
-            "A committed turn's time in Turnlog itself: all stages but gate and engine.",
+            "Time that committed turns spent in Turnlog itself: all stages but gate and engine.",
             buckets=OWN_BUCKETS,
             registry=registry,
         )
         sizes = self._counter(
             "turnlog_turn_bytes_total",
-            "Of committed turns: request and reply as received, and what their content takes in the store.",
+            "Bytes of committed turns: request and reply as received, and their content as stored.",
             "kind",
         )
         self._bytes = tuple(sizes.labels(kind) for kind in ("request", "reply", "stored"))
-        self.turns_in_flight = self._live("turnlog_turns_in_flight", "Turns that are being worked on.")
+        self.turns_in_flight = self._gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate.")
         self.turns_rolled_back = self._counter(
             "turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."
         )
-        self.turns_gated = self._live("turnlog_turns_gated", "Turns that wait until a pause ends.")
+        self.turns_gated = self._gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends.")
 
     def _traffic_instruments(self) -> None:
         self.request_errors = self._counter(
-            "turnlog_request_errors_total", "Errors of requests that are no turns, or were refused before.", "code"
+            "turnlog_request_errors_total", "Errors of other requests, and of turns refused by authorisation.", "code"
         )
         self.totals(self.request_errors, dict.fromkeys((*codes(), NOT_FOUND, METHOD_NOT_ALLOWED), 0))
-        self.inflight = self._live("turnlog_inflight_bytes", "Bytes of all bodies in flight.")
-        self.inflight_limit = self._live("turnlog_inflight_limit_bytes", "How many bytes may be in flight.")
-        self.connections = self._live("turnlog_connections", "Connections of clients that are open.")
+        self.inflight = self._gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory.")
+        self.inflight_limit = self._gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes.")
+        self.connections = self._gauge("turnlog_connections", "Open connections of clients.")
         self.connections_refused = self._counter(
-            "turnlog_connections_refused_total", "Connections that were turned away for want of file descriptors."
+            "turnlog_connections_refused_total", "Connections refused for lack of file descriptors."
         )
-        self.loop_lag = self._largest(
-            "turnlog_loop_lag_seconds", "By how much the event loop came too late at worst in the last minute."
-        )
-        self.cache_bytes = self._live("turnlog_cache_bytes", "Memory of the session cache, roughly.")
-        self.cache_sessions = self._live("turnlog_cache_sessions", "Sessions in the cache.")
-        self.cache_hits = self._counter("turnlog_cache_hits_total", "What was found in the cache.", "content")
-        self.cache_misses = self._counter("turnlog_cache_misses_total", "What had to be read from the log.", "content")
-        self.pool_workers = self._live("turnlog_pool_workers", "Worker processes, as set, alive, at work.", "state")
-        self.pool_queue = self._live("turnlog_pool_queue_jobs", "Replies that wait for a worker process.")
-        self.pool_jobs = self._counter("turnlog_pool_jobs_total", "Replies that worker processes have judged.")
+        self.loop_lag = self._largest("turnlog_loop_lag_seconds", "Largest delay of the event loop in the last minute.")
+        self.cache_bytes = self._gauge("turnlog_cache_bytes", "Approximate memory of the session cache.")
+        self.cache_sessions = self._gauge("turnlog_cache_sessions", "Sessions in the cache.")
+        self.cache_hits = self._counter("turnlog_cache_hits_total", "Lookups found in the session cache.", "content")
+        self.cache_misses = self._counter("turnlog_cache_misses_total", "Lookups that had to read the log.", "content")
+        self.pool_workers = self._gauge("turnlog_pool_workers", "Worker processes: configured, alive, busy.", "state")
+        self.pool_queue = self._gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process.")
+        self.pool_jobs = self._counter("turnlog_pool_jobs_total", "Replies validated by worker processes.")
         self.pool_restarts = self._counter("turnlog_pool_restarts_total", "Worker processes that ended.")
-        self.exports_running = self._live("turnlog_exports_running", "Exports that are being read.")
-        self.exports = self._counter("turnlog_exports_total", "Exports by how they ended.", "outcome")
-        self.export_rows = self._counter("turnlog_export_rows_total", "Rows that exports have made.")
-        self.export_bytes = self._counter("turnlog_export_bytes_total", "Bytes that exports have sent.")
-        self.export_seconds = self._counter("turnlog_export_seconds_total", "How long ended exports took together.")
-        self.processes = self._live("turnlog_processes", "API processes that live.")
+        self.exports_running = self._gauge("turnlog_exports_running", "Exports in progress.")
+        self.exports = self._counter("turnlog_exports_total", "Exports by outcome.", "outcome")
+        self.export_rows = self._counter("turnlog_export_rows_total", "Rows of all exports.")
+        self.export_bytes = self._counter("turnlog_export_bytes_total", "Bytes sent by all exports.")
+        self.export_seconds = self._counter("turnlog_export_seconds_total", "Total duration of ended exports.")
+        self.processes = self._gauge("turnlog_processes", "Living API processes.")
         self.started = self._largest(
-            "turnlog_process_start_time_seconds", "When the youngest API process began, in seconds since the epoch."
+            "turnlog_process_start_time_seconds", "Start time of the youngest API process, in seconds since the epoch."
         )
 
     def _store_instruments(self) -> None:
         self.commit_seconds = Histogram(
             "turnlog_store_commit_seconds",
-            "COMMIT of a transaction that acknowledges something, its sync to the disk included.",
+            "Duration of COMMIT of a durable transaction, its sync to disk included.",
             buckets=OWN_BUCKETS,
             registry=self.registry,
         )
-        self.writer_queue = self._live("turnlog_writer_queue_operations", "Writes that wait for a transaction.")
-        self.writer_queue_bytes = self._live("turnlog_writer_queue_bytes", "Bytes of the writes that wait.")
-        self.writer_operations = self._counter("turnlog_writer_operations_total", "Writes that were committed.")
+        self.writer_queue = self._gauge("turnlog_writer_queue_operations", "Writes that wait for a transaction.")
+        self.writer_queue_bytes = self._gauge("turnlog_writer_queue_bytes", "Bytes of the writes that wait.")
+        self.writer_operations = self._counter("turnlog_writer_operations_total", "Writes committed.")
         self.writer_transactions = self._counter(
-            "turnlog_writer_transactions_total", "Transactions that the writes were committed in.", "durable"
+            "turnlog_writer_transactions_total", "Transactions that committed these writes.", "durable"
         )
-        self.events = self._counter("turnlog_events_total", "Events that were appended to sessions' logs.", "type")
+        self.events = self._counter("turnlog_events_total", "Events appended to the sessions' logs.", "type")
         self.totals(self.events, dict.fromkeys(TYPES, 0))
-        self.abandoned = self._counter("turnlog_turns_abandoned_total", "Claims that came to nothing.", "reason")
-        self.totals(self.abandoned, _none_yet(TurnAbandoned))
+        self.abandoned = self._counter("turnlog_turns_abandoned_total", "Claims released without a commit.", "reason")
+        self.totals(self.abandoned, _zero_by_reason(TurnAbandoned))
         self.tombstones = self._counter(
-            "turnlog_turns_tombstoned_total", "Turns whose replay payloads were let go of.", "reason"
+            "turnlog_turns_tombstoned_total", "Turns whose replay payloads were discarded.", "reason"
         )
-        self.totals(self.tombstones, _none_yet(BlobsTombstoned))
-        self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads that were deleted.")
-        self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor saw to.", "action")
+        self.totals(self.tombstones, _zero_by_reason(BlobsTombstoned))
+        self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted.")
+        self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action")
         self.janitor_round = self._largest(
             "turnlog_janitor_last_round_timestamp_seconds",
-            "When the janitor last came to the end of a round, in seconds since the epoch.",
+            "End of the janitor's last round, in seconds since the epoch.",
         )
 
-    def _live(self, name: str, help_text: str, *labels: str) -> Gauge:
-        """A gauge that adds up over the processes that live."""
+    def _gauge(self, name: str, help_text: str, *labels: str) -> Gauge:
+        """A gauge that is summed over the living processes."""
         return Gauge(name, help_text, labels, registry=self.registry, multiprocess_mode="livesum")
 
     def _largest(self, name: str, help_text: str) -> Gauge:
@@ -177,7 +175,7 @@ class Metrics:
         return Counter(name, help_text, labels, registry=self.registry)
 
     def turn_ended(self, outcome: str, stages: Stages) -> None:
-        """As `app.turn.stages.Observer`."""
+        """Count a turn that has ended."""
         self.recent.turn_ended(outcome, stages)
         self._outcomes[outcome].inc()
         if outcome in NEW_TURNS:
@@ -190,28 +188,28 @@ class Metrics:
             stored.inc(stages.stored_bytes)
 
     def request_failed(self, code: str) -> None:
-        """A request got this error that is no turn, or was refused before it was looked at as one."""
+        """Count an error of a request that is not a turn, or that was refused before its turn began."""
         self.request_errors.labels(code).inc()
 
     def committed(self, seconds: float) -> None:
-        """A durable transaction's COMMIT took so long. May be called on any thread."""
+        """Record the duration of a durable transaction's COMMIT. Any thread may call it."""
         self.commit_seconds.observe(seconds)
 
     def total(self, counter: Counter, value: float, *labels: str) -> None:
-        """Bring a counter to what somebody else has counted since the process began."""
+        """Raise a counter to `value`, the total that another component has counted since the process began."""
         key = (counter, labels)
-        counted = self._told.get(key, 0.0)
+        counted = self._counted.get(key, 0.0)
         if value > counted or not counted:
             (counter.labels(*labels) if labels else counter).inc(value - counted)
-            self._told[key] = value
+            self._counted[key] = value
 
     def totals(self, counter: Counter, values: Mapping[str, float]) -> None:
-        """`total` of each value of the one label."""
+        """Call `total` for each value of the counter's only label."""
         for label, value in values.items():
             self.total(counter, value, label)
 
     def collected(self, *others: Collector) -> CollectorRegistry:
-        """A registry of all that there is to know at this moment, in this process and its siblings."""
+        """A registry of this scrape's metrics: those of all processes that share the folder, and `others`."""
         made = CollectorRegistry()
         if FOLDER is None:
             made.register(self.registry)
@@ -224,8 +222,8 @@ class Metrics:
         return made
 
 
-def _none_yet(event: type[Event]) -> Mapping[str, float]:
-    """0 for each reason that an event can have: a series that begins at 1 hides the first increase."""
+def _zero_by_reason(event: type[Event]) -> Mapping[str, float]:
+    """0 for each reason of an event: a series that begins at 1 hides its first increase."""
     return dict.fromkeys(get_args(get_type_hints(event)["reason"]), 0)
 
 

@@ -1,11 +1,11 @@
-"""`python -m app.replay`: a session as it was after any of its events, and the head table against the log.
+"""`python -m app.replay`: shows a session's state after any of its events, or checks the heads table against the log.
 
     python -m app.replay SESSION [--seq N] [--events] [--json]
     python -m app.replay --heads [--fix] [--json]
 
-The store is the service's, `TURNLOG_DATABASE_URL`. All but `--fix` only reads and may run beside a server.
-Exit code 0: done, and all is well; 1: the session or the log is not as asked for, or rows are left that are
-not the log's; 2: wrong usage, or the store cannot be looked at.
+It opens the service's database, `TURNLOG_DATABASE_URL`. Everything but `--fix` only reads and may run beside a server.
+Exit code 0: done, no differences left; 1: the session or event does not exist or cannot be read, or differences are
+left; 2: wrong usage, or the database cannot be opened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from app.store.engine import Database
 from app.store.projections import Examined, require_revision
 
 PROGRESS_S = 5.0
-"""How often a long run says where it is."""
+"""Interval of progress lines in a long run."""
 
 INTERRUPTED = 130
 
@@ -41,7 +41,7 @@ TURN_COLUMNS = ("turn", "parent", "segment", "seq", "messages", "tokens", "outpu
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.replay") -> int:
-    """The command, called `prog` in its help; `arguments` default to the process's. Returns its exit code."""
+    """Run the command and return its exit code. `prog` is its name in the help."""
     options = _parsed(arguments, prog)
     try:
         settings = _settings(fixing=options.fix)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m app.repl
         print(f"replay: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("replay: interrupted; what is reported as fixed is fixed, run it again for the rest", file=sys.stderr)
+        print("replay: interrupted; sessions reported as fixed are fixed, run it again for the others", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -83,16 +83,16 @@ def _parsed(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
 
 
 def _settings(*, fixing: bool) -> Settings:
-    """The service's settings as far as they say where the store is; a mistake in another one is not in the way.
+    """Only the settings that are needed, so that an error in another one does not stop the command.
 
-    Who is dead on PostgreSQL, and so whether `--fix` may write, rests on the lease.
+    `--fix` needs the lease: on PostgreSQL it decides whether a server is alive.
     """
     return load_settings("database_url", *(["lease_s"] if fixing else []))
 
 
 @asynccontextmanager
 async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[Database]:
-    """The database to read, or `fixing` the one that nobody else serves. Raises StartupError."""
+    """The database. With `fixing` it is opened for writing; no server may use it. Raises StartupError."""
     url = make_url(settings.database_url)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
         raise StartupError(f"there is no database {url.database}")
@@ -118,7 +118,7 @@ async def _state(settings: Settings, options: argparse.Namespace) -> int:
         return 0
     for event in logged:
         named = {name: value for name, value in event.items() if name not in ("seq", "type", "at")}
-        print(f"{event['seq']:>6}  {_when(event['at'])}  {event['type']}  {_compact(named)}")
+        print(f"{event['seq']:>6}  {_time_text(event['at'])}  {event['type']}  {_json(named)}")
     for line in _lines(state):
         print(line)
     return 0
@@ -126,7 +126,7 @@ async def _state(settings: Settings, options: argparse.Namespace) -> int:
 
 async def _heads(settings: Settings, options: argparse.Namespace) -> int:
     seen = found = fixed = left = 0
-    told = time.monotonic()
+    reported_at = time.monotonic()
     async with _store(settings, fixing=options.fix) as database:
         async for one in examined(database):
             seen += 1
@@ -137,8 +137,8 @@ async def _heads(settings: Settings, options: argparse.Namespace) -> int:
                 fixed += fix
                 left += not fix
                 _report(result, fixed=fix, as_json=options.json)
-            if time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
+            if time.monotonic() - reported_at > PROGRESS_S:
+                reported_at = time.monotonic()
                 print(f"replay: {seen} sessions, at {one.session_id}", file=sys.stderr)
     summary = f"{seen} sessions: {found} differences"
     print(f"{summary}, {fixed} sessions fixed, {left} left" if options.fix else summary, file=sys.stderr)
@@ -146,7 +146,7 @@ async def _heads(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _report(one: Examined, *, fixed: bool, as_json: bool) -> None:
-    """At once, so that a run that is cut short has told what it did."""
+    """Print a session's differences at once, so that an interrupted run has reported what it did."""
     for difference in one.differences:
         if as_json:
             _print_json({**msgspec.structs.asdict(difference), "fixed": fixed})
@@ -160,21 +160,21 @@ def _report(one: Examined, *, fixed: bool, as_json: bool) -> None:
 
 
 def _print_json(value: Any) -> None:
-    print(_compact(value), flush=True)
+    print(_json(value), flush=True)
 
 
-def _compact(value: Any) -> str:
+def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _when(at: float) -> str:
+def _time_text(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds")
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:
-    closed = "" if state["closed_at"] is None else f", closed {_when(state['closed_at'])}"
+    closed = "" if state["closed_at"] is None else f", closed {_time_text(state['closed_at'])}"
     yield f"session {state['session_id']}: {state['status']} at version {state['version']}"
-    yield f"created {_when(state['created_at'])}{closed}"
+    yield f"created {_time_text(state['created_at'])}{closed}"
     yield "config " + ", ".join(f"{name} {value}" for name, value in state["config"].items() if value is not None)
     if state["turns"]:
         yield from _table(
@@ -190,9 +190,9 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if bound is not None:
         yield f"engine {bound['engine']}" + (f", affinity {bound['control']}" if bound["control"] else "")
     if state["reward"] is not None:
-        yield f"reward {_rewarded(state['reward'])}"
+        yield f"reward {_reward_text(state['reward'])}"
     for turn, reward in state["turn_rewards"].items():
-        yield f"reward of turn {turn}: {_rewarded(reward)}"
+        yield f"reward of turn {turn}: {_reward_text(reward)}"
     for kept in state["payloads"]:
         yield (
             "payload of turn {turn}: {kind}, rows {start} to {stop} of shape {shape}, "
@@ -202,8 +202,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     yield f"blobs {state['blob_count']}" + (f"; the newest: {newest}" if newest else "")
 
 
-def _rewarded(reward: dict[str, Any]) -> str:
-    return f"{reward['reward']:g}" + (f" {_compact(reward['components'])}" if reward["components"] else "")
+def _reward_text(reward: dict[str, Any]) -> str:
+    return f"{reward['reward']:g}" + (f" {_json(reward['components'])}" if reward["components"] else "")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Variables that look like settings and are none: misspelt ones, other people's, and a cluster's own."""
+"""Finds `TURNLOG_*` variables that are not settings: misspelt, unrelated, or set by a Kubernetes cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 PREFIX = "TURNLOG_"
 
-CLOSE = 0.75
-"""How much of a word has to be another's to be taken for a slip in it (`difflib`'s ratio). `DATABSE` has 0.93 of
-`DATABASE`, `BASE` 0.67 of it. Of a whole name, without the prefix, as much makes it the nearest."""
+MIN_RATIO = 0.75
+"""Similarity (`difflib`'s ratio) from which a word counts as a misspelling of another: `DATABSE` has 0.93 of
+`DATABASE`, `BASE` 0.67. The same ratio of the whole names, without the prefix, makes a setting the nearest one."""
 
 
-class Stranger(NamedTuple):
-    """A variable that is no setting, the nearest setting, if any is near, and is it that one, misspelt?"""
+class UnknownName(NamedTuple):
+    """A variable that is not a setting. `nearest` is the most similar setting, or None."""
 
     name: str
     nearest: str | None
@@ -32,32 +32,29 @@ _INJECTED = re.compile(
 """Kubernetes sets these in each pod for a service `turnlog`, and for any `turnlog-…`."""
 
 
-def strangers(environment: Mapping[str, str], known: Collection[str]) -> list[Stranger]:
-    """Variables that are no setting, in order of their names.
-
-    An empty one is not set, and what a cluster injects is nobody's mistake.
-    """
+def unknown_variables(environment: Mapping[str, str], known: Collection[str]) -> list[UnknownName]:
+    """Variables that are not settings, ordered by name, without empty ones and those that a cluster injects."""
     names = (name for name, value in environment.items() if name.startswith(PREFIX) and value.strip())
     unknown = [name for name in names if name not in known and not _INJECTED.fullmatch(name)]
-    return [_stranger(name, known) for name in sorted(unknown)]
+    return [_unknown_name(name, known) for name in sorted(unknown)]
 
 
-def _stranger(name: str, known: Collection[str]) -> Stranger:
-    import difflib  # of which a start that all is well with needs nothing
+def _unknown_name(name: str, known: Collection[str]) -> UnknownName:
+    import difflib  # only needed if a name is unknown
 
-    def near(given: str, others: Collection[str]) -> list[str]:
-        return difflib.get_close_matches(given, others, n=1, cutoff=CLOSE)
+    def closest(given: str, others: Collection[str]) -> list[str]:
+        return difflib.get_close_matches(given, others, n=1, cutoff=MIN_RATIO)
 
-    def is_slip(given: str, meant: str) -> bool:
-        """Other separators alone, or as many words, each of them near."""
+    def is_misspelling(given: str, meant: str) -> bool:
+        """Is `given` a misspelling of `meant`: only other separators, or as many words, each of them similar?"""
         words, others = given.split("_"), meant.split("_")
         if "".join(words) == "".join(others):
             return True
         pairs = zip(words, others, strict=False)
-        return len(words) == len(others) and all(near(word, [other]) for word, other in pairs)
+        return len(words) == len(others) and all(closest(word, [other]) for word, other in pairs)
 
     given = name.removeprefix(PREFIX)
     settings = [setting.removeprefix(PREFIX) for setting in known]
-    slips = [setting for setting in settings if is_slip(given, setting)]
-    nearest = near(given, slips) or near(given, settings)
-    return Stranger(name, PREFIX + nearest[0] if nearest else None, bool(slips))
+    misspelt = [setting for setting in settings if is_misspelling(given, setting)]
+    nearest = closest(given, misspelt) or closest(given, settings)
+    return UnknownName(name, PREFIX + nearest[0] if nearest else None, bool(misspelt))

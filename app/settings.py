@@ -1,4 +1,4 @@
-"""The settings: environment variables named `TURNLOG_*`, read once into one frozen object."""
+"""Reads the settings, environment variables named `TURNLOG_*`, once into one frozen object."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from app.domain.holding import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
-from app.setting_names import PREFIX, strangers
+from app.setting_names import PREFIX, unknown_variables
 
 log = logging.getLogger("turnlog.settings")
 
@@ -39,9 +39,9 @@ MIB = 1 << 20
 DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
 SHORT_TOKEN = 16
-"""Characters; one that has fewer can be guessed."""
+"""Characters. A shorter token can be guessed."""
 
-FLAT_ROWS = (
+FLAT_ROWS_WARNING = (
     "TURNLOG_REPLAY asks for routed_experts, and TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK are not set: where an engine "
     "does not tell the shape of a row (vLLM does), rows are flat in samples and exports, and their size is not checked"
 )
@@ -49,8 +49,8 @@ FLAT_ROWS = (
 Network = IPv4Network | IPv6Network
 
 
-CLIENTS = frozenset({"TURNLOG_URL", "TURNLOG_TOKEN"})
-"""Of the command line and the client, which may run in the server's environment."""
+CLIENT_VARIABLES = frozenset({"TURNLOG_URL", "TURNLOG_TOKEN"})
+"""Variables of the command line and the client, which may be set in the server's environment too."""
 
 
 def _workers() -> int:
@@ -58,12 +58,15 @@ def _workers() -> int:
 
 
 def _off(value: object) -> object:
-    """`off` for a limit that is not in force."""
+    """None for `off`, which turns a limit off."""
     return None if isinstance(value, str) and value.strip().lower() == "off" else value
 
 
 def _in_bytes(value: object) -> object:
-    """A number of bytes, or one with a unit: KiB to TiB are powers of 1024, kB to TB of 1000."""
+    """Bytes of a number with or without a unit: KiB to TiB are powers of 1024, kB to TB of 1000.
+
+    Raises ValueError.
+    """
     if not isinstance(value, str):
         return value
     if _WITH_UNIT.fullmatch(value):
@@ -75,26 +78,26 @@ def _in_bytes(value: object) -> object:
 
 
 _WITH_UNIT = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?)?b\s*", re.IGNORECASE)
-"""Not `64M`, which is 64 MiB to some and 64 MB to others, and no bits. `ByteSize` takes both, and whatever follows."""
+"""`ByteSize` would also accept bits, text after the unit, and `64M`, which means 64 MiB to some and 64 MB to others."""
 
 _BYTES = TypeAdapter(ByteSize)
 
 Limit = Annotated[float | None, BeforeValidator(_off)]
 Size = Annotated[int, BeforeValidator(_in_bytes)]
 
-TOGETHER = "together"
-"""The type of an error that is about several settings, and names them."""
+SEVERAL = "together"
+"""Type of an error that concerns several settings; its message names them."""
 
 ALL = ("all",)
-"""Of TURNLOG_ENGINE_SESSIONS: every engine there is."""
+"""Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
-OFF = frozenset(
+CAN_BE_OFF = frozenset(
     PREFIX + name for name in ("AFFINITY_TTL_S", "IDLE_CLOSE_S", "CLOSED_REPLAY_TTL_S", "CLOSED_TTL_S", "MAX_DB_BYTES")
 )
 
 
 class Settings(BaseSettings):
-    """What an operator can choose. Every field has a default that works on one machine. An empty value is none."""
+    """An operator's choices. The defaults work on one machine. An empty value counts as not set."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
@@ -189,15 +192,15 @@ class Settings(BaseSettings):
     @classmethod
     def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
         if "moe_layers" in info.data and (info.data["moe_layers"] is None) != (value is None):
-            raise PydanticCustomError(TOGETHER, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
+            raise PydanticCustomError(SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
         return value
 
     @field_validator("tokenizer")
     @classmethod
-    def _takes_ids(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _requires_ids(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("upstream_dialect") == "vllm":
             raise PydanticCustomError(
-                TOGETHER,
+                SEVERAL,
                 "TURNLOG_TOKENIZER: vLLM's chat route takes no token ids; accepted is TURNLOG_UPSTREAM_DIALECT "
                 "auto or sglang, or no tokenizer",
             )
@@ -238,29 +241,29 @@ class Settings(BaseSettings):
 
     @property
     def abort_policy(self) -> OnAbort:
-        """What becomes of an aborted generation where a session does not say."""
+        """The policy for aborted generations of sessions that do not set one."""
         return self.on_abort or ("return" if self.tokenizer is None else "continue")
 
     @property
     def expert_shape(self) -> tuple[int, int] | None:
-        """A row of `routed_experts`: layers, experts a token."""
+        """Shape of a row of `routed_experts`: layers, experts per token; None if not set."""
         return None if self.moe_layers is None or self.moe_topk is None else (self.moe_layers, self.moe_topk)
 
     @property
     def warnings(self) -> list[str]:
-        """What is accepted and may be less than was meant, for the log and `/ready`."""
+        """Valid settings that may not do what the operator wants, for the log and `/ready`."""
         learned = self.upstream_dialect == "vllm" or self.expert_shape is not None
-        return [] if learned or "routed_experts" not in self.replay else [FLAT_ROWS]
+        return [] if learned or "routed_experts" not in self.replay else [FLAT_ROWS_WARNING]
 
     @property
     def abort_after_s(self) -> float | None:
-        """Seconds a turn outlives its client; None: for as long as it takes (`finish`)."""
+        """Seconds after its client's disconnect at which a turn is aborted; None: it is finished (`finish`)."""
         mode, _, seconds = self.on_disconnect.partition(":")
         return float(seconds) if mode == "abort_after" else None
 
 
 def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
-    """Raises ValueError that begins with what is `wanted`."""
+    """Raises ValueError, whose message begins with `wanted`, for an invalid or repeated URL."""
     for url in urls:
         fault = base_url.fault(url)
         if fault is not None:
@@ -270,9 +273,9 @@ def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
 
 
 def load_settings(*names: str) -> Settings:
-    """Read the environment, or of it only the settings of these names, such as `lease_s`; the others have defaults.
+    """Read all settings from the environment, or only those named, such as `lease_s`; the others have defaults.
 
-    Raises StartupError with a line for each mistake, which names variable, value and what is accepted.
+    Raises StartupError with a line for each mistake: the variable, its value and what is accepted.
     """
     if not names:
         for name, nearest in unknown_names().items():
@@ -287,18 +290,18 @@ def load_settings(*names: str) -> Settings:
 
 
 def known_names() -> frozenset[str]:
-    """All variables that mean something, but for the one that is for tests alone."""
-    return CLIENTS | {PREFIX + name.upper() for name in Settings.model_fields}
+    """All supported variables, without the one for tests (`crash_points.VARIABLE`)."""
+    return CLIENT_VARIABLES | {PREFIX + name.upper() for name in Settings.model_fields}
 
 
 def unknown_names() -> dict[str, str | None]:
-    """Variables that are set and ignored, as no misspelt settings, each with the setting that is nearest, if any is."""
-    found = strangers(os.environ, known_names())
+    """Variables that are ignored with a warning, each with the nearest setting or None. Misspelt ones are errors."""
+    found = unknown_variables(os.environ, known_names())
     return {one.name: one.nearest for one in found if not one.is_misspelt and one.name != crash_points.VARIABLE}
 
 
 def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
-    """As `load_settings`, but the mistakes are returned; there are no settings then."""
+    """Like `load_settings`, but returns the mistakes; the settings are None if there are any."""
     others = {
         name: field.get_default(call_default_factory=True)
         for name, field in Settings.model_fields.items()
@@ -317,23 +320,23 @@ def read_settings(*names: str) -> tuple[Settings | None, list[str]]:
 
 def _misspelt(names: Collection[str]) -> list[str]:
     wanted = {PREFIX + name.upper() for name in names} or known_names()
-    found = strangers(os.environ, known_names())
-    slips = [one for one in found if one.is_misspelt and one.nearest in wanted]
-    return [f"{one.name} is not a setting: did you mean {one.nearest}?" for one in slips]
+    found = unknown_variables(os.environ, known_names())
+    misspelt = [one for one in found if one.is_misspelt and one.nearest in wanted]
+    return [f"{one.name} is not a setting: did you mean {one.nearest}?" for one in misspelt]
 
 
 def _warn_of_weak(settings: Settings) -> None:
-    """What is accepted, and better otherwise."""
+    """Log warnings about weak secrets and a secret without effect."""
     for name in ("admin_token", "session_secret"):
         if any(len(secret) < SHORT_TOKEN for secret in getattr(settings, name)):
             log.warning("%s%s has fewer than %d characters: it can be guessed", PREFIX, name.upper(), SHORT_TOKEN)
     if settings.session_secret and not settings.admin_token:
-        log.warning("TURNLOG_SESSION_SECRET does nothing without TURNLOG_ADMIN_TOKEN")
+        log.warning("TURNLOG_SESSION_SECRET has no effect without TURNLOG_ADMIN_TOKEN")
 
 
 def _one_line(problem: Mapping[str, Any]) -> str:
     wanted = str(problem["msg"]).removeprefix("Value error, ").removeprefix("Input should be ").split(", unable")[0]
-    if problem["type"] == TOGETHER:
+    if problem["type"] == SEVERAL:
         return wanted
     name = PREFIX + str(problem["loc"][0]).upper()
     value = os.environ.get(name, problem["input"])
@@ -341,11 +344,11 @@ def _one_line(problem: Mapping[str, Any]) -> str:
         value = "(not shown)"
     if name.endswith(("DATABASE_URL", "UPSTREAMS", "ENGINE_SESSIONS")):
         value = _without_password(str(value))
-    if name in OFF:
+    if name in CAN_BE_OFF:
         wanted += ", or off"
     return f"{name}={value!r}: accepted is {wanted}"
 
 
 def _without_password(url: str) -> str:
-    """Hide what stands between the user's name and the host, also in a URL too broken to parse, or as a parameter."""
+    """Hide the password, also in a URL that cannot be parsed, and in a query parameter."""
     return re.sub(r"([?&]password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))

@@ -1,4 +1,4 @@
-"""How this process is told to end, and tells itself."""
+"""Stopping the process: on a signal, and when its database is lost."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 def on_stop_signal(stop: Callable[[], None]) -> None:
-    """Call `stop` when the process is told to end, before uvicorn, which waits for all replies to be whole."""
+    """Call `stop` on SIGINT and SIGTERM, before uvicorn's own handler, which waits until all replies are complete."""
     if threading.current_thread() is not threading.main_thread():
         return
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        uvicorns = signal.getsignal(number)
-        if not callable(uvicorns):
+        uvicorn_handler = signal.getsignal(number)
+        if not callable(uvicorn_handler):
             continue
 
-        def handle(received: int, frame: FrameType | None, uvicorns: _Handler = uvicorns) -> None:
+        def handle(received: int, frame: FrameType | None, uvicorn_handler: _Handler = uvicorn_handler) -> None:
             loop.call_soon_threadsafe(stop)
-            uvicorns(received, frame)
+            uvicorn_handler(received, frame)
 
         signal.signal(number, handle)
 
 
 def end_without_store(reason: str) -> None:
-    """As SIGTERM does; a supervisor starts the process anew, on the file that is there then."""
+    """Stop as on SIGTERM. A supervisor restarts the process, which opens the database as it is then."""
     log.critical("%s under this server: nothing more is written, and it ends", reason)
     signal.raise_signal(signal.SIGTERM)

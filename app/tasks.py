@@ -1,4 +1,4 @@
-"""Tasks of a process: how they end."""
+"""Ends background tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 async def cancelled(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks and wait until they have ended; None stands for one that was never started."""
+    """Cancel tasks and wait until they have ended. None is a task that was never started."""
     started = [task for task in tasks if task is not None]
     for task in started:
         task.cancel()

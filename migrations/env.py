@@ -1,4 +1,4 @@
-"""Alembic's environment: the application's own database URL, on SQLite under the application's lock."""
+"""Alembic's environment. It uses the application's database URL and, on SQLite, the application's lock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from app.store.revision import require_known, revision_of
 from app.store.schema import metadata
 
 PRIVATE = 0o077
-"""The umask: an SQLite file holds prompts and replies, which are nobody else's. Its log file takes its mode over."""
+"""The umask, so that other users cannot read an SQLite file, which holds prompts and replies. Its WAL gets the same
+mode."""
 
 
 def _migrate(connection: Connection) -> None:
-    """Raises StartupError where the database is at a revision that is not among these."""
+    """Run the migrations. Raises StartupError if this version does not know the database's revision."""
     require_known(revision_of(connection))
     context.configure(connection=connection, target_metadata=metadata, transaction_per_migration=True)
     with context.begin_transaction():
@@ -48,10 +49,13 @@ async def _online(url: str) -> None:
 
 
 async def _on_a_full_disk(url: str) -> None:
-    """A database that needs no change is no reason to fail: its server can start, and says what is the matter."""
+    """Succeed on a full disk if no migration is needed, so that the server can start and report the problem.
+
+    Raises StartupError otherwise.
+    """
     try:
         wanted = context.get_revision_argument()
-    except KeyError:  # a command that leads to no revision
+    except KeyError:  # the command has no target revision
         wanted = None
     found = await revision_without_room(url)
     if found is None or found != wanted:
@@ -67,7 +71,7 @@ def run() -> None:
 
 
 def _run(url: str) -> None:
-    """Raises StartupError."""
+    """Run the migrations with the SQLite lock held. Raises StartupError."""
     lock = sqlite_lock(url, create=True)
     if lock is not None:
         try:

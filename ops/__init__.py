@@ -1,1 +1,4 @@
-"""Tools around the service: what runs beside it, never inside it."""
+"""Tools for operators and developers. The service does not import them.
+
+They are store maintenance, verification, the demo, benchmarks and the engine simulator.
+"""

@@ -1,7 +1,7 @@
-"""`python -m ops.backup COPY`: a copy of an SQLite store, beside the server that writes to it.
+"""Copies an SQLite store while a server writes to it: `turnlog backup COPY` or `python -m ops.backup COPY`.
 
-The copy is made under another name, checked, synced and only then given its own, so a run that is cut short leaves no
-copy rather than half a one. A PostgreSQL store has its own tools; which, the command says.
+The copy is written under a temporary name, checked and synced, and then renamed. So an interrupted run leaves no copy,
+never an incomplete one. For a PostgreSQL store the command prints the `pg_dump` command to use.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ops.keeping import (
     REST_S,
     CommandResult,
     Progress,
-    as_turnlog,
     check_sqlite,
     copy_sqlite,
     is_sound,
     require_store,
     run,
+    run_as_turnlog,
     settings_for,
     sqlite_path,
     sync,
@@ -40,7 +40,8 @@ MIB = 1 << 20
 
 
 def perform(database_url: str | None, copy: Path, *, salvage: bool = False, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
     work = partial(_backup, database_url, copy, salvage=salvage)
     return run("backup", work, interrupted="there is no copy", as_json=as_json)
 
@@ -59,34 +60,34 @@ def _backup(database_url: str | None, copy: Path, *, salvage: bool) -> CommandRe
     return outcome(line, {"copy": str(copy), "bytes": size, "sessions": sessions, "revision": revision}, missing)
 
 
-class Made(NamedTuple):
-    """How many sessions are in a copy, its revision, and what of a damaged store is missing in it."""
+class Copied(NamedTuple):
+    """The number of sessions in a copy, its revision, and the content that a damaged store has lost."""
 
     sessions: int
     revision: str
     missing: Damage | None
 
 
-def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
-    """Make the copy; with `salvage` of a damaged store too.
+def backup(source: Path, copy: Path, *, salvage: bool = False) -> Copied:
+    """Make the copy. With `salvage`, copy the readable part of a damaged store.
 
     Raises StartupError, DamagedStore, OSError, sqlite3.Error.
     """
-    tell = Progress("backup")
+    progress = Progress("backup")
     unfinished = copy.with_name(f"{copy.name}.partial")
     handle = os.open(unfinished, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _claim(handle, unfinished)
+        _lock_temporary(handle, unfinished)
         try:
             missing = None
-            if not _copied(source, unfinished, tell):
+            if not _copy(source, unfinished, progress):
                 if not salvage:
-                    raise refusal(source, tell, "there is no copy")
+                    raise refusal(source, progress, "there is no copy")
                 os.ftruncate(handle, 0)
-                missing = copy_rest(source, unfinished, tell)
-                check_sqlite(unfinished, tell)
+                missing = copy_rest(source, unfinished, progress)
+                check_sqlite(unfinished, progress)
                 sync(unfinished)
-            holds = Made(*_holds(unfinished), missing)
+            made = Copied(*_inspect(unfinished), missing)
             os.replace(unfinished, copy)
         except BaseException:
             unfinished.unlink(missing_ok=True)
@@ -94,23 +95,26 @@ def backup(source: Path, copy: Path, *, salvage: bool = False) -> Made:
     finally:
         os.close(handle)
     sync(copy.absolute().parent)
-    return holds
+    return made
 
 
-def _copied(source: Path, unfinished: Path, tell: Progress) -> bool:
-    """False where the store is damaged. Raises StartupError where it is no database, sqlite3.Error."""
+def _copy(source: Path, unfinished: Path, progress: Progress) -> bool:
+    """Copy the store; False if it is damaged. Raises StartupError if the file is not a database, sqlite3.Error."""
     try:
         with closing(sqlite3.connect(f"{source.as_uri()}?mode=rw", uri=True, isolation_level=None)) as read:
-            copy_sqlite(read, unfinished, tell, rest_s=REST_S)
-        return is_sound(unfinished, tell)
+            copy_sqlite(read, unfinished, progress, rest_s=REST_S)
+        return is_sound(unfinished, progress)
     except sqlite3.Error as error:
         if not is_damage(error):
             raise
         return False
 
 
-def _claim(handle: int, unfinished: Path) -> None:
-    """What an earlier run left behind is overwritten, a run that still goes on is not. Raises StartupError."""
+def _lock_temporary(handle: int, unfinished: Path) -> None:
+    """Lock the temporary file and empty it, which removes the leftovers of an earlier run.
+
+    Raises StartupError if another run still has the lock.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -118,22 +122,22 @@ def _claim(handle: int, unfinished: Path) -> None:
     os.ftruncate(handle, 0)
 
 
-def _holds(path: Path) -> tuple[int, str]:
+def _inspect(path: Path) -> tuple[int, str]:
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?immutable=1", uri=True)) as connection:
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
             (count,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
     except (sqlite3.Error, TypeError) as error:
-        raise StartupError("this is not a store of Turnlog's") from error
+        raise StartupError("this is not a Turnlog store") from error
     return int(count), str(revision)
 
 
 def _pg_dump(url: str, copy: Path) -> str:
-    """The password is left to `~/.pgpass` or the prompt."""
-    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` leaves what is None as it was
+    """The `pg_dump` command without the password, which comes from `~/.pgpass` or a prompt."""
+    given = make_url(url)._replace(drivername="postgresql", password=None)  # `set` ignores arguments that are None
     place = given.difference_update_query(["prepared_statement_cache_size", "password"]).render_as_string(False)
     return f"pg_dump --format=custom --file={shlex.quote(str(copy))} --dbname={shlex.quote(place)} (docs/runbook.md)"
 
 
 if __name__ == "__main__":
-    as_turnlog("backup")
+    run_as_turnlog("backup")

@@ -1,10 +1,10 @@
-"""`python -m ops.compact`: give space that nothing uses any more back, and with it the last traces of what was erased.
+"""Returns unused space and removes the last traces of erased content: `turnlog vacuum` or `python -m ops.compact`.
 
-SQLite: free pages go back to the file system a few at a time, also beside a server. `--full` writes the file anew, with
-the server stopped: that takes out too what SQLite left in unused parts of pages when it moved rows about.
+SQLite: free pages are returned to the file system a few at a time; a server may run. `--full` rewrites the file; no
+server may run. It also removes remains of rows that SQLite left in unused parts of pages.
 
-PostgreSQL: VACUUM, beside servers. `--full` rewrites the tables that hold content, each locked meanwhile: until then an
-erased row's bytes stay in its page. Then a checkpoint and a new log file, as far as the role may.
+PostgreSQL: VACUUM; servers may run. `--full` rewrites the tables that hold content and locks each of them meanwhile;
+until then the bytes of an erased row stay in its page. Then a checkpoint and a new WAL file, if the role has the right.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from ops.keeping import (
     REST_S,
     CommandResult,
     Progress,
-    as_turnlog,
     check_sqlite,
-    empty_log,
+    copy_mode_and_owner,
+    exclusive,
     is_sound,
-    like,
+    merge_wal,
     require_store,
     run,
+    run_as_turnlog,
     settings_for,
     silent,
     sqlite_path,
-    stopped,
     sync,
     watch,
 )
@@ -58,50 +58,51 @@ from ops.salvage import salvage as copy_rest
 MIB = 1 << 20
 
 CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, snapshots)
-"""The tables that an erasure deletes from, and the log, whose rewards it rewrites."""
+"""The tables that an erasure deletes from, and the event log, in which it rewrites rewards."""
 
 LOCK_TIMEOUT = "10s"
-"""How long a rewrite waits for its table: everybody else who wants the table waits behind it."""
+"""How long a rewrite waits for the lock on its table. All later users of the table wait behind it."""
 
-REFUSED = frozenset({"42501", "55P03"})
-"""SQLSTATEs of what another role or a quieter moment may do: no right to, somebody else has it locked."""
+SKIPPED_STATES = frozenset({"42501", "55P03"})
+"""SQLSTATEs of statements that are skipped: insufficient privilege, and lock not available."""
 
 
 def perform(database_url: str | None, *, full: bool, salvage: bool = False, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
     work = partial(_compact, database_url, full=full, salvage=salvage)
-    return run("compact", work, interrupted="what is done is done, run it again for the rest", as_json=as_json)
+    return run("compact", work, interrupted="run it again to finish", as_json=as_json)
 
 
 def _compact(database_url: str | None, *, full: bool, salvage: bool) -> CommandResult:
     if salvage and not full:
-        raise StartupError("--salvage needs --full: it writes the file anew")
+        raise StartupError("--salvage needs --full, which rewrites the file")
     url = settings_for(database_url).database_url
     path = sqlite_path(url)
     if path is None:
         return asyncio.run(_vacuum(url, full=full))
     require_store(url)
-    tell = Progress("compact")
+    progress = Progress("compact")
     before = path.stat().st_size
     rewritten = Compacted()
     if full:
-        with stopped(url):
-            rewritten = rewrite(path, tell, salvage=salvage)
+        with exclusive(url):
+            rewritten = rewrite(path, progress, salvage=salvage)
     else:
         try:
-            give_back(path, tell)
+            give_back(path, progress)
         except sqlite3.Error as error:
-            raise (refusal(path, tell, "not all space was given back") if is_damage(error) else error) from error
+            raise (refusal(path, progress, "not all space was given back") if is_damage(error) else error) from error
     now = path.stat().st_size
     line = f"{path}: {before / MIB:.1f} MiB before, {now / MIB:.1f} MiB now"
     fields = {"store": str(path), "bytes_before": before, "bytes": now}
     if rewritten.kept is None:
         return CommandResult(DONE, [line], fields)
-    line += f"; the damaged file is {rewritten.kept}: remove it, with its content, when it is needed no more"
+    line += f"; the damaged file is {rewritten.kept}: remove it when it is no longer needed"
     return outcome(line, {**fields, "kept": str(rewritten.kept)}, rewritten.missing)
 
 
-def give_back(path: Path, tell: Callable[[str], None]) -> None:
+def give_back(path: Path, progress: Callable[[str], None]) -> None:
     """Shorten the file by its free pages. Each step holds the write lock for some milliseconds."""
     with closing(sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)) as connection:
         for pragma in (*PRAGMAS, "PRAGMA synchronous = NORMAL"):
@@ -109,14 +110,14 @@ def give_back(path: Path, tell: Callable[[str], None]) -> None:
         free = _free_pages(connection)
         moved = 0
         while free:
-            # As a script: `execute` takes a statement without columns one step far, which is one page.
+            # executescript, because `execute` takes only one step of a statement without columns: one page.
             connection.executescript(f"PRAGMA incremental_vacuum({GIVE_BACK_PAGES})")
             moved += GIVE_BACK_PAGES
             left = _free_pages(connection)
             if left >= free:
                 break
             free = left
-            tell(f"{free} free pages left")
+            progress(f"{free} free pages left")
             if moved * connection.execute("PRAGMA page_size").fetchone()[0] > CHECKPOINT_BYTES:
                 moved = 0
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
@@ -130,67 +131,67 @@ def _free_pages(connection: sqlite3.Connection) -> int:
 
 
 class Compacted(NamedTuple):
-    """Of a damaged store: what is missing now, and where the damaged file is kept."""
+    """For a damaged store: the lost content, and the path of the damaged file."""
 
     missing: Damage | None = None
     kept: Path | None = None
 
 
-def rewrite(path: Path, tell: Callable[[str], None] = silent, *, salvage: bool = False) -> Compacted:
-    """Write the file anew, under another name, and put it in its own place: nothing but live rows is in it.
+def rewrite(path: Path, progress: Callable[[str], None] = silent, *, salvage: bool = False) -> Compacted:
+    """Write a new file with the live rows only, and put it in the place of the old one.
 
-    The caller keeps servers off it. `salvage`: of a damaged one what can be read. Raises StartupError, DamagedStore,
-    sqlite3.Error; the file is as it was then.
+    The caller makes sure that no server runs. With `salvage`, keep the readable part of a damaged store. Raises
+    StartupError, DamagedStore, sqlite3.Error; the store is then unchanged.
     """
-    made = path.with_name(f"{path.name}.compacting")
+    target = path.with_name(f"{path.name}.compacting")
     rewritten = Compacted()
     try:
         try:
-            empty_log(path)
-            _create(made)
-            _vacuum_into(path, made, tell)
-            is_damaged = not is_sound(made, tell)
+            merge_wal(path)
+            _create(target)
+            _vacuum_into(path, target, progress)
+            is_damaged = not is_sound(target, progress)
         except sqlite3.Error as error:
             if not is_damage(error):
                 raise
             is_damaged = True
         if is_damaged:
             if not salvage:
-                raise refusal(path, tell, "it is as it was")
-            _create(made)
+                raise refusal(path, progress, "the store is unchanged")
+            _create(target)
             kept = path.with_name(f"{path.name}.damaged-{datetime.now(UTC):%Y%m%dT%H%M%S}")
-            rewritten = Compacted(copy_rest(path, made, tell), kept)
-        check_sqlite(made, tell)
-        like(made, path)
-        sync(made)
+            rewritten = Compacted(copy_rest(path, target, progress), kept)
+        check_sqlite(target, progress)
+        copy_mode_and_owner(target, path)
+        sync(target)
         if rewritten.kept is None:
-            empty_log(path)
+            merge_wal(path)
         else:
-            _put_away(path, rewritten.kept)
-        os.replace(made, path)
+            _rename_damaged(path, rewritten.kept)
+        os.replace(target, path)
     except BaseException:
-        made.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         raise
     sync(path.parent)
     return rewritten
 
 
-def _create(made: Path) -> None:
+def _create(target: Path) -> None:
     for suffix in ("", "-wal", "-shm", "-journal"):
-        Path(f"{made}{suffix}").unlink(missing_ok=True)
-    os.close(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        Path(f"{target}{suffix}").unlink(missing_ok=True)
+    os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
-def _vacuum_into(path: Path, made: Path, tell: Callable[[str], None]) -> None:
+def _vacuum_into(path: Path, target: Path, progress: Callable[[str], None]) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
-        watch(connection, tell, "writing the file anew")
-        connection.execute("VACUUM INTO ?", (str(made),))
-    with closing(sqlite3.connect(made, isolation_level=None)) as connection:
+        watch(connection, progress, "rewriting the file")
+        connection.execute("VACUUM INTO ?", (str(target),))
+    with closing(sqlite3.connect(target, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
 
 
-def _put_away(path: Path, kept: Path) -> None:
-    """The damaged file with its log of writes, which SQLite would apply to whatever file has its name."""
+def _rename_damaged(path: Path, kept: Path) -> None:
+    """Rename the damaged file and its WAL, since SQLite would apply the WAL to any new file with the old name."""
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{kept}{suffix}")
@@ -199,7 +200,7 @@ def _put_away(path: Path, kept: Path) -> None:
 
 
 async def _vacuum(url: str, *, full: bool) -> CommandResult:
-    """A connection of its own: the service's end a statement that takes as long as a rewrite may."""
+    """VACUUM all tables on a separate connection, since the service's connections cancel long statements."""
     database = Database(url)
     try:
         await require_revision(database)
@@ -211,15 +212,15 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
         async with engine.connect() as connection:
             await connection.exec_driver_sql("SET statement_timeout = 0")
             await connection.exec_driver_sql(f"SET lock_timeout = '{LOCK_TIMEOUT}'")
-            tell = Progress("compact")
+            progress = Progress("compact")
             for table in metadata.sorted_tables:
-                tell(f"table {table.name}")
+                progress(f"table {table.name}")
                 if full and table in CONTENT:
                     await _rewrite_table(connection, table.name, refused)
                 else:
-                    await _try(connection, f"VACUUM {table.name}", refused)
+                    await _run_if_allowed(connection, f"VACUUM {table.name}", refused)
             for statement in ("CHECKPOINT", "SELECT pg_switch_wal()", "CHECKPOINT"):
-                await _try(connection, statement, refused)
+                await _run_if_allowed(connection, statement, refused)
     finally:
         await engine.dispose()
     count = len(metadata.sorted_tables)
@@ -229,23 +230,27 @@ async def _vacuum(url: str, *, full: bool) -> CommandResult:
 
 
 async def _rewrite_table(connection: AsyncConnection, name: str, refused: list[str]) -> None:
-    """PostgreSQL passes over a table of somebody else's with a notice; a rewritten one has another file."""
-    before = await _file_of(connection, name)
-    if await _try(connection, f"VACUUM (FULL, ANALYZE) {name}", refused) and await _file_of(connection, name) == before:
+    """Rewrite a table. If another role owns it, PostgreSQL skips it with a notice only; then its file node is
+    unchanged."""
+    before = await _filenode(connection, name)
+    if (
+        await _run_if_allowed(connection, f"VACUUM (FULL, ANALYZE) {name}", refused)
+        and await _filenode(connection, name) == before
+    ):
         refused.append(f"not done: {name} was not rewritten, it belongs to another role")
 
 
-async def _file_of(connection: AsyncConnection, name: str) -> object:
+async def _filenode(connection: AsyncConnection, name: str) -> object:
     return (await connection.exec_driver_sql(f"SELECT pg_relation_filenode('{name}')")).scalar_one()
 
 
-async def _try(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
-    """Was it done? What this role or this moment does not allow is noted."""
+async def _run_if_allowed(connection: AsyncConnection, statement: str, refused: list[str]) -> bool:
+    """Run a statement; False if the role has no right to it or the table was locked, which is added to `refused`."""
     try:
         await connection.exec_driver_sql(statement)
     except DBAPIError as error:
         state = getattr(error.orig, "sqlstate", None)
-        if state not in REFUSED:
+        if state not in SKIPPED_STATES:
             raise
         why = "the role may not" if state == "42501" else f"the table was in use for {LOCK_TIMEOUT}"
         refused.append(f"not done: {statement}: {why}")
@@ -254,4 +259,4 @@ async def _try(connection: AsyncConnection, statement: str, refused: list[str]) 
 
 
 if __name__ == "__main__":
-    as_turnlog("vacuum")
+    run_as_turnlog("vacuum")

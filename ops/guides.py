@@ -1,8 +1,8 @@
-"""``python -m ops.guides PAGE...``: runs the code of a page in docs/ against a server and an engine simulator.
+"""``python -m ops.guides PAGE...``: runs the code of pages in docs/ against a server and an engine simulator.
 
-The pages are the only place where that code is. The Python blocks of a page are one script, in their order; `--python`
-names the interpreter it runs in, because trainers and harnesses want environments of their own. A page says on a line
-``<!-- needs: trl, datasets -->`` which modules it imports beside the client's own.
+The code exists only in the pages. The Python blocks of a page form one script, in their order. `--python` names the
+interpreter to run it with, since trainers and harnesses need their own environments. A line ``<!-- needs: trl, datasets
+-->`` in a page lists the modules that its code imports in addition to Turnlog's dependencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ops.simulator.process import SimulatorProcess
 
 SERVER = "http://127.0.0.1:8000"
 ENGINE = "http://127.0.0.1:30000"
-"""The addresses that pages are written with."""
+"""The addresses that the pages use; they are replaced by those of the running server and simulator."""
 
 TIMEOUT_S = 300.0
 
@@ -40,13 +40,13 @@ def script(page: str) -> str:
 
 
 def needs(page: str) -> list[str]:
-    """The modules that the page's code imports and Turnlog does not bring."""
+    """The modules that the page's code imports and that Turnlog does not depend on."""
     found = _NEEDS.search(page)
     return [name.strip() for name in found[1].split(",")] if found else []
 
 
 def missing(page: str, python: str = sys.executable) -> list[str]:
-    """Those of its modules that this interpreter lacks."""
+    """The modules that the page needs and this interpreter does not have."""
     probe = (
         "import importlib.util, sys\nfor name in sys.argv[1:]:\n    if not importlib.util.find_spec(name): print(name)"
     )
@@ -55,7 +55,7 @@ def missing(page: str, python: str = sys.executable) -> list[str]:
 
 
 def run(page: Path, server: str, engine: str, python: str = sys.executable) -> str:
-    """What the page's code printed. Raises subprocess.CalledProcessError, with `output` and `stderr`."""
+    """Run the page's code and return its output. Raises subprocess.CalledProcessError, with `output` and `stderr`."""
     program = script(page.read_text()).replace(SERVER, server).replace(ENGINE, engine)
     with tempfile.TemporaryDirectory(prefix="turnlog-guide-") as folder:
         path = Path(folder) / f"{page.stem.replace('-', '_')}_guide.py"
@@ -75,7 +75,7 @@ def run(page: Path, server: str, engine: str, python: str = sys.executable) -> s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every page ran to its end. 1: one did not, and what it said is on standard error."""
+    """Run the pages. Returns 0 if all ran to their end, else 1, with the output of failed pages on standard error."""
     parser = argparse.ArgumentParser(prog="python -m ops.guides", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the page's packages")

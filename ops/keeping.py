@@ -1,7 +1,6 @@
-"""What the commands that keep a store have in common: which store, progress, exit codes.
+"""Shared code of the maintenance commands: choice of the store, progress, SQLite files, exit codes.
 
-Exit code 0: done; 1: done, but not all is well, a line each says what; 2: it could not be done, or not to its end;
-130: interrupted.
+Exit codes: 0, done; 1, done, but with problems, one line each; 2, not done or not finished; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ DONE, NOT_ALL_WELL, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 
 
 class CommandResult(NamedTuple):
-    """What a command did: its exit code, the lines for people, and the same for machines."""
+    """The result of a command: its exit code, lines to print, and the same as fields for `--json`."""
 
     code: int
     lines: Sequence[str]
@@ -39,29 +38,29 @@ class CommandResult(NamedTuple):
 
 
 PROGRESS_S = 5.0
-"""How often a long run says where it is."""
+"""Interval in seconds at which a long run prints its progress."""
 
 
 class Progress:
-    """Says on standard error where a long run is, every few seconds; a short one says nothing."""
+    """Prints the progress of a run to standard error every PROGRESS_S seconds; a short run prints nothing."""
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._told = time.monotonic()
+        self._printed_at = time.monotonic()
 
     def __call__(self, where: str) -> None:
         now = time.monotonic()
-        if now - self._told >= PROGRESS_S:
-            self._told = now
+        if now - self._printed_at >= PROGRESS_S:
+            self._printed_at = now
             print(f"{self._command}: {where}", file=sys.stderr, flush=True)
 
 
 def silent(where: str) -> None:
-    """The progress of a run that nobody watches."""
+    """Report no progress."""
 
 
-def as_turnlog(command: str) -> None:
-    """Run `python -m ops.<module>` as the command of `turnlog` that it is, which alone knows the options."""
+def run_as_turnlog(command: str) -> None:
+    """Run `python -m ops.<module>` as the `turnlog` command `command`, where the options are defined."""
     from turnlog.cli import main
 
     sys.argv[:1] = ["turnlog", command]
@@ -69,9 +68,9 @@ def as_turnlog(command: str) -> None:
 
 
 def settings_for(database_url: str | None, *names: str) -> Settings:
-    """The service's settings, of which only the store and those of these names count.
+    """The service's settings. Only the database URL and the settings in `names` are validated.
 
-    A mistake in another one is not in the way of an operator. Raises StartupError.
+    So an invalid value of another setting does not block a maintenance command. Raises StartupError.
     """
     if database_url is not None:
         os.environ[f"{PREFIX}DATABASE_URL"] = database_url
@@ -85,15 +84,15 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def require_store(url: str) -> None:
-    """Raises StartupError where an SQLite file is not there: opening it would make one."""
+    """Raises StartupError if the SQLite file does not exist, since opening it would create it."""
     path = sqlite_path(url)
     if path is not None and not path.is_file():
         raise StartupError(f"there is no database {path}")
 
 
 @contextmanager
-def stopped(url: str) -> Iterator[None]:
-    """Keep servers off an SQLite store meanwhile. Raises StartupError where one runs."""
+def exclusive(url: str) -> Iterator[None]:
+    """Hold the lock of an SQLite store, so that no server can start. Raises StartupError if one runs."""
     lock = sqlite_lock(url)
     if lock is None:
         yield
@@ -109,21 +108,21 @@ def stopped(url: str) -> Iterator[None]:
 
 
 STEP_PAGES = 2000
-"""Copied in one step: about 8 MiB."""
+"""Pages copied in one step: about 8 MiB."""
 
 REST_S = 0.01
-"""Between two steps, so that a server beside gets at the disk."""
+"""Pause in seconds between two steps, so that a running server gets access to the disk."""
 
 
-def copy_sqlite(read: sqlite3.Connection, target: Path, tell: Callable[[str], None], *, rest_s: float) -> None:
-    """Copy a database as of one moment, while others write to it, into a file that is there and may be overwritten.
+def copy_sqlite(read: sqlite3.Connection, target: Path, progress: Callable[[str], None], *, rest_s: float) -> None:
+    """Copy a consistent state of a database, while others write to it, over the existing file `target`, and sync it.
 
-    One read transaction is open all the time: without it SQLite begins anew with each commit of somebody else, and
-    under load never comes to an end. The copy is one file, synced. Raises sqlite3.Error.
+    One read transaction stays open during the copy. Without it, SQLite restarts the copy after each commit of another
+    process, and under load the copy never ends. Raises sqlite3.Error.
     """
 
-    def told(_: int, left: int, pages: int) -> None:
-        tell(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
+    def report_copied(_: int, left: int, pages: int) -> None:
+        progress(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
         if rest_s:
             time.sleep(rest_s)
 
@@ -132,34 +131,34 @@ def copy_sqlite(read: sqlite3.Connection, target: Path, tell: Callable[[str], No
         written.execute("PRAGMA synchronous = OFF")
         read.execute("BEGIN")
         read.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        read.backup(written, pages=STEP_PAGES, progress=told)
+        read.backup(written, pages=STEP_PAGES, progress=report_copied)
     sync(target)
 
 
-def at_rest(path: Path) -> sqlite3.Connection:
-    """To read a file that nobody writes to.
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """Open a file read-only that no process writes to.
 
-    One without a log of writes is read as it is, so that it may be on a medium that cannot be written to.
+    A file without a WAL is opened as immutable, so it may be on a read-only medium.
     """
-    alone = not Path(f"{path}-wal").exists()
+    is_without_wal = not Path(f"{path}-wal").exists()
     return sqlite3.connect(
-        f"{path.resolve().as_uri()}?{'immutable=1' if alone else 'mode=ro'}", uri=True, isolation_level=None
+        f"{path.resolve().as_uri()}?{'immutable=1' if is_without_wal else 'mode=ro'}", uri=True, isolation_level=None
     )
 
 
 WATCHED_STEPS = 1_000_000
-"""Of SQLite's own machine, between two looks at whether a long statement is still wanted: some milliseconds."""
+"""SQLite virtual machine steps between two calls of the progress handler: some milliseconds."""
 
 
-def watch(connection: sqlite3.Connection, tell: Callable[[str], None], what: str) -> None:
-    """Have a long statement say that it goes on, and end by Ctrl-C."""
-    connection.set_progress_handler(lambda: tell(what), WATCHED_STEPS)
+def watch(connection: sqlite3.Connection, progress: Callable[[str], None], what: str) -> None:
+    """Report progress during a long statement, and let Ctrl-C interrupt it."""
+    connection.set_progress_handler(lambda: progress(what), WATCHED_STEPS)
 
 
-def check_sqlite(path: Path, tell: Callable[[str], None]) -> None:
-    """Raises StartupError where the file is damaged."""
+def check_sqlite(path: Path, progress: Callable[[str], None]) -> None:
+    """Raises StartupError if the file is damaged."""
     try:
-        verdict = _verdict(path, tell)
+        verdict = _verdict(path, progress)
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
             raise
@@ -168,28 +167,29 @@ def check_sqlite(path: Path, tell: Callable[[str], None]) -> None:
         raise StartupError(f"{path} is damaged: {verdict}".splitlines()[0])
 
 
-def is_sound(path: Path, tell: Callable[[str], None]) -> bool:
-    """Raises sqlite3.Error where the check itself cannot go on."""
-    return _verdict(path, tell) == "ok"
+def is_sound(path: Path, progress: Callable[[str], None]) -> bool:
+    """Check the file; False if it is damaged. Raises sqlite3.Error if the check itself fails."""
+    return _verdict(path, progress) == "ok"
 
 
-def _verdict(path: Path, tell: Callable[[str], None]) -> str:
-    with closing(at_rest(path)) as connection:
-        watch(connection, tell, f"checking {path}")
+def _verdict(path: Path, progress: Callable[[str], None]) -> str:
+    with closing(open_readonly(path)) as connection:
+        watch(connection, progress, f"checking {path}")
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     return str(verdict)
 
 
-def empty_log(path: Path) -> None:
-    """Move an SQLite file's log of writes into it; afterwards there is none. Raises StartupError, sqlite3.Error."""
+def merge_wal(path: Path) -> None:
+    """Move the WAL of an SQLite file into the file and remove it. Raises StartupError if another process has the file
+    open, sqlite3.Error."""
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     if Path(f"{path}-wal").exists():
         raise StartupError(f"another program has {path} open: end it first")
 
 
-def like(new: Path, old: Path) -> None:
-    """Give a new file the rights of the one that it takes the place of, and as far as allowed its owner."""
+def copy_mode_and_owner(new: Path, old: Path) -> None:
+    """Give `new` the permissions of `old`, which it replaces, and its owner if this user may."""
     with suppress(FileNotFoundError):
         shutil.copymode(old, new)
         status = old.stat()
@@ -198,7 +198,7 @@ def like(new: Path, old: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file, or a folder's list of names."""
+    """Fsync a file or a directory."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -207,9 +207,11 @@ def sync(path: Path) -> None:
 
 
 def run(command: str, work: Callable[[], CommandResult], *, interrupted: str, as_json: bool = False) -> int:
-    """Do it, print what was done, and return the exit code. `interrupted` says what a cut-short run has left behind.
+    """Run `work`, print its result, and return the exit code. `interrupted` describes the state that an interrupted run
+    leaves.
 
-    `work` begins outside an event loop: in one, the first Ctrl-C only asks a task to end, which a copy does not hear.
+    `work` is called outside an event loop, because inside one the first Ctrl-C only cancels a task and does not stop a
+    copy.
     """
     try:
         outcome = work()

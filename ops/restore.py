@@ -1,7 +1,9 @@
-"""`python -m ops.restore COPY`: put a copy in an SQLite store's place; without COPY: finish a PostgreSQL restore.
+"""Restores a store from a copy: `turnlog restore COPY` or `python -m ops.restore COPY`.
 
-No server may run. What the copy's cursors, processes and transactions meant before ends (`app/store/restored.py`).
-On SQLite all of that is done in a file of another name, and the store that was there is kept under one more.
+Without COPY, it finishes the restore of a PostgreSQL store. No server may run. A restored store gets a new epoch, so
+old export cursors are refused, and the server processes and transactions that it names are no longer current
+(`app/store/restored.py`). On SQLite the new store is prepared in a temporary file, and the replaced store is kept under
+another name.
 """
 
 from __future__ import annotations
@@ -31,22 +33,23 @@ from ops.keeping import (
     DONE,
     CommandResult,
     Progress,
-    as_turnlog,
-    at_rest,
     check_sqlite,
+    copy_mode_and_owner,
     copy_sqlite,
-    empty_log,
-    like,
+    exclusive,
+    merge_wal,
+    open_readonly,
     run,
+    run_as_turnlog,
     settings_for,
     sqlite_path,
-    stopped,
     sync,
 )
 
 
 def perform(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings, and no copy."""
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings. `copy` is None for PostgreSQL."""
     work = partial(_restore, database_url, copy)
     return run("restore", work, interrupted="run it again before a server starts", as_json=as_json)
 
@@ -57,52 +60,52 @@ def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
     if path is None:
         if copy is not None:
             raise StartupError("load a PostgreSQL copy with pg_restore first, then run this without a file")
-        return asyncio.run(_finish(settings.database_url, settings.lease_s))
+        return asyncio.run(_finish_postgres(settings.database_url, settings.lease_s))
     if copy is None:
         raise StartupError("name the copy to restore")
     if not copy.is_file():
         raise StartupError(f"there is no copy {copy}")
-    with stopped(settings.database_url):
-        return _put(copy, path)
+    with exclusive(settings.database_url):
+        return _replace_store(copy, path)
 
 
-def _put(copy: Path, path: Path) -> CommandResult:
-    """Raises StartupError; the store is as it was then."""
-    tell = Progress("restore")
-    check_sqlite(copy, tell)
+def _replace_store(copy: Path, path: Path) -> CommandResult:
+    """Replace the store at `path` by the copy. Raises StartupError; the store is then unchanged."""
+    progress = Progress("restore")
+    check_sqlite(copy, progress)
     staged = path.with_name(f"{path.name}.restoring")
     for suffix in ("", "-wal", "-shm", "-journal"):
         Path(f"{staged}{suffix}").unlink(missing_ok=True)
     os.close(os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     try:
-        with closing(at_rest(copy)) as read:
-            copy_sqlite(read, staged, tell, rest_s=0)
+        with closing(open_readonly(copy)) as read:
+            copy_sqlite(read, staged, progress, rest_s=0)
         revision, epoch = asyncio.run(_prepare(f"sqlite+aiosqlite:///{staged}"))
-        empty_log(staged)
-        like(staged, path)
+        merge_wal(staged)
+        copy_mode_and_owner(staged, path)
         sync(staged)
     except BaseException:
         staged.unlink(missing_ok=True)
         raise
-    kept = _exchange(staged, path)
-    lines = [f"{path} is {copy}, in epoch {epoch}: cursors of exports from before are refused"]
+    kept = _swap(staged, path)
+    lines = [f"{path} is now {copy}, in epoch {epoch}: older export cursors are refused"]
     if kept is not None:
-        lines.append(f"the store that was there is {kept}: remove it, with its content, when it is needed no more")
+        lines.append(f"the replaced store is {kept}: remove it when it is no longer needed")
     if revision != revision_head():
         lines.append(f"it is at revision {revision}: run `turnlog migrate`")
     fields = {"store": str(path), "epoch": epoch, "kept": None if kept is None else str(kept), "revision": revision}
     return CommandResult(DONE, lines, fields)
 
 
-def _exchange(staged: Path, path: Path) -> Path | None:
-    """Returns what the old store is called now, if there was one.
+def _swap(staged: Path, path: Path) -> Path | None:
+    """Put the new file in place; returns the old store's new name, or None if there was no store.
 
-    It goes first and its log of writes with it: SQLite would apply that log to whatever file has the name.
+    The old file is renamed first, with its WAL, since SQLite would apply the WAL to any new file with the old name.
     """
     kept = path.with_name(f"{path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%S}")
     with suppress(sqlite3.Error, StartupError):
         if path.exists():
-            empty_log(path)
+            merge_wal(path)
     was_there = path.exists()
     for suffix in ("", "-wal"):
         with suppress(FileNotFoundError):
@@ -115,16 +118,16 @@ def _exchange(staged: Path, path: Path) -> Path | None:
 
 
 async def _prepare(url: str) -> tuple[str, str]:
-    """Make a copy one that can be served; returns its revision and its new epoch. Raises StartupError."""
+    """Make a copied file ready to be served; returns its revision and its new epoch. Raises StartupError."""
     engine = create_engine(url)
     try:
-        return await _revision(engine), await _settle(engine)
+        return await _revision(engine), await _start_epoch(engine)
     finally:
         await engine.dispose()
 
 
 async def _revision(engine: AsyncEngine) -> str:
-    """Raises StartupError for a copy of something else, or of a later version's store."""
+    """The revision of the copy. Raises StartupError if it is not a Turnlog store or is from a later version."""
 
     def read(connection: Connection) -> str | None:
         return MigrationContext.configure(connection).get_current_revision()
@@ -142,43 +145,43 @@ def _known_revisions() -> set[str]:
     return {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
 
 
-async def _settle(engine: AsyncEngine) -> str:
-    """In one transaction; returns the new epoch."""
+async def _start_epoch(engine: AsyncEngine) -> str:
+    """Start a new epoch, end the old processes and drop the snapshots, in one transaction; returns the new epoch."""
 
-    def settle(connection: Connection) -> str:
+    def start_epoch(connection: Connection) -> str:
         restored.end_incarnations(connection)
         restored.drop_snapshots(connection)
         return restored.raise_epoch(connection)
 
     async with engine.begin() as connection:
-        return await connection.run_sync(settle)
+        return await connection.run_sync(start_epoch)
 
 
-async def _finish(url: str, lease_s: float) -> CommandResult:
-    """A PostgreSQL store that has been loaded from a dump, or brought back to an earlier moment."""
-    tell = Progress("restore")
+async def _finish_postgres(url: str, lease_s: float) -> CommandResult:
+    """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
+    progress = Progress("restore")
     database = Database(url)
     try:
         await require_revision(database)
         await refuse_if_served(database, lease_s)
-        epoch = await _settle(database.engine)
+        epoch = await _start_epoch(database.engine)
         newest, ahead = await database.read(restored.newest_tx)
         after: str | None = "" if ahead else None
         while after is not None:
             place = after
             async with database.engine.begin() as connection:
                 after = await connection.run_sync(lambda sync: restored.rebase(sync, place))  # noqa: B023
-            tell(f"events up to session {after} have new places")
+            progress(f"events up to session {after} have new positions")
     finally:
         await database.close()
     name = make_url(url).database
-    lines = [f"{name} is in epoch {epoch}: cursors of exports from before are refused"]
+    lines = [f"{name} is in epoch {epoch}: older export cursors are refused"]
     if ahead:
         lines.append(
-            f"its events named transactions up to {newest}, of another server: they stand before this one's now"
+            f"its events have transactions of another server, up to {newest}; they now come before this server's"
         )
     return CommandResult(DONE, lines, {"store": name, "epoch": epoch, "rebased": bool(ahead)})
 
 
 if __name__ == "__main__":
-    as_turnlog("restore")
+    run_as_turnlog("restore")

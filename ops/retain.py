@@ -1,7 +1,8 @@
-"""`python -m ops.retain`: what the service's janitor does every some seconds, once, by the same settings.
+"""Runs one round of the janitor with the service's settings: `turnlog retain` or `python -m ops.retain`.
 
 Closes idle sessions (TURNLOG_IDLE_CLOSE_S), frees replay payloads (TURNLOG_CLOSED_REPLAY_TTL_S) and erases closed
-sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL they may. Each session is a step of its own.
+sessions (TURNLOG_CLOSED_TTL_S). On SQLite no server may run; on PostgreSQL servers may. Each session is a separate
+step.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
 from app.store.writer import Writer
-from ops.keeping import DONE, CommandResult, Progress, as_turnlog, require_store, run, settings_for
+from ops.keeping import DONE, CommandResult, Progress, require_store, run, run_as_turnlog, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
 
 DEAD_AT_ONCE = 200
-"""Open turns of dead processes abandoned in one transaction."""
+"""Open turns of ended processes that are abandoned in one transaction."""
 
-TELL_S = 1.0
+POLL_S = 1.0
 
-LEFT = "what is done is done, run it again for the rest"
+INTERRUPTED = "run it again to finish"
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings."""
-    return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=LEFT, as_json=as_json)
+    """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
+    settings."""
+    return run("retain", lambda: asyncio.run(_retain(database_url)), interrupted=INTERRUPTED, as_json=as_json)
 
 
 async def _retain(database_url: str | None) -> CommandResult:
     settings = settings_for(database_url, "lease_s", *LIMITS)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
-        await _told(janitor)
+        await _run_round(janitor)
         return CommandResult(DONE, [str(janitor.done)], msgspec.to_builtins(janitor.done))
 
 
 @asynccontextmanager
 async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
-    """The service's, over a store that a dead server may have left with open turns: those are no session's use."""
+    """The service's janitor. First it abandons the open turns of ended servers, which would make their sessions look in
+    use."""
     database = Database(settings.database_url)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(database.close)
@@ -58,7 +61,7 @@ async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
         writer.start()
         stack.push_async_callback(writer.stop)
         await database.write(incarnations.end_gone, durable=False)
-        # Whoever has the SQLite file's lock knows that all others are dead, however lately they gave a sign.
+        # The SQLite lock proves that no other process runs, however recent its last heartbeat is.
         await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
@@ -73,18 +76,18 @@ async def _abandon_dead(writer: Writer, lease_s: float) -> None:
         after, _ = await writer.submit(AbandonDead(after, DEAD_AT_ONCE, time.time(), lease_s))
 
 
-async def _told(janitor: Janitor) -> None:
-    """One round, which says where it is."""
-    tell = Progress("retain")
+async def _run_round(janitor: Janitor) -> None:
+    """Run one round and report its progress."""
+    progress = Progress("retain")
     round_ = asyncio.create_task(janitor.round())
     try:
         while not round_.done():
-            await asyncio.wait([round_], timeout=TELL_S)
-            tell(str(janitor.done))
+            await asyncio.wait([round_], timeout=POLL_S)
+            progress(str(janitor.done))
         await round_
     finally:
         round_.cancel()
 
 
 if __name__ == "__main__":
-    as_turnlog("retain")
+    run_as_turnlog("retain")

@@ -1,4 +1,7 @@
-"""What `backup` and `compact` do about a damaged SQLite file: say what cannot be read, copy the rest when asked to."""
+"""Handles damaged SQLite files in `backup` and `compact`.
+
+It reports what cannot be read and, with `--salvage`, copies the rest.
+"""
 
 from __future__ import annotations
 
@@ -21,61 +24,61 @@ from app.store.salvage import Damage, copy_readable, find
 from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, sync
 
 SHOWN = 20
-"""Sessions that one line names."""
+"""Number of sessions named in one line."""
 
 
 class DamagedStore(StartupError):
-    """A store that is not copied unless the rest of it is asked for."""
+    """The store is damaged, and the command was not told to `--salvage` it."""
 
 
-def refusal(path: Path, tell: Callable[[str], None], left: str) -> DamagedStore:
-    """What the command says that met damage; `left` is what it has done."""
+def refusal(path: Path, progress: Callable[[str], None], remaining_state: str) -> DamagedStore:
+    """The error for a damaged store. `remaining_state` describes the state that the command leaves."""
     try:
-        with _reading(path) as source:
-            found = find(source, tell)
+        with _read_consistently(path) as source:
+            losses = find(source, progress)
     except (PageDamaged, BrokenRow, DBAPIError, sqlite3.Error) as error:
-        return DamagedStore(f"{path} is damaged, and none of it can be read ({error}); {left}".splitlines()[0])
-    return DamagedStore(f"{path} is damaged: {described(found)}; {left}; --salvage copies the rest")
+        return DamagedStore(f"{path} is damaged and cannot be read ({error}); {remaining_state}".splitlines()[0])
+    return DamagedStore(f"{path} is damaged: {describe(losses)}; {remaining_state}; --salvage copies the rest")
 
 
-def described(found: Damage) -> str:
-    """Tables and sessions in a line."""
-    tables = f"tables {', '.join(found.tables)}" if found.tables else "no table that can be named"
-    names = sorted(found.sessions)
+def describe(losses: Damage) -> str:
+    """The damaged tables and sessions in one line."""
+    tables = f"tables {', '.join(losses.tables)}" if losses.tables else "no known table"
+    names = sorted(losses.sessions)
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     sessions = f"sessions {', '.join(names[:SHOWN])}{more}" if names else "no session has lost anything"
     return f"{tables}; {sessions}"
 
 
-def salvage(path: Path, made: Path, tell: Callable[[str], None]) -> Damage:
-    """Copy what can be read into `made`, an empty file. Raises StartupError where that is nothing."""
-    with closing(sqlite3.connect(made, isolation_level=None)) as empty:
+def salvage(path: Path, target: Path, progress: Callable[[str], None]) -> Damage:
+    """Copy everything readable into the empty file `target`. Raises StartupError if nothing can be read."""
+    with closing(sqlite3.connect(target, isolation_level=None)) as empty:
         for pragma in (*FILE_PRAGMAS, "PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF"):
             empty.execute(pragma)
         try:
-            with _reading(path) as source:
+            with _read_consistently(path) as source:
                 _require_revision(source)
-                later = _schema(source, empty)
-                with _connected(lambda: empty) as target:
+                deferred = _schema(source, empty)
+                with _sqlalchemy_connection(lambda: empty) as copy:
                     empty.execute("BEGIN")
-                    found = copy_readable(source, target, tell)
+                    losses = copy_readable(source, copy, progress)
                     empty.execute("COMMIT")
         except (PageDamaged, BrokenRow, DBAPIError) as error:
-            raise StartupError(f"{path} is too damaged, none of it can be copied: {error}".splitlines()[0]) from error
-        for statement in later:
+            raise StartupError(f"{path} is too damaged to copy anything: {error}".splitlines()[0]) from error
+        for statement in deferred:
             empty.execute(statement)
         empty.execute("PRAGMA journal_mode = WAL").fetchone()
-    sync(made)
-    return found
+    sync(target)
+    return losses
 
 
-def outcome(line: str, fields: dict[str, Any], found: Damage | None) -> CommandResult:
-    """How a command ends that copied a store, or what could be read of it."""
-    if not found:
+def outcome(line: str, fields: dict[str, Any], losses: Damage | None) -> CommandResult:
+    """The result of a command that copied a store. `losses`: the content that could not be copied."""
+    if not losses:
         return CommandResult(DONE, [line], fields)
-    tables = [f"table {name}: rows are missing" for name in found.tables]
-    sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(found.sessions.items())]
-    missing = {"tables": found.tables, "sessions": found.sessions}
+    tables = [f"table {name}: rows are missing" for name in losses.tables]
+    sessions = [f"session {name}: incomplete, of {', '.join(lost)}" for name, lost in sorted(losses.sessions.items())]
+    missing = {"tables": losses.tables, "sessions": losses.sessions}
     return CommandResult(NOT_ALL_WELL, [*tables, *sessions, line], {**fields, "missing": missing})
 
 
@@ -84,37 +87,40 @@ def is_damage(error: BaseException) -> bool:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[Connection]:
-    """One moment of a store that others may write to."""
+def _read_consistently(path: Path) -> Iterator[Connection]:
+    """Read a consistent state of a store that others may write to."""
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, isolation_level=None)) as raw:
         raw.execute("BEGIN")
-        with _connected(lambda: raw) as connection:
+        with _sqlalchemy_connection(lambda: raw) as connection:
             yield connection
 
 
 @contextmanager
-def _connected(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
-    """Core on a connection of the driver's, whose transactions are the caller's."""
+def _sqlalchemy_connection(creator: Callable[[], sqlite3.Connection]) -> Iterator[Connection]:
+    """A SQLAlchemy connection over a driver connection, whose transactions the caller controls."""
     engine = create_engine("sqlite://", creator=creator, poolclass=StaticPool, pool_reset_on_return=None)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         yield connection
 
 
 def _require_revision(source: Connection) -> None:
-    """Raises StartupError: tables of another revision have other columns."""
-    found = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
-    if found != revision_head():
-        raise StartupError(f"the store is at revision {found}, this version salvages {revision_head()}: use its own")
+    """Raises StartupError if the store has another revision than this version, since its tables may have other
+    columns."""
+    revision = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if revision != revision_head():
+        raise StartupError(
+            f"the store is at revision {revision}, this version salvages {revision_head()}: use the store's own version"
+        )
 
 
 def _schema(source: Connection, empty: sqlite3.Connection) -> list[str]:
-    """Make the tables; returns what is to be made once they are filled."""
-    later: list[str] = []
+    """Create the tables in `empty`; returns the statements to run after they are filled, such as indexes."""
+    deferred: list[str] = []
     for kind, statement in source.exec_driver_sql("SELECT type, sql FROM sqlite_master WHERE sql IS NOT NULL").all():
         if kind == "table":
             empty.execute(statement)
         else:
-            later.append(statement)
+            deferred.append(statement)
     revision = source.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
     empty.execute("INSERT INTO alembic_version VALUES (?)", (revision,))
-    return later
+    return deferred

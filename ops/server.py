@@ -1,4 +1,4 @@
-"""Turnlog as a process of its own, as an operator starts it: for the demo, tests and benchmarks."""
+"""Runs Turnlog as a separate process, as an operator does: for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import ClassVar, Self
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = 20.0
 PORT = "{port}"
-"""Stands for the port in a command."""
+"""Placeholder for the port in a command."""
 
 
 class ServerDidNotStart(Exception):
-    """The process ended before it answered; the message is what it printed."""
+    """The process ended before it answered, or did not answer in time. The message is its output."""
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """A port that was free when this function returned."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -34,10 +34,11 @@ def free_port() -> int:
 
 
 def reserve_port(owner: object) -> int:
-    """A port that nobody else gets while `owner` lives, also while its server is down: bound, but not listened on.
+    """Reserve a port for as long as `owner` lives, also while its server is down. The port is bound but not listened
+    on.
 
-    Linux lets a second socket listen there if both ask for SO_REUSEADDR, as uvicorn does, and gives such a port to no
-    connection and to nobody who asks for any. Other systems: as `free_port`.
+    On Linux, a second socket with SO_REUSEADDR, which uvicorn sets, may listen on that port; the kernel gives the port
+    to no other socket that asks for any free port. On other systems this is `free_port`.
     """
     if sys.platform != "linux":
         return free_port()
@@ -50,7 +51,7 @@ def reserve_port(owner: object) -> int:
 
 
 def is_healthy(port: int) -> bool:
-    """Does somebody answer `/health` there?"""
+    """Whether a server answers `/health` with 200 on this local port."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         connection.request("GET", "/health")
@@ -62,14 +63,14 @@ def is_healthy(port: int) -> bool:
 
 
 class OwnProcess:
-    """A program that serves HTTP, as a process of its own: started, awaited, ended. A context manager.
+    """Starts and stops a program that serves HTTP in a separate process. A context manager.
 
-    The port stays the same over restarts, so that clients find the server again. What it prints goes to `log_path`.
-    With `group` it leads a process group, and what it has started ends with it where it has to be killed.
+    The port stays the same after a restart, so that clients find the server again. Output goes to `log_path`. With
+    `group`, the process leads a process group, and its children are killed with it if it does not stop.
     """
 
     spawn: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
-    """How the process is made; tests fork it from one that has loaded the code already."""
+    """Creates the process. Tests replace it to fork from a process that has already loaded the code."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class OwnProcess:
         return self._process.pid
 
     def start(self) -> Self:
-        """Start and wait until `/health` answers. Raises ServerDidNotStart."""
+        """Start the process and wait until `/health` answers. Raises ServerDidNotStart."""
         self.launch()
         deadline = time.monotonic() + self._start_timeout_s
         while not self.answers():
@@ -112,7 +113,7 @@ class OwnProcess:
         return self
 
     def launch(self) -> None:
-        """Start without waiting."""
+        """Start the process without waiting."""
         with self.log_path.open("ab") as log:
             self._process = self.spawn(
                 self._command,
@@ -127,23 +128,24 @@ class OwnProcess:
         return is_healthy(self.port)
 
     def kill(self) -> None:
-        """`kill -9`."""
+        """Send SIGKILL and wait for the end."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int | None:
-        """SIGTERM, and SIGKILL if that takes too long. The exit code, as `subprocess` has it; None: it did not run."""
+        """Send SIGTERM, then SIGKILL after `stop_s` seconds. Returns the exit code as `subprocess` does; None if it did
+        not run."""
         return self._end(signal.SIGTERM)
 
     def wait(self) -> int | None:
-        """For the end of a process that ends by itself. Its exit code, as `stop`."""
+        """Wait for a process that ends by itself. Returns the exit code as `stop` does."""
         process, self._process = self._process, None
         return None if process is None else process.wait(self._start_timeout_s)
 
-    def _end(self, sign: signal.Signals) -> int | None:
+    def _end(self, signal_number: signal.Signals) -> int | None:
         process, self._process = self._process, None
         if process is None:
             return None
-        process.send_signal(sign)
+        process.send_signal(signal_number)
         try:
             return process.wait(self._stop_s)
         except subprocess.TimeoutExpired:
@@ -162,10 +164,10 @@ class OwnProcess:
 
 
 class ServerProcess(OwnProcess):
-    """`alembic upgrade head`, then `uvicorn app.main:app`.
+    """Runs `alembic upgrade head`, then `uvicorn app.main:app`.
 
-    `folder` gets the SQLite file (unless `database_url` names another store) and the log. `root` is the tree whose code
-    runs, `max_files` how many file descriptors the process may have.
+    `folder` holds the SQLite file, unless `database_url` names another store, and the log. `root` is the source tree to
+    run. `max_files` limits the file descriptors of the process.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class ServerProcess(OwnProcess):
         )
 
     def migrate(self) -> Self:
-        """Bring the database to this code's revision. Raises ServerDidNotStart."""
+        """Upgrade the database to this code's revision. Raises ServerDidNotStart."""
         command = [sys.executable, "-m", "alembic", "upgrade", "head"]
         done = subprocess.run(
             command, cwd=self._root, env=self.environment, capture_output=True, text=True, check=False

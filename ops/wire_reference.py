@@ -1,4 +1,7 @@
-"""docs/wire.md, made from the OpenAPI document: `python -m ops.wire_reference`; `--check` says if it is current."""
+"""Generates docs/wire.md from the OpenAPI document: `python -m ops.wire_reference`.
+
+`--check` only reports whether the page is current.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,8 @@ Schema = dict[str, Any]
 
 
 class Reference:
+    """The OpenAPI document as Markdown."""
+
     def __init__(self, document: Schema) -> None:
         self._document = document
         self._operations = [
@@ -76,7 +81,7 @@ class Reference:
         yield f"\n### {method} {path}\n"
         described = operation.get("description") or f"{operation['summary']}."
         yield f"{described} For {self._who(operation)}."
-        parameters = sorted(operation.get("parameters", []), key=lambda one: _place(one, path))
+        parameters = sorted(operation.get("parameters", []), key=lambda one: _parameter_order(one, path))
         rows = [self._parameter(one) for one in parameters]
         if rows:
             yield _table("| parameter | in | | | |", rows)
@@ -93,8 +98,8 @@ class Reference:
 
     def _parameter(self, parameter: Schema) -> str:
         schema = parameter["schema"]
-        default, said = _default(schema, parameter["required"]), parameter["description"]
-        return f"| `{parameter['name']}` | {parameter['in']} | {self._kind(schema)} | {default} | {said} |"
+        default, description = _default(schema, parameter["required"]), parameter["description"]
+        return f"| `{parameter['name']}` | {parameter['in']} | {self._kind(schema)} | {default} | {description} |"
 
     def _replies(self, operation: Schema) -> Iterator[str]:
         rows, errors = [], []
@@ -144,10 +149,10 @@ class Reference:
             yield _table("| field | | | |", rows)
 
     def _fields(self, schema: Schema, within: str = "") -> Iterator[str]:
-        """A row each; an object in it that has no page of its own gives rows too."""
+        """One row for each field; the fields of a nested object without a schema name get rows as well."""
         for field, of in schema.get("properties", {}).items():
             is_needed = field in schema.get("required", ())
-            yield f"| `{within}{field}` | {self._kind(of)} | {_default(of, is_needed)} | {_said(of)} |"
+            yield f"| `{within}{field}` | {self._kind(of)} | {_default(of, is_needed)} | {_description(of)} |"
             yield from self._fields(of, f"{within}{field}.")
 
     def _resolved(self, reply: Schema) -> Schema:
@@ -157,7 +162,7 @@ class Reference:
         return found
 
     def _kind(self, schema: Schema) -> str:
-        """A schema in a word or two."""
+        """A short description of a schema's type."""
         if "$ref" in schema:
             name = schema["$ref"].rpartition("/")[2]
             return f"[{name}](#{name.lower()})"
@@ -198,22 +203,24 @@ def _table(head: str, rows: list[str]) -> str:
     return "\n".join((head, "|" + " --- |" * (head.count("|") - 1), *rows))
 
 
-def _place(parameter: Schema, path: str) -> int:
-    """Those of the path come first, as they stand in it."""
+def _parameter_order(parameter: Schema, path: str) -> int:
+    """Sort key: path parameters first, in the order of the path."""
     return path.index(f"{{{parameter['name']}}}") if parameter["in"] == "path" else len(path)
 
 
-def _said(schema: Schema) -> str:
+def _description(schema: Schema) -> str:
     return "" if "$ref" in schema else " ".join(schema.get("description", "").split())
 
 
 def _curl(path: str, method: str, operation: Schema) -> str:
-    """A request that has what it needs."""
+    """An example request with everything that is required."""
     parameters = operation.get("parameters", [])
     for one in parameters:
         if one["in"] == "path":
-            path = path.replace(f"{{{one['name']}}}", _sample(one))
-    query = "&".join(f"{one['name']}={_sample(one)}" for one in parameters if one["in"] == "query" and one["required"])
+            path = path.replace(f"{{{one['name']}}}", _example_value(one))
+    query = "&".join(
+        f"{one['name']}={_example_value(one)}" for one in parameters if one["in"] == "query" and one["required"]
+    )
     words = [
         "curl -s" if method == "GET" else f"curl -s -X {method}",
         shlex.quote(ADDRESS + path + "?" * bool(query) + query),
@@ -239,7 +246,7 @@ def _default(schema: Schema, is_needed: bool) -> str:
 
 
 def _codes(reply: Schema) -> list[str]:
-    """The error codes of a reply; none where it is no error, or an engine's own."""
+    """The error codes of a reply; empty if it is not an error or is the engine's own error."""
     schema = reply.get("content", {}).get(JSON, {}).get("schema", {})
     parts = [
         part for one in (schema, *schema.get("anyOf", ())) for part in one.get("allOf", ()) if "properties" in part
@@ -248,32 +255,32 @@ def _codes(reply: Schema) -> list[str]:
     return found
 
 
-def _sample(parameter: Schema) -> str:
+def _example_value(parameter: Schema) -> str:
     samples = {"session_id": "s-1", "group_id": "task-17", "name": "adapter-a", "consumer": "trainer-0"}
     name, schema = parameter["name"], parameter["schema"]
     return samples.get(name) or (schema["enum"][0] if "enum" in schema else "1")
 
 
 def _link(method: str, path: str) -> str:
-    """To the route's heading, as GitHub names its anchor."""
+    """A link to the route's heading, with the anchor that GitHub generates."""
     kept = "".join(letter for letter in f"{method} {path}".lower() if letter.isalnum() or letter in " -_")
     return f"[`{method} {path}`](#{kept.replace(' ', '-')})"
 
 
-def made() -> str:
+def generate() -> str:
     return Reference(document(create_app(Settings()))).text()
 
 
 def is_current() -> bool:
-    return made() == FILE.read_text()
+    return generate() == FILE.read_text()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.wire_reference", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the page is old")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is outdated")
     if parser.parse_args().check:
         return 0 if is_current() else 1
-    FILE.write_text(made())
+    FILE.write_text(generate())
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import warm
-from helpers.databases import Postgres, SqliteTemplate
+from helpers.databases import Postgres, SqliteTemplate, database_at
 from helpers.store import Store
 from hypothesis import settings
 
@@ -130,16 +130,9 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-async def _opened(url: str) -> AsyncIterator[Database]:
-    made = Database(url)
-    await made.open()
-    yield made
-    await made.close()
-
-
 @pytest.fixture
 async def database(database_url: str) -> AsyncIterator[Database]:
-    async for made in _opened(database_url):
+    async with database_at(database_url) as made:
         yield made
 
 
@@ -152,16 +145,14 @@ async def store(database: Database) -> AsyncIterator[Store]:
 
 @pytest.fixture
 async def sqlite_store(sqlite_url: str) -> AsyncIterator[Store]:
-    async for database in _opened(sqlite_url):
-        async with Store.over(database) as made:
-            yield made
+    async with database_at(sqlite_url) as database, Store.over(database) as made:
+        yield made
 
 
 @pytest.fixture
 async def postgres_store(postgres_url: str) -> AsyncIterator[Store]:
-    async for database in _opened(postgres_url):
-        async with Store.over(database) as made:
-            yield made
+    async with database_at(postgres_url) as database, Store.over(database) as made:
+        yield made
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ __all__ = ["AsyncSession", "AsyncTurnlog", "Session", "Turnlog", "TurnlogError"]
 
 
 def __getattr__(name: str) -> Any:
-    """The client is loaded when it is asked for: `turnlog --help` needs neither httpx nor numpy."""
+    """The client is imported at first use: `turnlog --help` needs neither httpx nor numpy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from turnlog import client

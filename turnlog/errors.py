@@ -1,19 +1,19 @@
-"""Every error of the client, as one tree.
+"""The client's errors, as one tree.
 
-`status` and `code` are the server's (docs/wire.md lists the codes); both are None where no reply of Turnlog's came.
-A message holds ids, lengths and limits, never content.
+`status` and `code` are the server's (docs/wire.md lists the codes); both are None without a reply of Turnlog. Messages
+contain ids, lengths and limits, never content.
 
-    TurnlogError
-    ├── Unreachable          no connection, or one that broke, or no reply in time; the retries are used up
-    ├── NotTurnlog           a reply that Turnlog does not give: another service, or a proxy's page
-    ├── InvalidRequest       400, 413, 414, 422, 431
-    ├── Unauthorized         401  no token, or one that the server does not know
-    ├── Forbidden            403  a session's token on a route for the admin's
-    ├── NotFound             404, 410
-    │   └── SessionClosed    404 session_closed: closed or erased
-    ├── Conflict             409
-    ├── EnginesFailed        502 engines_failed: the gate is as asked for; `body` says what became of each engine
-    └── Unavailable          429 and any other 5xx: `retry_after_s` says when to come again, where the server knows
+TurnlogError
+├── Unreachable          no connection, a broken one, or no reply in time; the retries are used up
+├── NotTurnlog           a reply that is not Turnlog's: another service, or a proxy's page
+├── InvalidRequest       400, 413, 414, 422, 431
+├── Unauthorized         401  no token, or an unknown one
+├── Forbidden            403  a session's token on a route that needs the admin token
+├── NotFound             404, 410
+│   └── SessionClosed    404 session_closed: closed or erased
+├── Conflict             409
+├── EnginesFailed        502 engines_failed: the gate is as requested; `body` gives the result at each engine
+└── Unavailable          429 and any other 5xx: `retry_after_s` is when to retry, if the server says so
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class TurnlogError(Exception):
-    """`body` is the reply's JSON object, empty where there is none."""
+    """`body` is the reply's JSON object, empty if there is none."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ _BY_STATUS: Mapping[int, type[TurnlogError]] = {
 
 
 def refusal(status: int, headers: Mapping[str, str], content: bytes) -> TurnlogError:
-    """The error that a reply is which is no success. `headers` are found in any spelling."""
+    """The error of an unsuccessful reply. Header names may be in any case."""
     body = _object(content)
     error = body.get("error")
     code = error.get("code") if isinstance(error, dict) else None

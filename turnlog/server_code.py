@@ -1,7 +1,7 @@
-"""Where the server's code is.
+"""Finds the server's code.
 
-In a checkout `app`, `workers`, `ops` and `migrations` are at its top. The wheel has them in `turnlog/_server`: other
-packages have such names, too.
+In a checkout `app`, `workers`, `ops` and `migrations` are at its top. The wheel has them in `turnlog/_server`, because
+other packages use the same names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ FOLDER = _IN_WHEEL if _IN_WHEEL.is_dir() else PACKAGE.parent
 
 
 def put_on_path() -> None:
-    """Its modules are imported before others of the same names. Worker processes look where this one does."""
+    """Put the server's modules first on the import path, for this process and its worker processes."""
     folder = str(FOLDER)
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]

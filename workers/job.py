@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from workers import codec, payloads
+from workers import codec, payloads, scan
 from workers.codec import TOKEN_BYTES, Cut, Facts, Wire
 from workers.parse import REPLAY, KnownTokens, Parsed, PromptDiffers, Protocol, Rejected, Span, parse_reply
 
@@ -287,12 +287,12 @@ class _Edit(NamedTuple):
 
 def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
     """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
-    at = text.find(prompt)
+    at = scan.find(text, prompt)
     while at >= 0:
         end = at + len(prompt)
         if all(end <= edit.start or at >= edit.end for edit in edits):
             return [_Edit(at, end, None)]
-        at = text.find(prompt, at + 1)
+        at = scan.find(text, prompt, at + 1)
     return []
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 import msgspec
 
+from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
 
 Fields = dict[str, msgspec.Raw]
@@ -139,10 +140,7 @@ def _each_once(body: bytes, choice: Fields, bulk: list[bytes]) -> bool:
     end = start + _compact_length(choice)
     if body[end - 1 : end + 1] != b"}]":
         return False
-    rest = body[:start] + body[end:]
-    for text in bulk:
-        if text:
-            rest = rest.replace(text, b"0", 1)
+    rest = _without(body[:start] + body[end:], bulk)
     try:
         root = _OBJECT.decode(rest)
     except msgspec.DecodeError:
@@ -168,13 +166,19 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
 
 def readable(body: bytes, bulk: list[bytes]) -> None:
     """Can all of the reply be decoded? `bulk` are long flat lists that were already checked."""
-    rest = body
-    for text in bulk:
-        if text:
-            rest = rest.replace(text, b"0", 1)
+    rest = _without(body, bulk)
     value_at(rest, "the body")
     if too_deep(rest):
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _without(text: bytes, bulk: list[bytes]) -> bytes:
+    """The text with 0 in place of each of these parts that occurs in it."""
+    for part in bulk:
+        at = scan.find(text, part) if part else -1
+        if at >= 0:
+            text = b"%b0%b" % (text[:at], text[at + len(part) :])
+    return text
 
 
 def flat(raw: msgspec.Raw, entries: int) -> list[bytes]:

@@ -36,7 +36,8 @@ class KnownTokens(msgspec.Struct, frozen=True):
 
 def token_text(ids: Iterable[int]) -> bytes:
     """Token ids as text that can be concatenated: decimal, a comma after each."""
-    return "".join(f"{number}," for number in ids).encode()
+    text = msgspec.json.encode(list(ids))[1:-1]
+    return text + b"," if text else b""
 
 
 def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:

@@ -1,1 +1,1 @@
-"""Routes: thin. What they do is in the other rooms, what they refuse in `errors`."""
+"""The routes. The other packages do the work, and `app.errors` defines the errors."""

@@ -1,4 +1,4 @@
-"""A request's JSON body, read by its model."""
+"""Reads and validates JSON bodies with pydantic models."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from app.errors import InvalidRequest
 from workers import scan
 
 MAX_LABEL = 64 << 10
-"""Bytes of a session's metadata, and of a reward with its components, as JSON: labels, not a place for data."""
+"""Maximum bytes as JSON of a session's metadata, and of a reward with its components. They are labels, not data."""
 
-MAX_PLACE = 200
-"""Characters of a fault's place in a body that its message has: a key may be as long as the body."""
+MAX_LOCATION = 200
+"""Maximum characters of a location in an error message: a key may be as long as the body."""
 
 MAX_VALUES, MAX_COMPONENTS = 33_000, 11_000
-"""Values of a body, and of a reward: 64 KiB of JSON hold no more."""
+"""Maximum number of values in a body, and in a reward: 64 KiB of JSON cannot hold more."""
 
 SHORT = 16 << 10
-"""Bytes of a body that is given to its model at once."""
+"""Bytes up to which a body goes to its model without a check for unknown fields first."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -32,15 +32,15 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 async def body_of(request: Request, kind: type[Body], *, is_optional: bool = False, most: int = MAX_VALUES) -> Body:
-    """The request's body; `is_optional`: none at all is the same as `{}`. Raises as `read_model` and `whole_body`."""
+    """The request's body. With `is_optional` an empty one means `{}`. Raises like `read_model` and `whole_body`."""
     raw = await whole_body(request)
     return kind() if is_optional and not raw.strip() else read_model(raw, kind, most)
 
 
 def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:
-    """A body by its model, whatever its content type says. Raises InvalidRequest, naming the first wrong field.
+    """Validate a body of any content type. Raises InvalidRequest, which names the first invalid field.
 
-    A model reads all of a body, on the event loop, and makes an error of each wrong value: hence the `most` values.
+    At most `most` values are allowed: a model reads the whole body on the event loop, with an error per invalid value.
     """
     if scan.may_exceed(raw, most):
         raise InvalidRequest(f"the body has more than {most} values")
@@ -50,32 +50,32 @@ def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidRequest(f"{_place(first['loc'])}: {first['msg']}") from error
+        raise InvalidRequest(f"{_location(first['loc'])}: {first['msg']}") from error
 
 
-def _place(parts: Sequence[str | int]) -> str:
-    """Where in a body something stands."""
-    return ".".join(str(part) for part in parts)[:MAX_PLACE] or "the body"
+def _location(parts: Sequence[str | int]) -> str:
+    """The location of a value in a body, as text."""
+    return ".".join(str(part) for part in parts)[:MAX_LOCATION] or "the body"
 
 
 def require_finite(value: Any, *parts: str | int) -> None:
-    """JSON has no other numbers: they would be stored as null. Raises InvalidRequest."""
+    """Raises InvalidRequest for NaN and infinity. JSON has no such numbers; they would be stored as null."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"{_place(parts)}: Input should be a finite number")
+        raise InvalidRequest(f"{_location(parts)}: Input should be a finite number")
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, each in inner:
         require_finite(each, *parts, part)
 
 
 def require_small(what: str, value: Any) -> None:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest for more than MAX_LABEL bytes as JSON; its message begins with `what`."""
     size = len(msgspec.json.encode(value))
     if size > MAX_LABEL:
         raise InvalidRequest(f"{what} {size} bytes as JSON; the limit is {MAX_LABEL}")
 
 
 def _require_known(raw: bytes, kind: type[BaseModel]) -> None:
-    """A model makes an error of each unknown field, of which only the first is told. Raises InvalidRequest for that."""
+    """Raises InvalidRequest for the first unknown field. The model would make an error for each of them."""
     try:
         fields = _FIELDS.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,8 +1,7 @@
-"""How many connections may be open, so that one is left for whoever asks how the server is, and for the engines.
+"""Limits client connections, so that file descriptors are left for health checks and for the engines.
 
-Where a process has no file descriptor left, uvloop accepts a connection and resets it at once: no error reaches
-anybody, and no line is written. The kernel gives each connection the lowest free descriptor, so its number tells how
-full the process is.
+If a process has no file descriptor left, uvloop accepts a connection and resets it at once, without an error or a log
+line. The kernel gives each connection the lowest free descriptor, so its number tells how many are in use.
 """
 
 from __future__ import annotations
@@ -15,77 +14,78 @@ from typing import Literal, Protocol
 
 log = logging.getLogger("turnlog.connections")
 
-KEPT_FOR = (b"/health", b"/ready", b"/metrics")
-"""What is answered also on the last descriptors, to GET and HEAD. A root path is not part of it: uvicorn puts that
-before what has been asked for."""
+PROBES = (b"/health", b"/ready", b"/metrics")
+"""Paths that are also answered, to GET and HEAD, on the last descriptors. They are matched without the root path, which
+uvicorn adds later."""
 
-RESERVE, LEAST_RESERVE, MOST_RESERVE = 8, 16, 1024
-"""The part of the descriptors, as a divisor, that connections of clients do not get, and its bounds: they are for
-engines, the database, files. As many as half of them may wait there for a head, which may ask for KEPT_FOR."""
+RESERVE_DIVISOR, MIN_RESERVE, MAX_RESERVE = 8, 16, 1024
+"""Descriptors reserved for engines, the database and files: the limit divided by RESERVE_DIVISOR, within
+MIN_RESERVE and MAX_RESERVE. Up to half of them may be used by connections whose head has not arrived yet, since the
+request may be for PROBES."""
 
-MOST_FILES = 1 << 20
-"""A system may allow more than anybody has memory for."""
+MAX_FILES = 1 << 20
+"""Upper bound of the limit: a system may allow more than there is memory for."""
 
-TELL_EVERY_S = 60.0
+LOG_EVERY_S = 60.0
 
 Capacity = Literal["free", "scarce", "none"]
 
 
 class WaitingConnection(Protocol):
-    """A connection on one of the last descriptors whose head has not come."""
+    """A connection on one of the last descriptors whose head has not arrived."""
 
-    def turn_away(self) -> None: ...
+    def reject(self) -> None: ...
 
 
 class ConnectionLimit:
-    """`clock` gives seconds. `refused` counts connections that were turned away, `connections` those that are open."""
+    """`clock` returns seconds. `refused` counts rejected connections, `connections` the open ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._limit = MOST_FILES
-        self._reserve = MOST_RESERVE
+        self._limit = MAX_FILES
+        self._reserve = MAX_RESERVE
         self._waiting: dict[WaitingConnection, None] = {}
-        self._told_at = -TELL_EVERY_S
-        self._told = 0
+        self._logged_at = -LOG_EVERY_S
+        self._logged = 0
         self.refused = 0
         self.connections = 0
 
     def open(self) -> None:
-        """Take as many descriptors as the system allows this process."""
+        """Raise the process's limit of open files as far as the system allows."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
                 soft = wanted
-        self._limit = MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)
-        self._reserve = max(LEAST_RESERVE, min(self._limit // RESERVE, MOST_RESERVE))
+        self._limit = MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_FILES)
+        self._reserve = max(MIN_RESERVE, min(self._limit // RESERVE_DIVISOR, MAX_RESERVE))
 
-    def room(self, descriptor: int) -> Capacity:
-        """What is left, where a connection has got this descriptor."""
+    def capacity(self, descriptor: int) -> Capacity:
+        """The remaining capacity if a new connection has this descriptor."""
         left = self._limit - descriptor
         return "free" if left > self._reserve else "scarce" if left > self._reserve // 2 else "none"
 
     def wait(self, connection: WaitingConnection) -> None:
-        """It waits for its head, in place of the one that has waited longest where there are too many."""
+        """Add a connection that waits for its head. If there are too many, the oldest one is rejected."""
         self._waiting[connection] = None
         if len(self._waiting) > self._reserve // 2:
-            next(iter(self._waiting)).turn_away()
+            next(iter(self._waiting)).reject()
 
-    def wait_no_more(self, connection: WaitingConnection) -> None:
+    def stop_waiting(self, connection: WaitingConnection) -> None:
         self._waiting.pop(connection, None)
 
     def refuse(self) -> str:
-        """Count a connection that is turned away, and say so once a minute; why it is."""
+        """Count a rejected connection and log it at most once a minute. Returns the reason."""
         self.refused += 1
         now = self._clock()
-        if now - self._told_at >= TELL_EVERY_S:
+        if now - self._logged_at >= LOG_EVERY_S:
             log.warning(
-                "out of file descriptors: %d connections refused since this was last said, %d are open; at most %d "
+                "out of file descriptors: %d connections refused since the last such line, %d are open; at most %d "
                 "files may be open (ulimit -n, LimitNOFILE)",
-                self.refused - self._told,
+                self.refused - self._logged,
                 self.connections,
                 self._limit,
             )
-            self._told_at, self._told = now, self.refused
+            self._logged_at, self._logged = now, self.refused
         return f"{self.connections} connections are open, and at most {self._limit} files may be"

@@ -1,6 +1,6 @@
-"""What FastAPI cannot know of a route, said at the route: `app.api.openapi` makes the document of it.
+"""Describes routes for the OpenAPI document, which `app.api.openapi` builds.
 
-Bodies are read by hand, 422 is 400 here, and replies are streams and structs.
+FastAPI cannot derive it: bodies are read by hand, 422 is 400 here, and replies are streams and structs.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ def listed(schema: Schema) -> Schema:
 
 
 def record(description: str, optional: Iterable[str] = (), **fields: Schema) -> Schema:
-    """An object; fields that are not optional are always there."""
+    """An object. Fields that are not in `optional` are required."""
     needed = [name for name in fields if name not in set(optional)]
     return {"type": "object", "description": description, "properties": fields, "required": needed}
 
 
 def lines(line: str) -> Schema:
-    """A JSON object a line."""
+    """Lines, each a JSON object of the component `line`."""
     return {"type": "string", "description": f"One JSON object `{line}` a line.", "x-line": ref(line)}
 
 
 Errors = tuple[type[AppError], ...]
 Who = Literal["anyone", "session", "admin", "page"]
-"""Whose token is needed, where tokens are on; `page`: the admin's, or the cookie that the page has for it."""
+"""Whose token a request needs if an admin token is set; `page`: the admin token or the page's cookie."""
 
 BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, Overloaded)
 READ: Errors = (StoreUnavailable,)
@@ -77,7 +77,7 @@ ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTime
 
 
 class Reply(NamedTuple):
-    """A success, by its media types."""
+    """A successful reply. `content` maps media types to schemas."""
 
     description: str
     content: Mapping[str, Schema]
@@ -93,7 +93,7 @@ NOTHING = Reply("Done.", {}, status=204)
 
 
 class RouteDescription(NamedTuple):
-    """`optional_body`: none at all is the same as `{}`. `example` is a body that works."""
+    """A route. With `optional_body` an empty body means `{}`. `example` is a valid body."""
 
     summary: str
     who: Who
@@ -120,7 +120,7 @@ def describe(
     example: Mapping[str, Any] | None = None,
     passes_engines_errors: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
-    """Say this of an endpoint; its docstring is the route's description."""
+    """Attach an Operation to an endpoint, whose docstring is the route's description."""
     operation = RouteDescription(summary, who, replies, errors, body, optional_body, example, passes_engines_errors)
 
     def described(endpoint: Endpoint) -> Endpoint:

@@ -1,4 +1,4 @@
-"""The engine pool's routes, which are for operators."""
+"""Routes of the engine pool, for operators."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PutEngine(BaseModel):
 
 
 class RemoveEngine(BaseModel):
-    """The body of `DELETE /engines`, where the URL is not in the query."""
+    """The body of `DELETE /engines` if the URL is not in the query."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -35,35 +35,35 @@ class RemoveEngine(BaseModel):
 
 
 @router.get("/engines")
-@describe("The engines", "page", json_reply("EngineList", "All of them."))
+@describe("List the engines", "page", json_reply("EngineList", "All engines."))
 async def get_engines(request: Request) -> dict[str, Any]:
-    """All engines: what the processes agree on, and how this one finds them."""
+    """All engines: their configuration, which all processes share, and their health as this process sees it."""
     app = services(request)
     return {
-        "engines": [shown(app, listed) for listed in app.engine_pool.listed()],
+        "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()],
         "version": app.fleet.fleet.version,
     }
 
 
 @router.post("/engines")
 @describe(
-    "Add an engine, bring one back, or drain one",
+    "Add, restore or drain an engine",
     "admin",
-    json_reply("Engine", "The engine as it is listed."),
+    json_reply("Engine", "The engine as listed."),
     errors=(*BODY, *WRITE),
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000"},
 )
 async def post_engine(request: Request) -> dict[str, Any]:
-    """Add an engine, bring one back, or drain one; the same again changes nothing."""
+    """Add, restore or drain an engine. Repeating the request changes nothing."""
     app = services(request)
     body = await body_of(request, PutEngine)
-    return shown(app, await app.engine_pool.put(body.url, body.state))
+    return engine_fields(app, await app.engine_pool.put(body.url, body.state))
 
 
 @router.delete("/engines", status_code=204)
 @describe(
-    "Take an engine out of the pool",
+    "Remove an engine from the pool",
     "admin",
     NOTHING,
     errors=(*BODY, NotFound, *WRITE),
@@ -72,9 +72,9 @@ async def post_engine(request: Request) -> dict[str, Any]:
 )
 async def delete_engine(
     request: Request,
-    url: Annotated[str | None, Query(description="An engine's base URL; it may stand in the body instead.")] = None,
+    url: Annotated[str | None, Query(description="An engine's base URL, if it is not in the body.")] = None,
 ) -> Response:
-    """Take an engine out of the pool, also one of the settings."""
+    """Remove an engine from the pool, also one that the settings list."""
     app = services(request)
     raw = await whole_body(request)
     if url is not None and raw.strip():
@@ -85,8 +85,8 @@ async def delete_engine(
     return Response(status_code=204)
 
 
-def shown(app: Services, listed: ListedEngine) -> dict[str, Any]:
-    """An engine as an operator reads of it."""
+def engine_fields(app: Services, listed: ListedEngine) -> dict[str, Any]:
+    """An engine as the routes return it."""
     member = listed.member
     configured = app.settings.upstream_dialect
     return {

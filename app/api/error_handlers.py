@@ -1,4 +1,4 @@
-"""What becomes of a request that no route answers as it was asked: errors in the one shape that clients read."""
+"""Turns exceptions of routes into error replies, all in the form that the OpenAI SDKs read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 _TURN = re.compile(rf"(/sessions/[^/]+)?({'|'.join(map(re.escape, PATHS.values()))})")
-"""Routes that FastAPI does not know (`http.turns`)."""
+"""Paths of the routes that are not FastAPI's (`app.api.turns`)."""
 
 
 def handle_faults(app: FastAPI) -> None:
@@ -39,7 +39,7 @@ async def _app_error(request: Request, error: Exception) -> Response:
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    """What nobody expected; the server logs it."""
+    """An unexpected exception, which the server logs."""
     return await _app_error(request, AppError(INTERNAL))
 
 
@@ -52,15 +52,15 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: an unknown path or method.
+    """The router's errors: an unknown path or method.
 
-    It looks no further than the first route with the path, and says its methods alone.
+    The router lists only the methods of the first route with the path; `_allowed` finds them all.
     """
     assert isinstance(error, HTTPException)
     path = request.url.path
     allowed = _allowed(request) if error.status_code in (404, 405) else []
     if allowed:
-        message = f"{request.method} is not possible on {path}: {', '.join(allowed)}"
+        message = f"{request.method} is not supported on {path}; supported: {', '.join(allowed)}"
         return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
     message = f"there is no route {request.method} {path}"
     if path.endswith(("/completions", "/models")):

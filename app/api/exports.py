@@ -1,4 +1,4 @@
-"""The route of exports."""
+"""`GET /export`: training rows."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ ROWS = Reply(
 
 
 class ExportParameters(ExportQuery):
-    """What an export is asked for, and where it goes on."""
+    """The parameters of an export, with the cursor at which it continues."""
 
     cursor: PageCursor = None
 
 
 @router.get("/export")
-@describe("Training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ))
+@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ))
 async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
     """Training rows in the order of commit, in any format and shape.
 
-    `x-turnlog-cursor` repeats this export, each row's `cursor` continues behind that row, and
-    `x-turnlog-next-cursor` continues behind the whole; with a `limit` it is there once nothing is left.
+    `x-turnlog-cursor` repeats this export. Each row's `cursor` continues after that row, and `x-turnlog-next-cursor`
+    after the last row; with a `limit` that header is only sent when no rows are left.
     """
     require_known(request, ExportParameters)
     exporter = await services(request).exporter()
@@ -57,7 +57,7 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
 
 
 class _ClosedStream(StreamingResponse):
-    """Ends its pieces with the response, also where the client has gone: they may hold temporary files."""
+    """Closes its pieces when the response ends, also after a disconnect: they may hold temporary files."""
 
     def __init__(self, pieces: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
         super().__init__(pieces, media_type=media_type, headers=headers)

@@ -1,4 +1,4 @@
-"""Routes of pausing: one adapter, or the whole fleet."""
+"""Routes that pause and resume one adapter or the whole fleet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAPTER = f"/adapters/{{name:{ANY}}}"
 MAX_NAME = 512
 MAX_LEASE_S = 86_400
 LEASE_S = 600.0
-"""Longer than a checkpoint takes to load, short enough that a night is not lost to a trainer that died."""
+"""Default lease in seconds: enough to load a checkpoint, and a trainer that dies does not hold the turns all night."""
 
 AdapterName = Annotated[
     str,
@@ -33,14 +33,14 @@ AdapterName = Annotated[
         min_length=1,
         max_length=MAX_NAME,
         pattern=NO_NUL,
-        description="An adapter's name; slashes may stand in it as they are.",
+        description="An adapter's name; slashes need no encoding.",
     ),
 ]
 Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 
 
 class _PauseRequest(BaseModel):
-    """The body of an order, which may be left out."""
+    """The body of a pause or resume; it may be empty."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,45 +64,48 @@ class ResumeFleet(_PauseRequest):
 
 @router.post(ADAPTER + "/pause")
 @describe(
-    "Hold an adapter's turns back and abort its generations",
+    "Pause an adapter: hold its turns and abort its generations",
     "admin",
-    json_reply("AdapterPaused", "The gate is shut, and every engine took the order."),
+    json_reply("AdapterPaused", "The gate is shut, and every engine has aborted the generations."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseAdapter,
     optional_body=True,
     example={"lease_s": 600},
 )
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
-    """Hold the adapter's turns back and abort its generations, in every process and at every engine."""
-    order = await body_of(request, PauseAdapter, is_optional=True)
+    """Hold the adapter's turns and abort its generations, in every process and at every engine."""
+    body = await body_of(request, PauseAdapter, is_optional=True)
     pauses = services(request).pauses
-    swept = await pauses.pause_adapter(name, order.lease_s)
+    result = await pauses.pause_adapter(name, body.lease_s)
     state = msgspec.to_builtins(await pauses.adapter(name))
-    return reported({**state, "aborted": swept.aborted, "count": len(swept.aborted)}, swept.engines)
+    return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
 
 @router.post(ADAPTER + "/resume")
 @describe(
-    "Let an adapter's turns go on",
+    "Resume an adapter's turns",
     "admin",
-    json_reply("AdapterState", "How its gate is now."),
+    json_reply("AdapterState", "The state of its gate."),
     errors=(*BODY, *WRITE),
     body=ResumeAdapter,
     optional_body=True,
     example={"version": "43"},
 )
 async def resume_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
-    """Let the adapter's turns go on; a name that is new is known from now on."""
-    order = await body_of(request, ResumeAdapter, is_optional=True)
+    """Resume the adapter's turns. An unknown name is added to the list of adapters."""
+    body = await body_of(request, ResumeAdapter, is_optional=True)
     pauses = services(request).pauses
-    await pauses.resume_adapter(name, order.version)
+    await pauses.resume_adapter(name, body.version)
     found: dict[str, Any] = msgspec.to_builtins(await pauses.adapter(name))
     return found
 
 
 @router.get(ADAPTER)
 @describe(
-    "An adapter's gate", "page", json_reply("AdapterState", "How it is."), errors=(InvalidRequest, NotFound, *READ)
+    "An adapter's gate",
+    "page",
+    json_reply("AdapterState", "The state of its gate."),
+    errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.adapter(name))
@@ -110,57 +113,57 @@ async def get_adapter(request: Request, name: AdapterName) -> dict[str, Any]:
 
 
 @router.get("/adapters")
-@describe("The adapters", "page", json_reply("AdapterList", "All of them."), errors=READ)
+@describe("List the adapters", "page", json_reply("AdapterList", "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> dict[str, Any]:
     return {"adapters": msgspec.to_builtins(await services(request).pauses.adapters())}
 
 
 @router.post("/fleet/pause")
 @describe(
-    "Hold all turns back and have every engine pause",
+    "Pause the fleet: hold all turns and pause every engine",
     "admin",
-    json_reply("FleetTold", "The gate is shut, and every engine took the order."),
+    json_reply("FleetTold", "The gate is shut, and every engine is paused."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseFleet,
     optional_body=True,
     example={"mode": "abort", "lease_s": 600},
 )
 async def pause_fleet(request: Request) -> JSONResponse:
-    """Hold all turns back and have every engine pause."""
-    order = await body_of(request, PauseFleet, is_optional=True)
+    """Hold all turns and pause every engine."""
+    body = await body_of(request, PauseFleet, is_optional=True)
     pauses = services(request).pauses
-    engines = await pauses.pause_fleet(order.mode, order.lease_s)
-    return reported(msgspec.to_builtins(await pauses.fleet()), engines)
+    engines = await pauses.pause_fleet(body.mode, body.lease_s)
+    return reply(msgspec.to_builtins(await pauses.fleet()), engines)
 
 
 @router.post("/fleet/resume")
 @describe(
-    "Have every engine go on, and let turns pass",
+    "Resume every engine and all turns",
     "admin",
-    json_reply("FleetTold", "The gate is open, and every engine took the order."),
+    json_reply("FleetTold", "The gate is open, and every engine has resumed."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=ResumeFleet,
     optional_body=True,
 )
 async def resume_fleet(request: Request) -> JSONResponse:
-    """Have every engine go on, and let all turns pass but those of paused adapters."""
+    """Resume every engine, and all turns except those of paused adapters."""
     await body_of(request, ResumeFleet, is_optional=True)
     pauses = services(request).pauses
     engines = await pauses.resume_fleet()
-    return reported(msgspec.to_builtins(await pauses.fleet()), engines)
+    return reply(msgspec.to_builtins(await pauses.fleet()), engines)
 
 
 @router.get("/fleet")
-@describe("The gate of all turns", "page", json_reply("FleetGate", "How it is."), errors=READ)
+@describe("The fleet's gate", "page", json_reply("FleetGate", "The state of the gate."), errors=READ)
 async def get_fleet(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(await services(request).pauses.fleet())
     return found
 
 
-def reported(state: dict[str, Any], engines: Mapping[str, Told]) -> JSONResponse:
-    """How the gate is now, and how each engine took the order; 502 with the same beside the error where one did not."""
+def reply(state: dict[str, Any], engines: Mapping[str, Told]) -> JSONResponse:
+    """The gate's state and each engine's result; 502 with the same fields beside the error if an engine failed."""
     body = {**state, "engines": msgspec.to_builtins(engines)}
-    failed = [url for url, told in engines.items() if not told.ok]
+    failed = [url for url, result in engines.items() if not result.ok]
     if not failed:
         return JSONResponse(body)
     gate = "shut" if state.get("paused") else "open"

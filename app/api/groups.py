@@ -1,4 +1,4 @@
-"""Routes of the training feed: ask for complete groups, acknowledge them."""
+"""Routes of the training feed: lease complete groups, and acknowledge them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.api.bodies import body_of
 from app.api.describe import BODY, NDJSON, READ, WRITE, Reply, describe, json_reply, lines
 from app.api.parameters import require_known
 from app.api.path_names import ANY
-from app.api.state import begun, services
+from app.api.state import services, start_stream
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.export.feed import FeedQuery
@@ -32,15 +32,15 @@ class Acknowledgement(BaseModel):
 
 @router.get("/export/groups")
 @describe(
-    "Hand out complete groups, leased to a consumer",
+    "Lease complete groups to a consumer",
     "admin",
-    Reply("A group a line, none where there is none.", {NDJSON: lines("HandedOut")}),
+    Reply("One group a line; empty if there is none.", {NDJSON: lines("HandedOut")}),
     errors=(InvalidRequest, *WRITE),
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
-    """Up to `size` complete groups as NDJSON, a line each, leased to the consumer before the first byte leaves."""
+    """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
     require_known(request, FeedQuery)
-    found, _ = await begun(await services(request).feed.hand_out(query))
+    found, _ = await start_stream(await services(request).feed.hand_out(query))
     return StreamingResponse(found, media_type=NDJSON)
 
 
@@ -61,15 +61,15 @@ async def get_group(
 
 @router.post("/export/groups/ack")
 @describe(
-    "Mark groups as consumed, for good",
+    "Mark groups as consumed, permanently",
     "admin",
-    json_reply("Acknowledged", "What became of each."),
+    json_reply("Acknowledged", "The result for each group."),
     errors=(*BODY, *WRITE),
     body=Acknowledgement,
     example={"consumer": "trainer-0", "groups": ["task-17"]},
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
-    """Mark groups as consumed, for good; says of each what became of it."""
+    """Mark groups as consumed, permanently. Returns the result for each group."""
     body = await body_of(request, Acknowledgement)
     outcome = await services(request).feed.acknowledge(body.consumer, body.groups)
     found: dict[str, Any] = msgspec.to_builtins(outcome)

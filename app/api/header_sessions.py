@@ -1,9 +1,9 @@
-"""Sessions that a request names by its headers, for harnesses that cannot change their path.
+"""Finds the session of a request by its headers, for harnesses that cannot put it into the path.
 
-Several agents may share a harness's session: an agent's own id in a header gives it one of its own, a child of the
-session it came from. What cannot be told apart is refused with a word on what to send.
+Several agents may share a harness's session. An agent with an id of its own in a header gets its own session, a child
+of the shared one. If agents cannot be distinguished, the error says which header to send.
 
-Sources of the headers' names: Dynamo's protocols/agents.rs (dynamo-llm 1.4.0 and 1.5.0) and its page on agent sessions.
+Sources of the header names: Dynamo's protocols/agents.rs (dynamo-llm 1.4.0 and 1.5.0) and its page on agent sessions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("turnlog.header_sessions")
 
 
 class Harness(NamedTuple):
-    """What a harness calls its session, the agent within it, that agent's parent agent, and a parent session."""
+    """A harness's headers for its session, the agent in it, that agent's parent agent, and a parent session."""
 
     session: str
     agent: str | None = None
@@ -45,30 +45,30 @@ HARNESSES = (
     Harness("x-claude-code-session-id", agent="x-claude-code-agent-id", parent_agent="x-claude-code-parent-agent-id"),
     Harness("x-multi-turn-session-id"),
 )
-"""The first whose session header is present counts: Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's."""
+"""Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one. The first one present is used."""
 
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
-"""Go with any of them, and before the harness's own."""
+"""Headers that are valid with any harness and take precedence over the harness's own."""
 
 NAMES = frozenset((AGENT, PARENT, FINAL, *(name for harness in HARNESSES for name in harness if name is not None)))
 
-CANNOT_TELL = (
+AGENTS_HINT = (
     "the session was named by a header alone, so another agent of the same session cannot be told from this one: where "
     f"agents share a session, let each send its own {AGENT} (the parent's session in {PARENT}), or a session of its own"
 )
 
 MAX_ID = 128
 
-CUT_AT = 95
-"""Characters of a session's id that are left in that of an agent whose own id would make it too long."""
+MAX_PREFIX = 95
+"""Characters of the session's id that are kept in an agent's session id that would be too long."""
 
-HASH_CHARACTERS = MAX_ID - 1 - CUT_AT
+HASH_CHARACTERS = MAX_ID - 1 - MAX_PREFIX
 
 
 class HeaderSession:
-    """The session of one request. `parent` is the session whose agent made this one's.
+    """The session of one request. `parent` is the session of the agent that started this session's agent.
 
-    `root` is what the header named, `agents` those sessions whose ids were made of it.
+    `root` is the session in the header, `agents` are the agents' sessions whose ids were derived from it.
     """
 
     def __init__(
@@ -88,9 +88,10 @@ class HeaderSession:
         self._has_committed = False
 
     async def ensure(self, app: Services, token_session: str | None = None) -> None:
-        """Create the session on its first use; a child takes after its parent where that is known.
+        """Create the session on its first use; a child copies the configuration of its parent, if that exists.
 
-        `token_session`: the session whose token came with the request. Raises SessionNotFound where it is another's.
+        `token_session` is the session of the request's token. Raises SessionNotFound if this session or its
+        parent is neither that session nor one of its agents'.
         """
         if token_session is not None and self.session_id != token_session:
             self.parent = self.parent or token_session
@@ -103,7 +104,7 @@ class HeaderSession:
             self._require_below(token_session, (stored and stored.parent) or "")
 
     def _require_below(self, token_session: str, session_id: str) -> None:
-        """Is that the token's session, or by its name one of an agent in it?"""
+        """Raises SessionNotFound unless `session_id` is the token's session or, by its name, one of its agents'."""
         is_named = session_id == token_session or session_id.startswith(f"{token_session}:")
         if not is_named and not (self._root == token_session and session_id in self._agents):
             raise unknown_session(self.session_id)
@@ -111,11 +112,11 @@ class HeaderSession:
     async def _ensure(self, app: Services, token_session: str | None) -> None:
         if await app.sessions.config_of(self.session_id) is not None:
             return
-        maker = None if token_session == self.session_id else token_session
+        creator = None if token_session == self.session_id else token_session
         parent = None if self.parent is None else await app.sessions.config_of(self.parent)
-        if maker is not None and parent is None:
-            # A parent that is never made would be a root of its own, whose sessions nobody counts.
-            self.parent, parent = maker, await app.sessions.config_of(maker)
+        if creator is not None and parent is None:
+            # A parent that is never created would be another root, outside the limit on agents' sessions.
+            self.parent, parent = creator, await app.sessions.config_of(creator)
         body = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
         new = new_session(body, app.settings)
         if parent is not None:
@@ -128,24 +129,24 @@ class HeaderSession:
                 on_divergence=parent.on_divergence,
             )
             new = msgspec.structs.replace(new, config=config)
-        if maker is None:
+        if creator is None:
             await app.sessions.ensure(new)
         else:
             await app.sessions.ensure_agents(new, app.settings.max_agent_sessions)
 
-    async def explained(self, call: Awaitable[TurnReply]) -> TurnReply:
-        """The turn's reply; what may be due to another agent of the same session says so."""
+    async def with_hint(self, call: Awaitable[TurnReply]) -> TurnReply:
+        """The turn's reply. An error that another agent of the session may have caused gets AGENTS_HINT added."""
         try:
             reply = await call
         except (SessionBusy, HistoryMismatch, RollbackTooDeep) as error:
             if not error.retry:
-                error.args = (f"{error}; {CANNOT_TELL}",)
+                error.args = (f"{error}; {AGENTS_HINT}",)
             raise
         self._has_committed = reply.turn is not None
         return reply
 
     async def end(self, app: Services) -> None:
-        """The reply has been sent: close the session if this was its last turn, as the client said."""
+        """Close the session after the reply, if the client marked the turn as final and it was committed."""
         if not (self._is_final and self._has_committed):
             return
         try:
@@ -156,10 +157,10 @@ class HeaderSession:
             log.warning("session %s could not be closed after its final turn: %s", self.session_id, error)
 
 
-def named(headers: Headers, body: bytes) -> HeaderSession:
-    """The session of a request to a path that names none.
+def session_of_request(headers: Headers, body: bytes) -> HeaderSession:
+    """The session of a request whose path has no session: from a header, else from `nvext.session_control`.
 
-    Without a header it is that of `nvext.session_control`. Raises InvalidRequest, also where there is neither.
+    Raises InvalidRequest, also if there is neither.
     """
     given = {name: stripped for name, value in headers if name in NAMES and (stripped := value.strip())}
     harness = next((one for one in HARNESSES if one.session in given), None)
@@ -174,11 +175,11 @@ def named(headers: Headers, body: bytes) -> HeaderSession:
     own, parent = session_id, None
     agents = []
     if agent is not None and agent != session_id:
-        own, parent = _of_agent(session_id, agent), session_id
+        own, parent = _agent_session(session_id, agent), session_id
         agents.append(own)
         by = given.get(harness.parent_agent or "")
         if by is not None and by != session_id:
-            parent = _of_agent(session_id, by)
+            parent = _agent_session(session_id, by)
             agents.append(parent)
     parent = _parent(given, harness.parent, own) or parent
     return HeaderSession(own, parent, root=session_id, agents=agents, is_final=_is_final(given))
@@ -189,7 +190,7 @@ def _is_final(given: Mapping[str, str]) -> bool:
 
 
 def _parent(given: Mapping[str, str], own_header: str | None, session_id: str) -> str | None:
-    """The parent session that a header names; a session is not its own."""
+    """The parent session in a header, or None. A session is not its own parent."""
     name = next((name for name in (PARENT, own_header) if name in given), None)
     parent = None if name is None else _valid(given, name)
     return None if parent == session_id else parent
@@ -204,10 +205,10 @@ def _valid(given: Mapping[str, str], name: str) -> str:
     return value
 
 
-def _of_agent(session_id: str, agent: str) -> str:
-    """`session:agent`; hashed where that is too long, or has other characters than an id may have."""
+def _agent_session(session_id: str, agent: str) -> str:
+    """`session:agent`, with a hash if that is too long or has characters that are not allowed in an id."""
     plain = f"{session_id}:{agent}"
     if re.fullmatch(ID, plain):
         return plain
     digest = hashlib.sha256(plain.encode()).hexdigest()[:HASH_CHARACTERS]
-    return f"{session_id[:CUT_AT]}:{digest}"
+    return f"{session_id[:MAX_PREFIX]}:{digest}"

@@ -1,13 +1,13 @@
-"""Bounds on a request: its head, its body and the time that takes; and on all bodies that are in memory together."""
+"""Limits of a request's head, its body and the body's duration, and of the memory of all bodies together."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from starlette.types import Receive, Scope
 
@@ -24,41 +24,45 @@ from app.errors import (
 from app.upstream.headers import Headers
 
 MAX_HEADER_BYTES = 64 << 10
-"""Names and values of all headers together."""
+"""Maximum bytes of all headers' names and values together."""
 
 MAX_TARGET_BYTES = 16 << 10
-"""Path and query, as they were sent."""
+"""Maximum bytes of path and query, as they were sent."""
 
 MAX_PARAMETERS = 256
-"""Of a query."""
+"""Maximum parameters of a query."""
 
 IDLE_S, IDLE_BYTES = 30.0, 30 << 10
-"""Each so many bytes of a body may take so long: a KiB a second."""
+"""A body must bring IDLE_BYTES every IDLE_S seconds: 1 KiB a second."""
 
 BODY_S = 600.0
-"""How long all of a body may take."""
+"""Timeout of a whole body."""
 
 SMALL = 64 << 10
-"""The shares below refuse no body that has up to so many bytes, so that large bodies do not keep small ones out."""
+"""Bytes up to which no body is refused for the shares below, so that large bodies do not keep small ones out."""
 
 SESSION_SHARE, PEER_SHARE = 4, 2
-"""All bytes divided by these: what one session's requests may hold, until they are answered; and what one address's
-requests may hold, until their bodies are whole. An address has the larger share, and only for unfinished bodies, since
-all harnesses may have the same one."""
+"""The memory limit divided by these is a session's share, for requests that are not answered yet, and an address's
+share, for bodies that are not complete yet. All harnesses may have the same address, so its share is larger and only
+for incomplete bodies."""
 
 HELD_S = 5.0
-"""A body that has been arriving for longer is given up where another request needs its room. Without this, bodies whose
-ends are held back would keep out everybody at their address. Large uploads that begin together are spared."""
+"""A body that has been arriving for longer is given up if another request needs its memory. Otherwise incomplete bodies
+could block all requests of their address. Large uploads that begin together are not given up for each other."""
 
 PEER = "peer"
-"""In a scope's state: who is at the other end of the connection, whatever a header says (`http.protocol`)."""
+"""Key in a scope's state: the connection's real peer, regardless of headers (set by `app.api.connection`)."""
 
 
 class BodyReservation:
-    """What one request holds of the bytes that may be in flight. `session` and `peer` are whose it is, if known."""
+    """The memory of one request, until the `with` block ends.
 
-    def __init__(self, inflight: RequestMemory, session: str | None, peer: str | None) -> None:
-        self._inflight = inflight
+    `session` and `peer` are the request's, if known. `size` is the sum of all bytes, `body_size` those of its body, and
+    `arriving` the same while the body is incomplete.
+    """
+
+    def __init__(self, memory: RequestMemory, session: str | None, peer: str | None) -> None:
+        self._memory = memory
         self.session = session
         self.peer = peer
         self.size = 0
@@ -68,143 +72,141 @@ class BodyReservation:
         self._is_given_up = False
         self._end: Callable[[], None] | None = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
     def begin(self, end: Callable[[], None]) -> None:
-        """Its body arrives from now on; `end` stops whoever reads it."""
+        """The body arrives from now on; `end` stops reading it."""
+        memory = self._memory
         self._end = end
-        self._inflight.began(self)
+        self.since = memory.clock()
+        memory.arriving[self] = None
 
     def grow(self, size: int) -> None:
-        """For what is not the request's own body. Raises Overloaded."""
-        self._inflight.take(self, size)
+        """Reserve `size` more bytes, for something other than the request's body. Raises Overloaded."""
+        memory = self._memory
+        missing = memory.size + size - memory.limit
+        if missing > 0 and not memory.free_memory(self, missing, memory.arriving):
+            raise Overloaded(f"bodies of {memory.size} bytes are in flight; the limit is {memory.limit}")
+        memory.size += size
+        self.size += size
 
     def arrive(self, size: int) -> None:
-        """So much more of its body has come. Raises Overloaded, BodyGivenUp."""
+        """Reserve `size` more bytes of the body.
+
+        Raises BodyGivenUp; Overloaded if the limit, the session's share or the peer's share is reached.
+        """
         self.check()
-        self._inflight.take_body(self, size)
+        memory = self._memory
+        if self.body_size + size > SMALL:
+            memory.check_shares(self, size)
+        self.grow(size)
+        self.body_size += size
+        self.arriving += size
+        if self.session is not None:
+            memory.sessions[self.session] += size
+        if self.peer is not None:
+            memory.peers[self.peer] += size
 
     def arrived(self) -> None:
-        """Nobody reads its body any more."""
-        self._inflight.whole(self)
+        """The body is complete, or reading it has ended."""
+        self._memory.arriving.pop(self, None)
+        if self.arriving:
+            _subtract(self._memory.peers, self.peer, self.arriving)
+            self.arriving = 0
 
     def check(self) -> None:
-        """Raises BodyGivenUp."""
+        """Raises BodyGivenUp after `give_up`."""
         if self._is_given_up:
-            raise BodyGivenUp(f"the body did not come in {HELD_S:g} s, and others needed its room")
+            raise BodyGivenUp(f"the body did not come in {HELD_S:g} s, and other requests needed its memory")
 
     def give_up(self) -> None:
+        """Stop reading the body and free its memory."""
+        self._release()
         self._is_given_up = True
         if self._end is not None:
             self._end()
 
+    def _release(self) -> None:
+        self.arrived()
+        _subtract(self._memory.sessions, self.session, self.body_size)
+        self._memory.size -= self.size
+        self.size = self.body_size = 0
+
 
 class RequestMemory:
-    """Bytes of all bodies in flight in this process, at most `limit`.
+    """Bytes of all bodies in this process, at most `limit`; also by session, and by peer for incomplete bodies.
 
-    Any session may have one request of `largest` bytes, however small its share is. `clock` counts seconds.
+    A session and a peer may always have one request of `largest` bytes. `clock` returns seconds. `arriving` holds the
+    incomplete bodies, the oldest first.
     """
 
     def __init__(self, limit: int, largest: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit = limit
+        self.limit = limit
+        self.clock = clock
+        self.size = 0
+        self.sessions: Counter[str] = Counter()
+        self.peers: Counter[str] = Counter()
+        self.arriving: dict[BodyReservation, None] = {}
         self._session_limit = max(limit // SESSION_SHARE, min(limit, largest))
         self._peer_limit = max(limit // PEER_SHARE, min(limit, largest))
-        self._clock = clock
-        self._sessions: Counter[str] = Counter()
-        self._peers: Counter[str] = Counter()
-        self._arriving: dict[BodyReservation, None] = {}  # the oldest first
-        self.size = 0
 
-    @contextlib.contextmanager
-    def room(self, session: str | None = None, peer: str | None = None) -> Iterator[BodyReservation]:
-        room = BodyReservation(self, session, peer)
-        try:
-            yield room
-        finally:
-            self.whole(room)
-            self._release_body(room)
-            self.size -= room.size
+    def reserve(self, session: str | None = None, peer: str | None = None) -> BodyReservation:
+        return BodyReservation(self, session, peer)
 
-    def began(self, room: BodyReservation) -> None:
-        room.since = self._clock()
-        self._arriving[room] = None
-
-    def take(self, room: BodyReservation, size: int) -> None:
-        missing = self.size + size - self._limit
-        if missing > 0 and not self._make_room(room, missing, self._arriving):
-            raise Overloaded(f"bodies of {self.size} bytes are in flight; the limit is {self._limit}")
-        self.size += size
-        room.size += size
-
-    def take_body(self, room: BodyReservation, size: int) -> None:
-        """Raises Overloaded where all is taken, or the session's or the peer's share."""
-        if room.body_size + size > SMALL:
-            self._check_shares(room, size)
-        self.take(room, size)
-        room.body_size += size
-        room.arriving += size
-        if room.session is not None:
-            self._sessions[room.session] += size
-        if room.peer is not None:
-            self._peers[room.peer] += size
-
-    def _check_shares(self, room: BodyReservation, size: int) -> None:
-        of_session = 0 if room.session is None else self._sessions[room.session] + size
+    def check_shares(self, reservation: BodyReservation, size: int) -> None:
+        """Raises Overloaded if `size` more bytes of a body exceed the session's or the peer's share."""
+        of_session = 0 if reservation.session is None else self.sessions[reservation.session] + size
         if of_session > self._session_limit:
             raise Overloaded(f"the session's requests hold its share of {self._session_limit} bytes in flight")
-        missing = 0 if room.peer is None else self._peers[room.peer] + size - self._peer_limit
-        if missing > 0 and not self._make_room(room, missing, (one for one in self._arriving if one.peer == room.peer)):
+        missing = 0 if reservation.peer is None else self.peers[reservation.peer] + size - self._peer_limit
+        same_peer = (one for one in self.arriving if one.peer == reservation.peer)
+        if missing > 0 and not self.free_memory(reservation, missing, same_peer):
             raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
 
-    def _make_room(self, asking: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
-        """Give up bodies held for longer than HELD_S, the oldest first; none of them if all are not enough.
+    def free_memory(self, requester: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
+        """Give up bodies that have been arriving for more than HELD_S; False, and none given up, if that is not enough.
 
-        Those that began after the one that asks are spared, or two slow ones would give each other up in turns. Those
-        that are not SMALL go first.
+        Large bodies go before those up to SMALL, the oldest first. Bodies that began after the requester's are
+        skipped: otherwise two slow requests would give each other up in turns.
         """
-        latest = self._clock() - HELD_S
-        older = itertools.takewhile(lambda room: room is not asking and room.since < latest, arriving)
+        latest = self.clock() - HELD_S
+        older = itertools.takewhile(lambda one: one is not requester and one.since < latest, arriving)
         chosen = []
-        for room in sorted((room for room in older if room.arriving), key=lambda room: room.arriving <= SMALL):
-            chosen.append(room)
-            missing -= room.arriving
+        for one in sorted((one for one in older if one.arriving), key=lambda one: one.arriving <= SMALL):
+            chosen.append(one)
+            missing -= one.arriving
             if missing <= 0:
                 break
         else:
             return False
-        for room in chosen:
-            self.whole(room)
-            self._release_body(room)
-            room.give_up()
+        for one in chosen:
+            one.give_up()
         return True
 
-    def whole(self, room: BodyReservation) -> None:
-        self._arriving.pop(room, None)
-        _less(self._peers, room.peer, room.arriving)
-        room.arriving = 0
 
-    def _release_body(self, room: BodyReservation) -> None:
-        _less(self._sessions, room.session, room.body_size)
-        self.size -= room.body_size
-        room.size -= room.body_size
-        room.body_size = 0
-
-
-def _less(counter: Counter[str], name: str | None, size: int) -> None:
-    """Whoever holds nothing any more is forgotten."""
+def _subtract(counter: Counter[str], name: str | None, size: int) -> None:
+    """Subtract `size` from a count; a count of 0 is removed."""
     if name is None or not size:
         return
-    counter[name] -= size
-    if counter[name] <= 0:
+    left = counter[name] - size
+    if left > 0:
+        counter[name] = left
+    else:
         del counter[name]
 
 
 def peer_of(scope: Scope) -> str | None:
-    """The address at the other end of the connection."""
+    """The address of the connection's peer, or None."""
     peer = (scope.get("state") or {}).get(PEER) or scope["client"]
     return None if peer is None else str(peer[0])
 
 
-def beyond(scope: Scope, header_bytes: int) -> AppError | None:
-    """What of a request's head is too large."""
+def head_error(scope: Scope, header_bytes: int) -> AppError | None:
+    """The error for a request head beyond the limits; None if it is within them."""
     if header_bytes > MAX_HEADER_BYTES:
         return HeadersTooLarge(f"the headers have {header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
     query: bytes = scope["query_string"]
@@ -216,8 +218,8 @@ def beyond(scope: Scope, header_bytes: int) -> AppError | None:
     return None
 
 
-async def read_body(receive: Receive, headers: Headers, limit: int, room: BodyReservation) -> bytes | None:
-    """A whole request body; None if the client went away before it was whole.
+async def read_body(receive: Receive, headers: Headers, limit: int, reservation: BodyReservation) -> bytes | None:
+    """Read a request body; None if the client disconnects before its end.
 
     Raises RequestTooLarge, Overloaded, BodyGivenUp, InvalidRequest (a compressed body), RequestTimeout.
     """
@@ -227,26 +229,26 @@ async def read_body(receive: Receive, headers: Headers, limit: int, room: BodyRe
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
     try:
-        async with asyncio.timeout(min(IDLE_S, BODY_S)) as patience:
-            room.begin(lambda: _end(patience))
-            return await _read(receive, limit, room, patience)
+        async with asyncio.timeout(min(IDLE_S, BODY_S)) as timeout:
+            reservation.begin(lambda: _expire(timeout))
+            return await _read(receive, limit, reservation, timeout)
     except TimeoutError as error:
-        room.check()
+        reservation.check()
         raise RequestTimeout(
             f"less than {IDLE_BYTES} bytes of the body came in {IDLE_S:g} s, or all of it did not come in {BODY_S:g} s"
         ) from error
     finally:
-        room.arrived()
+        reservation.arrived()
 
 
-def _end(patience: asyncio.Timeout) -> None:
-    if not patience.expired():
-        patience.reschedule(asyncio.get_running_loop().time())
+def _expire(timeout: asyncio.Timeout) -> None:
+    if not timeout.expired():
+        timeout.reschedule(asyncio.get_running_loop().time())
 
 
-async def _read(receive: Receive, limit: int, room: BodyReservation, patience: asyncio.Timeout) -> bytes | None:
+async def _read(receive: Receive, limit: int, reservation: BodyReservation, timeout: asyncio.Timeout) -> bytes | None:
     parts: list[bytes] = []
-    size = paid = 0
+    size = counted = 0
     clock = asyncio.get_running_loop().time
     deadline = clock() + BODY_S
     while True:
@@ -257,10 +259,10 @@ async def _read(receive: Receive, limit: int, room: BodyReservation, patience: a
         size += len(part)
         if size > limit:
             raise RequestTooLarge(f"the body has more than {limit} bytes")
-        room.arrive(len(part))
+        reservation.arrive(len(part))
         parts.append(part)
         if not message.get("more_body"):
             return parts[0] if len(parts) == 1 else b"".join(parts)
-        if size - paid >= IDLE_BYTES:
-            paid = size
-            patience.reschedule(min(clock() + IDLE_S, deadline))
+        if size - counted >= IDLE_BYTES:
+            counted = size
+            timeout.reschedule(min(clock() + IDLE_S, deadline))

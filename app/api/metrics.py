@@ -1,8 +1,7 @@
-"""`GET /metrics`: all that this process and its siblings count, and the state of the store and the fleet.
+"""`GET /metrics`: metrics of this process and those that share its folder, and the state of the store and the fleet.
 
-Who counts something on the way of a turn does so in a plain number of its own; it is brought into the instruments when
-somebody asks, and once a second where a sibling may be asked instead. What all processes see alike is shown as the one
-that was asked sees it.
+Components count in plain numbers of their own, which are copied into the Prometheus metrics at a scrape, and once a
+second if another process may be scraped instead. The state of store and fleet is as the scraped process sees it.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ from app.store.figures import Figures
 router = APIRouter(tags=["Service"])
 
 PUBLISH_S = 1.0
-"""How old may be what a sibling's scrape tells of this process; turns are told at once."""
+"""Maximum age of this process's values in another process's scrape. Turns are counted at once."""
 
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
-@describe("Metrics for Prometheus", "page", Reply("Metrics.", {"text/plain": TEXT}))
+@describe("Metrics for Prometheus", "page", Reply("The metrics.", {"text/plain": TEXT}))
 async def metrics(request: Request) -> Response:
-    """For Prometheus, in its text format or OpenMetrics, as it asks."""
+    """Metrics in Prometheus' text format or OpenMetrics, by the request's `accept` header."""
     app = services(request)
     refresh(app)
-    state = _State(state_of(app, await app.counted.now()))
+    state = _ScrapeMetrics(state_of(app, await app.counted.now()))
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     text = await asyncio.to_thread(lambda: encode(app.metrics.collected(state)))
     return Response(text, media_type=media_type)
@@ -51,7 +50,7 @@ async def metrics(request: Request) -> Response:
 
 @contextlib.asynccontextmanager
 async def published(app: Services) -> AsyncIterator[None]:
-    """Where there are siblings, they can tell of this process until the end."""
+    """If other processes share the metrics folder, update this process's values in it until the end of the block."""
     publishing = None if FOLDER is None else asyncio.create_task(_publish(app), name="turnlog-metrics")
     try:
         yield
@@ -69,14 +68,14 @@ async def _publish(app: Services) -> None:
 
 
 def refresh(app: Services) -> None:
-    """Bring what others count into this process's instruments."""
+    """Copy the components' numbers into this process's Prometheus metrics."""
     metrics = app.metrics
     metrics.turns_in_flight.set(app.turns.in_flight)
     metrics.turns_gated.set(app.gates.held().total())
     metrics.inflight.set(app.inflight.size)
     metrics.inflight_limit.set(app.settings.inflight_bytes)
-    metrics.connections.set(app.doorway.connections)
-    metrics.total(metrics.connections_refused, app.doorway.refused)
+    metrics.connections.set(app.connection_limit.connections)
+    metrics.total(metrics.connections_refused, app.connection_limit.refused)
     metrics.loop_lag.set(app.lag.largest_s)
     _refresh_cache(app)
     _refresh_pool(app)
@@ -126,8 +125,8 @@ def _refresh_writer(app: Services) -> None:
     metrics.total(metrics.turns_rolled_back, tally.rolled_back)
 
 
-class _State(Collector):
-    """Metrics that were made for one scrape."""
+class _ScrapeMetrics(Collector):
+    """Metrics made for one scrape."""
 
     def __init__(self, found: Iterable[Metric]) -> None:
         self._found = list(found)
@@ -137,7 +136,7 @@ class _State(Collector):
 
 
 def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
-    """What there is once, however many processes there are."""
+    """Metrics of the state that all processes share: version, database, engines and gates."""
     kind = "sqlite" if app.database.is_sqlite else "postgresql"
     yield _gauge(
         "turnlog_build_info",
@@ -147,7 +146,7 @@ def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
         "python",
         "database",
     )
-    yield _gauge("turnlog_database_up", "Did the database answer when it was last asked?", {(): app.counted.is_up})
+    yield _gauge("turnlog_database_up", "Did the database answer the last request?", {(): app.counted.is_up})
     yield from _of_store(figures, app.database.log_file_bytes())
     yield from _of_engines(app.engines.members.values())
     fleet = app.fleet.fleet
@@ -156,7 +155,7 @@ def state_of(app: Services, figures: Figures | None) -> Iterator[Metric]:
     yield _gauge("turnlog_gates_shut", "Gates that hold turns back.", {(s,): len(g) for s, g in shut.items()}, "scope")
     yield _gauge(
         "turnlog_gate_shut_seconds",
-        "For how long the gate has been shut that was shut first; 0 where none is.",
+        "How long the first of the shut gates has been shut; 0 if none is.",
         {(scope,): _longest_s(found) for scope, found in shut.items()},
         "scope",
     )
@@ -166,26 +165,26 @@ def _of_store(figures: Figures | None, log_file_bytes: int | None) -> Iterator[M
     if figures is not None:
         by_status = {(status,): count for status, count in figures.sessions.items()}
         yield _gauge("turnlog_sessions", "Sessions in the store by status.", by_status, "status")
-        yield _gauge("turnlog_open_turns", "Turns that hold a claim, of all processes.", {(): figures.open_turns})
+        yield _gauge("turnlog_open_turns", "Turns with a claim, of all processes.", {(): figures.open_turns})
         yield _gauge("turnlog_database_bytes", "The database without its free space.", {(): figures.bytes})
     if log_file_bytes is not None:
-        yield _gauge("turnlog_database_wal_bytes", "SQLite's log file.", {(): log_file_bytes})
+        yield _gauge("turnlog_database_wal_bytes", "Size of SQLite's log file.", {(): log_file_bytes})
 
 
 def _of_engines(members: Iterable[Member]) -> Iterator[Metric]:
-    """By health, and each by its base URL: there are as many as an operator has listed."""
+    """Metrics of the engines, by health and by base URL. An operator has listed them, so the labels are few."""
     members = list(members)
     healths = Counter(member.health for member in members)
     yield _gauge("turnlog_engines", "Engines by health.", {(name,): healths[name] for name in HEALTHS}, "health")
     draining = sum(member.is_draining for member in members)
     yield _gauge("turnlog_engines_draining", "Engines that get no new turns.", {(): draining})
     alive = {(member.url,): member.health not in ("unknown", "dead") for member in members}
-    yield _gauge("turnlog_engine_up", "Does the engine live?", alive, "engine")
+    yield _gauge("turnlog_engine_up", "Is the engine alive?", alive, "engine")
     versions = {(member.url,): member.weight_version for member in members}
     numbers = {url: int(version) for url, version in versions.items() if version is not None and is_number(version)}
-    yield _gauge("turnlog_engine_weight_version", "The engine's weights, where they are a number.", numbers, "engine")
+    yield _gauge("turnlog_engine_weight_version", "The engine's weight version, if it is a number.", numbers, "engine")
     different = len({version for version in versions.values() if version is not None})
-    yield _gauge("turnlog_weight_versions", "How many different weight versions the engines have.", {(): different})
+    yield _gauge("turnlog_weight_versions", "Number of different weight versions of the engines.", {(): different})
 
 
 def _longest_s(gates: Iterable[Gate]) -> float:
@@ -193,7 +192,7 @@ def _longest_s(gates: Iterable[Gate]) -> float:
 
 
 def _gauge(name: str, help_text: str, values: Mapping[Any, float], *labels: str) -> Metric:
-    """`values` by their labels' tuple."""
+    """A gauge; `values` maps tuples of label values to values."""
     family = GaugeMetricFamily(name, help_text, labels=labels)
     for of, value in values.items():
         family.add_metric(of, float(value))

@@ -1,4 +1,4 @@
-"""What engines serve, as OpenAI clients ask for it."""
+"""Routes that list an engine's models, as OpenAI clients request them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ router = APIRouter(tags=["Turns"])
 
 @router.get("/sessions/{session_id}/v1/models")
 @describe(
-    "What the session's engine serves",
+    "The models of the session's engine",
     "session",
     Reply("The engine's reply.", {JSON: ANYTHING}),
     errors=(*SESSION, *READ, *ENGINE),
     passes_engines_errors=True,
 )
 async def session_models(request: Request, session_id: SessionId) -> Response:
-    """What the session's engine serves."""
+    """The models of the session's engine."""
     app = services(request)
     await app.sessions.require(session_id)
     return await models_reply(app, session_id)
@@ -29,14 +29,14 @@ async def session_models(request: Request, session_id: SessionId) -> Response:
 
 @router.get("/v1/models")
 @describe(
-    "What an engine serves",
+    "The models of an engine",
     "session",
     Reply("The engine's reply.", {JSON: ANYTHING}),
     errors=ENGINE,
     passes_engines_errors=True,
 )
 async def models(request: Request) -> Response:
-    """What an engine serves."""
+    """The models of an engine."""
     return await models_reply(services(request), "")
 
 

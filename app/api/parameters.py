@@ -1,4 +1,4 @@
-"""Parameters that several routes have."""
+"""Parameters shared by several routes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from app.errors import InvalidRequest, SessionNotFound
 async def _well_formed(
     session_id: Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})],
 ) -> str:
-    """An id that no session can have is not looked for. Raises SessionNotFound."""
+    """Raises SessionNotFound for an invalid id, without a look into the database."""
     if not re.fullmatch(ID, session_id):
-        raise SessionNotFound("no session has an id of this form")
+        raise SessionNotFound("the session id is invalid")
     return session_id
 
 
 SessionId = Annotated[str, Depends(_well_formed)]
 
-PageCursor = Annotated[str | None, Query(description="Where to go on, as an earlier reply said.")]
+PageCursor = Annotated[str | None, Query(description="Where to continue: the cursor of an earlier reply.")]
 
-LIMIT = "At most so many."
+LIMIT = "Maximum number of items."
 
 
 def require_known(request: Request, model: type[BaseModel]) -> None:
-    """Raises InvalidRequest for a parameter that the route does not have: a filter with a slip lets everything pass."""
+    """Raises InvalidRequest for an unknown parameter: a misspelt filter would filter nothing."""
     for name in request.query_params:
         if name not in model.model_fields:
             accepted = ", ".join(sorted(model.model_fields))
-            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; there are {accepted}")
+            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; supported are {accepted}")

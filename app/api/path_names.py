@@ -1,4 +1,4 @@
-"""Names in paths: of adapters and groups, which may hold anything, slashes and line feeds too."""
+"""A path convertor for names of adapters and groups, which may contain any character, also slashes and line feeds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 
 class NameConvertor(Convertor[str]):
-    """Starlette's own `path` ends at a line feed, and what is named so could not be asked for."""
+    """Starlette's own `path` stops at a line feed, so such a name could not be requested."""
 
     regex = "(?s:.*)"
 
@@ -18,6 +18,6 @@ class NameConvertor(Convertor[str]):
 
 
 ANY = "anyname"
-"""As in `{group_id:anyname}`."""
+"""Name of the convertor in a route: `{group_id:anyname}`."""
 
 register_url_convertor(ANY, NameConvertor())

@@ -1,4 +1,4 @@
-"""Sending a whole reply over ASGI, and errors as the OpenAI SDKs read them."""
+"""Sends complete replies over ASGI, and builds errors as the OpenAI SDKs read them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from app.errors import AppError
 from app.upstream.headers import Headers
 
 PIECE = 256 << 10
-"""A large body goes out in pieces, so that the loop serves others between them."""
+"""Bytes. A larger body is sent in pieces, so that the event loop can serve other requests between them."""
 
 ROLLED_BACK = "x-turnlog-rolled-back"
-"""How many live turns the reply's turn superseded when it committed."""
+"""Header with the number of live turns that the reply's turn superseded when it was committed."""
 
 Part = bytes | memoryview
 
 
 async def start_reply(send: Send, status: int, headers: Headers) -> None:
-    """Status and headers, as ASGI wants them."""
+    """Send status and headers."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     await send({"type": "http.response.start", "status": status, "headers": raw})
 
 
 async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) -> None:
-    """A whole reply, whose body is these parts one after the other."""
+    """Send a complete reply; its body is `parts` joined."""
     size = sum(map(len, parts))
     await start_reply(send, status, [*headers, ("content-length", str(size))])
     sent = 0
@@ -41,7 +41,7 @@ async def send_reply(send: Send, status: int, headers: Headers, *parts: Part) ->
 
 
 def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
-    """At least one piece, also of nothing."""
+    """The parts in pieces of at most PIECE bytes; an empty body is one empty piece."""
     if sum(map(len, parts)) <= PIECE:
         yield b"".join(parts)
         return

@@ -1,4 +1,4 @@
-"""A name for each request, by which a client and the log speak of the same one."""
+"""Gives each request an id, which the client and the log share."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from collections.abc import Iterable, Iterator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api.auth import route_path
-from app.logs import CURRENT, About
+from app.logs import CURRENT, LogContext
 
 HEADER = b"x-request-id"
 
-_SANE = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_VALID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _SESSIONS = "/sessions/"
 MAX_SESSION_ID = 128
 
 
 def request_ids() -> Iterator[str]:
-    """Names that no other process gives. They are no secret, and a random one each would cost ten times as much."""
+    """Ids that no other process gives. They are not secret; a random id each would cost ten times as much."""
     process = secrets.token_hex(5)
     return (f"{process}-{number:x}" for number in itertools.count(1))
 
 
 class RequestIds:
-    """Passes requests on, and names them: as the client does, if that is sane.
+    """ASGI middleware that gives each request an id: the client's own `x-request-id` if it is valid.
 
-    A reply has the name unless the engine's reply, which it is, has its own; the OpenAI SDKs show it as `_request_id`.
+    The reply gets the id unless it passes on an engine's own. The OpenAI SDKs show it as `_request_id`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._names = request_ids()
+        self._ids = request_ids()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = _first(scope["headers"])
-        name = given if given is not None and _SANE.fullmatch(given) else next(self._names).encode()
-        about = About(name.decode(), _session_of(route_path(scope)))
-        CURRENT.set(about)
+        request_id = given if given is not None and _VALID.fullmatch(given) else next(self._ids).encode()
+        context = LogContext(request_id.decode(), _session_of(route_path(scope)))
+        CURRENT.set(context)
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start" and _first(message["headers"]) is None:
-                message["headers"] = [*message["headers"], (HEADER, name)]
+                message["headers"] = [*message["headers"], (HEADER, request_id)]
             await send(message)
 
         try:
-            await self._app(scope, receive, named)
+            await self._app(scope, receive, send_with_id)
         finally:
-            about.has_ended = True
+            context.has_ended = True
 
 
 def _first(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
@@ -60,7 +60,7 @@ def _first(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def _session_of(path: str) -> str | None:
-    """What stands where a session's id does."""
+    """The path's segment where a session's id is expected, cut to MAX_SESSION_ID; None if there is none."""
     if not path.startswith(_SESSIONS):
         return None
     return path[len(_SESSIONS) :].partition("/")[0][:MAX_SESSION_ID] or None

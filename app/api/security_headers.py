@@ -1,4 +1,4 @@
-"""Headers that keep a browser from making more of a reply than the data it is."""
+"""Headers that keep a browser from running or framing the content of a reply."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HEADERS = (
         b"default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
 )
-"""What agents and engines said is in these replies, and one that is looked at is in the origin of the page."""
+"""Replies hold text of agents and engines, and a browser that opens one treats it as part of the page's origin."""
 
 
 def hardened(send: Send) -> Send:
-    """`send`, which adds those headers that a reply does not have: the page's own files say something else."""
+    """`send` that adds those of the headers that a reply does not set; the page's files set their own."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

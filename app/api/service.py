@@ -1,4 +1,4 @@
-"""Routes about the service itself: alive, ready, what it offers."""
+"""Routes of the service itself: health, readiness, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ router = APIRouter(tags=["Service"])
 
 @router.head("/health", include_in_schema=False)
 @router.get("/health")
-@describe("Does the process answer? Waits for nothing", "anyone", json_reply("Health", "It does."))
+@describe("Is the process alive?", "anyone", json_reply("Health", "It is alive."))
 async def health(request: Request) -> dict[str, Any]:
-    """Answers as long as the process does; waits for nothing."""
+    """Answers at once while the process is alive; it does not wait for the database or an engine."""
     app = services(request)
     return {
         "status": "ok",
@@ -34,15 +34,15 @@ async def health(request: Request) -> dict[str, Any]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready")
 @describe(
-    "Can a turn be taken?",
+    "Can the process serve turns?",
     "anyone",
     json_reply("Readiness", "It can."),
     json_reply("Readiness", "It cannot; `checks` says why.", 503),
 )
 async def ready(request: Request) -> JSONResponse:
-    """Can a turn be taken: does the database answer and take writes, is there a worker, does an engine live?
+    """Can the process serve turns: does the database answer and accept writes, are a worker and an engine alive?
 
-    `warnings` are of the settings, and no reason to stay away.
+    `warnings` concern the settings and do not change the status.
     """
     app = services(request)
     read_only = app.registration.read_only
@@ -69,7 +69,7 @@ async def ready(request: Request) -> JSONResponse:
 @router.get("/openapi.json")
 @describe("This document", "page", Reply("OpenAPI 3.1.", {JSON: ANYTHING}))
 async def openapi_json(request: Request) -> Response:
-    """Made when it is first asked for, on a thread: it takes a while."""
+    """The OpenAPI document, built on a thread at the first request."""
     app: FastAPI = request.app
     if app.openapi_schema is None:
         app.openapi_schema = await asyncio.to_thread(_document, app)
@@ -77,6 +77,6 @@ async def openapi_json(request: Request) -> Response:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    from app.api.openapi import document  # most processes are never asked
+    from app.api.openapi import document  # imported at the first request; most processes get none
 
     return document(app)

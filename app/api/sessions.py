@@ -1,4 +1,4 @@
-"""The routes of sessions but for their turns."""
+"""Routes of sessions, without those of their turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from app.api.describe import (
     lines,
 )
 from app.api.parameters import LIMIT, PageCursor, SessionId
-from app.api.state import Services, begun, services
+from app.api.state import Services, services, start_stream
 from app.domain import cursors
 from app.domain.events import OnAbort, OnDivergence, SessionConfig
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
@@ -56,7 +56,7 @@ router = APIRouter(tags=["Sessions"])
 
 log = logging.getLogger("turnlog.sessions")
 
-_Place = tuple[float, Annotated[str, msgspec.Meta(pattern=ID)]]
+_PagePosition = tuple[float, Annotated[str, msgspec.Meta(pattern=ID)]]
 """Where a page of sessions ends: the last one's time of creation and id."""
 
 
@@ -81,7 +81,7 @@ class CreateSession(BaseModel):
 
 
 class Reward(BaseModel):
-    """The body of `PUT /sessions/{id}/reward`, of which reward and components together have at most 64 KiB as JSON."""
+    """The body of `PUT /sessions/{id}/reward`. Reward and components together have at most 64 KiB as JSON."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -99,19 +99,19 @@ class SamplesQuery(BaseModel):
 
 
 def require_session_id(session_id: str) -> str:
-    """Raises InvalidRequest for an id that could be mistaken for a path."""
+    """Raises InvalidRequest for an id of dots only, which a client may take for a relative path."""
     if not session_id.strip("."):
         raise InvalidRequest("session_id must not be only dots")
     return session_id
 
 
 def new_session(body: CreateSession, settings: Settings) -> NewSession:
-    """What the body leaves out is as the settings say.
+    """The session of a request; fields that it leaves out have the settings' values.
 
-    Raises Unsupported for choices that are documented but not built, InvalidRequest.
+    Raises Unsupported for documented choices that are not implemented, InvalidRequest.
     """
     if body.history == "tree":
-        raise Unsupported("history: tree is not built; use linear")
+        raise Unsupported("history: tree is not implemented; use linear")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
@@ -126,48 +126,63 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     )
 
 
-def given(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
-    """What the session was given when it was created, by the fields of `POST /sessions`, with their defaults."""
+def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
+    """The fields of `POST /sessions` with which the session was created, defaults included; of a fork also
+    `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {
         "session_id": session.session_id,
         "metadata": metadata,
         "parent_session_id": session.config.parent,
     }
-    return {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    fork = session.fork
+    if fork is not None:
+        found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
+    return found
 
 
 @router.post("/sessions")
 @describe(
     "Create a session",
     "admin",
-    json_reply("CreatedSession", "The session, new or of an earlier request with the same body."),
+    json_reply("CreatedSession", "The session, new or from an earlier request with the same body."),
     errors=(*BODY, Unsupported, SessionClosed, SessionExists, SessionEnded, SessionUnreadable, *WRITE),
     body=CreateSession,
     optional_body=True,
     example={"group_id": "task-17", "attempt": 0},
 )
 async def create_session(request: Request) -> dict[str, Any]:
-    """Create a session; idempotent where the client names it."""
+    """Create a session. With a `session_id`, repeating the request returns the same session."""
     app = services(request)
     new = new_session(await body_of(request, CreateSession, is_optional=True), app.settings)
     await app.sessions.create(new)
-    token = app.tokens.for_session(new.session_id)
-    created = {"session_id": new.session_id, "base_url": f"/sessions/{new.session_id}/v1"}
-    return created if token is None else {**created, "token": token}
+    return created(app, new.session_id)
+
+
+def created(app: Services, session_id: str) -> dict[str, Any]:
+    """What a client is told of its new session."""
+    token = app.tokens.for_session(session_id)
+    told = {"session_id": session_id, "base_url": f"/sessions/{session_id}/v1"}
+    return told if token is None else {**told, "token": token}
 
 
 @router.get("/sessions")
-@describe("List sessions, newest first", "page", json_reply("SessionPage", "A page."), errors=(InvalidRequest, *READ))
+@describe(
+    "List sessions, newest first",
+    "page",
+    json_reply("SessionPage", "One page of sessions."),
+    errors=(InvalidRequest, *READ),
+)
 async def list_sessions(
     request: Request,
-    status: Annotated[Status | None, Query(description="Only such.")] = None,
-    group_id: Annotated[str | None, Query(pattern=NO_NUL, description="A group's id.")] = None,
+    status: Annotated[Status | None, Query(description="Only sessions with this status.")] = None,
+    group_id: Annotated[str | None, Query(pattern=NO_NUL, description="Only sessions of this group.")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
     cursor: PageCursor = None,
 ) -> dict[str, Any]:
-    """Newest first, paged by cursor."""
-    before = None if cursor is None else cursors.decode(cursor, _Place, "this list")
+    """Sessions, newest first, paged by cursor."""
+    before = None if cursor is None else cursors.decode(cursor, _PagePosition, "this list")
     database = services(request).database
     found = await session_list.newest_sessions(
         database, status=status, group_id=group_id, before=before, limit=limit + 1
@@ -182,23 +197,23 @@ async def list_sessions(
 
 @router.get("/sessions/{session_id}")
 @describe(
-    "The live turns, as they were sent and answered",
+    "The session's live turns: requests and replies",
     "session",
     json_reply("SessionRecords", "The session."),
     errors=(*SESSION, *READ),
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
-    """The live turns as they were sent and answered, and what the session was given when it was created."""
+    """The requests and replies of the live turns, and the fields with which the session was created."""
     app = services(request)
     live = await app.sessions.require(session_id)
-    content, _ = await begun(_session_json(app, live))
+    content, _ = await start_stream(_session_json(app, live))
     return StreamingResponse(content, media_type="application/json")
 
 
 async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]:
     session = live.session
     metadata = await app.samples.metadata(live, session)
-    created_with = given(session, await app.samples.metadata_given(session))
+    created_with = created_fields(session, await app.samples.metadata_given(session))
     separator = b'{"session_id":' + msgspec.json.encode(session.session_id) + b',"records":['
     async for record in transcript.records(app.database, session):
         yield separator + record
@@ -213,7 +228,7 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
 @describe(
     "The session's samples as safetensors",
     "session",
-    Reply("A safetensors file; docs/api.md says what is in it.", {BYTES: BINARY}),
+    Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}),
     errors=(*BODY, *SESSION, *READ),
     body=SamplesQuery,
     optional_body=True,
@@ -230,7 +245,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
 
 @router.get("/sessions/{session_id}/events")
 @describe(
-    "The session's log",
+    "The session's event log",
     "session",
     Reply("Events.", {NDJSON: lines("Event")}),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
@@ -238,14 +253,14 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
 async def get_events(
     request: Request,
     session_id: SessionId,
-    after: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Only events behind this `seq`.")] = 0,
-    follow: Annotated[bool, Query(description="Stay open and send what comes.")] = False,
+    after: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Only events after this `seq`.")] = 0,
+    follow: Annotated[bool, Query(description="Keep the stream open and send new events.")] = False,
 ) -> StreamingResponse:
-    """The session's log as NDJSON; with `follow` it stays open."""
+    """The session's events as NDJSON; with `follow` the stream stays open."""
     app = services(request)
     found = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
     if not follow:
-        found, _ = await begun(found)
+        found, _ = await start_stream(found)
     return StreamingResponse(found, media_type=NDJSON)
 
 
@@ -254,7 +269,7 @@ async def get_events(
     "A turn's replay payload",
     "session",
     Reply(
-        "Its rows as raw little-endian ids.",
+        "The rows as raw little-endian ids.",
         {BYTES: BINARY},
         ("x-turnlog-dtype", "x-turnlog-shape", "x-turnlog-row-start"),
     ),
@@ -264,9 +279,9 @@ async def get_payload(
     request: Request,
     session_id: SessionId,
     turn: Annotated[int, Path(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")],
-    kind: Annotated[Literal["routed_experts", "indexer_topk"], Path(description="Which replay payload.")],
+    kind: Annotated[Literal["routed_experts", "indexer_topk"], Path(description="The kind of replay payload.")],
 ) -> Response:
-    """A turn's replay payload: its rows as raw little-endian ids; their type and shape are in the headers."""
+    """A turn's replay payload: rows of raw little-endian ids. Headers give their type and shape."""
     app = services(request)
     live = await app.sessions.require(session_id)
     payload, rows = await replay.payload_of(app.database, live.session, turn, kind)
@@ -280,9 +295,9 @@ async def get_payload(
 
 @router.get("/sessions/{session_id}/rejected/{fence}")
 @describe(
-    "The beginning of an engine's reply that was refused",
+    "The beginning of a rejected engine reply",
     "session",
-    Reply("Its first 256 KiB.", {BYTES: BINARY}, ("x-turnlog-reply-bytes",)),
+    Reply("The first 256 KiB.", {BYTES: BINARY}, ("x-turnlog-reply-bytes",)),
     errors=(InvalidRequest, SessionNotFound, NotFound, SessionUnreadable, *READ),
 )
 async def get_refused_reply(
@@ -293,18 +308,18 @@ async def get_refused_reply(
         Path(
             ge=1,
             le=MAX_INTEGER,
-            description="Of the claim whose reply was refused, as the event `TurnRejected` names it.",
+            description="The fence of the event `TurnRejected`.",
         ),
     ],
 ) -> Response:
-    """The beginning of an engine's reply that was refused; the event `TurnRejected` with this fence says why."""
+    """The beginning of a rejected engine reply; the event `TurnRejected` with this fence gives the reason."""
     size, kept = await event_log.refused_reply(services(request).database, session_id, fence)
     return Response(kept, media_type=BYTES, headers={"x-turnlog-reply-bytes": str(size)})
 
 
 @router.put("/sessions/{session_id}/reward")
 @describe(
-    "Assign the reward of the session, or of one of its turns",
+    "Set the reward of the session or of a turn",
     "session",
     json_reply("Rewarded"),
     errors=(*BODY, *SESSION, *WRITE),
@@ -312,7 +327,7 @@ async def get_refused_reply(
     example={"reward": 1.0, "components": {"tests": 1.0}},
 )
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
-    """Assign the reward of the session, or of one of its turns."""
+    """Set the reward of the session or of one of its turns."""
     sessions = services(request).sessions
     body = await body_of(request, Reward, most=MAX_COMPONENTS)
     require_small("reward and components have", {"reward": body.reward, "components": body.components})
@@ -321,13 +336,13 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
 
 
 @router.delete("/sessions/{session_id}", status_code=204)
-@describe("Close the session, or erase it", "session", NOTHING, errors=(InvalidRequest, *SESSION, *WRITE))
+@describe("Close or erase the session", "session", NOTHING, errors=(InvalidRequest, *SESSION, *WRITE))
 async def delete_session(
     request: Request,
     session_id: SessionId,
-    erase: Annotated[bool, Query(description="Also delete the content for good.")] = False,
+    erase: Annotated[bool, Query(description="Also delete the content permanently.")] = False,
 ) -> Response:
-    """Close the session at once; with `erase` delete its content for good."""
+    """Close the session at once; with `erase` also delete its content permanently."""
     sessions = services(request).sessions
     if erase:
         await sessions.erase(session_id)

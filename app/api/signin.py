@@ -1,4 +1,4 @@
-"""Signing in at the page: a browser shows the admin token once, and gets a cookie that reads for twelve hours."""
+"""Sign-in of the page: a browser sends the admin token once and gets a read-only cookie for twelve hours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter(tags=["Page"])
 MAX_BYTES = 4096
 
 FAILED_S = 0.5
-"""Before a wrong token is answered."""
+"""Delay of the reply to a wrong token, in seconds."""
 
 
 class SignIn(BaseModel):
@@ -37,15 +37,15 @@ class SignIn(BaseModel):
 
 @router.post(SIGN_IN)
 @describe(
-    "A cookie for the admin token",
+    "Get the page's cookie for the admin token",
     "anyone",
-    json_reply("SignedIn", "`set-cookie`, where a token is needed."),
+    json_reply("SignedIn", "Signed in, with `set-cookie` if the server needs a token."),
     errors=(*BODY, Unauthorized, Forbidden),
     body=SignIn,
     example={"token": "…"},
 )
 async def sign_in(request: Request) -> Response:
-    """A cookie for the admin token; nothing, where no token is needed. Raises Unauthorized."""
+    """Get the page's cookie for the admin token; no cookie if the server needs no token."""
     app = services(request)
     token = read_model(await whole_body(request, MAX_BYTES), SignIn).token
     reply = JSONResponse({"signed_in": True})
@@ -53,23 +53,23 @@ async def sign_in(request: Request) -> Response:
         return reply
     cookie = app.tokens.cookie_for(token.encode(), time.time())
     if cookie is None:
-        log.warning("a browser could not sign in: the token is not known")
+        log.warning("a browser could not sign in: the token is unknown")
         await asyncio.sleep(FAILED_S)
-        raise Unauthorized("the token is not known")
+        raise Unauthorized("the token is unknown")
     _set(request, reply, cookie, COOKIE_S)
     return reply
 
 
 @router.post(SIGN_OUT)
-@describe("Forget the cookie", "anyone", json_reply("SignedIn"), errors=(Forbidden,))
+@describe("Delete the page's cookie", "anyone", json_reply("SignedIn"), errors=(Forbidden,))
 async def sign_out(request: Request) -> Response:
-    """The browser forgets its cookie."""
+    """Delete the page's cookie in the browser."""
     reply = JSONResponse({"signed_in": False})
     _set(request, reply, "", 0)
     return reply
 
 
 def _set(request: Request, reply: Response, value: str, seconds: int) -> None:
-    """`Secure` wherever the browser came by https, also through a proxy that says so and is believed."""
+    """Set the cookie, with `Secure` if the browser uses https, also if a trusted proxy says so."""
     secure = request.url.scheme == "https"
     reply.set_cookie(COOKIE.decode(), value, max_age=seconds, path="/", secure=secure, httponly=True, samesite="strict")

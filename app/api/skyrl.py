@@ -1,4 +1,4 @@
-"""SkyRL's routes of pausing a LoRA, as its trainer and its forwarding client call them."""
+"""SkyRL's routes for pausing a LoRA, as its trainer and its forwarding client call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from app.api.bodies import body_of
 from app.api.describe import BODY, WRITE, describe, json_reply
-from app.api.fleet import LEASE_S, MAX_NAME, reported
+from app.api.fleet import LEASE_S, MAX_NAME, reply
 from app.api.state import services
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
@@ -22,7 +22,7 @@ MAX_WAIT_S = 3600
 
 
 class Lora(BaseModel):
-    """Fields that SkyRL may add are not ours to refuse."""
+    """Unknown fields are ignored, since SkyRL may add some."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, strict=True)
 
@@ -33,7 +33,7 @@ class LoraWait(Lora):
 
 @router.post("/abort_lora_requests")
 @describe(
-    "As pausing the adapter",
+    "Pause the adapter",
     "admin",
     json_reply("LoraAborted"),
     errors=(*BODY, EnginesFailed, *WRITE),
@@ -41,18 +41,18 @@ class LoraWait(Lora):
     example={"lora_name": "adapter-a"},
 )
 async def abort_lora_requests(request: Request) -> JSONResponse:
-    """As `POST /adapters/{name}/pause`."""
+    """The same as `POST /adapters/{name}/pause`."""
     order = await body_of(request, Lora)
-    swept = await services(request).pauses.pause_adapter(order.lora_name, LEASE_S)
-    body = {"status": "ok", "aborted": swept.aborted, "count": len(swept.aborted)}
-    if all(told.ok for told in swept.engines.values()):
+    result = await services(request).pauses.pause_adapter(order.lora_name, LEASE_S)
+    body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
+    if all(engine.ok for engine in result.engines.values()):
         return JSONResponse(body)
-    return reported({**body, "status": "failed", "paused": True}, swept.engines)
+    return reply({**body, "status": "failed", "paused": True}, result.engines)
 
 
 @router.post("/resume_lora_requests")
 @describe(
-    "As resuming the adapter",
+    "Resume the adapter",
     "admin",
     json_reply("LoraResumed"),
     errors=(*BODY, *WRITE),
@@ -60,7 +60,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
     example={"lora_name": "adapter-a"},
 )
 async def resume_lora_requests(request: Request) -> dict[str, Any]:
-    """As `POST /adapters/{name}/resume`."""
+    """The same as `POST /adapters/{name}/resume`."""
     order = await body_of(request, Lora)
     await services(request).pauses.resume_adapter(order.lora_name, None)
     return {"status": "ok"}
@@ -70,7 +70,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 @describe(
     "Wait until the adapter is not paused",
     "admin",
-    json_reply("LoraWaited", "It is not paused, or the time was up, or the server stops."),
+    json_reply("LoraWaited", "The adapter is not paused, or the timeout has passed, or the server stops."),
     errors=BODY,
     body=LoraWait,
     example={"lora_name": "adapter-a", "timeout_s": 5},
@@ -79,15 +79,15 @@ async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await body_of(request, LoraWait)
     opening = asyncio.ensure_future(services(request).gates.opens(order.lora_name, order.timeout_s))
-    going = asyncio.ensure_future(_gone(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((opening, going), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return {"paused": not (opening.done() and opening.result())}
     finally:
         opening.cancel()
-        going.cancel()
+        disconnect.cancel()
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue

@@ -1,4 +1,4 @@
-"""What the routes work with, made once by `app.main`."""
+"""The components that routes use, built once by `app.main`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Services(Assembly):
         prompts: Prompts | None,
         metrics: Metrics,
         tokens: Tokens,
-        doorway: ConnectionLimit,
+        connection_limit: ConnectionLimit,
     ) -> None:
         self.pool = Pool(
             settings.workers, deadline_s=settings.worker_deadline_s, memory_bytes=settings.worker_memory_bytes
@@ -65,7 +65,7 @@ class Services(Assembly):
         self.registration = registration
         self.metrics = metrics
         self.tokens = tokens
-        self.doorway = doorway
+        self.connection_limit = connection_limit
         self.release = release
         self.exported = ExportMetrics()
         self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
@@ -83,8 +83,8 @@ class Services(Assembly):
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 
-    def let_go(self) -> None:
-        """End what would otherwise keep requests open for long: the server stops."""
+    def end_waits(self) -> None:
+        """The server stops: end open streams and waits at gates, which could keep requests open for long."""
         self.followers.stop()
         self.gates.stop()
         if self.page.made is not None:
@@ -113,20 +113,23 @@ def of_scope(scope: Scope) -> Services:
 
 
 CONTROL_BYTES = 1 << 20
-"""Of a body that asks for no turn: those are read on the event loop, in one go."""
+"""Maximum bytes of a body that is not a turn's: it is parsed on the event loop at once."""
 
 
 async def whole_body(request: Request, limit: int = CONTROL_BYTES) -> bytes:
-    """The request's body within the limits. Raises RequestTooLarge, Overloaded, InvalidRequest."""
+    """Read the request's body; empty if the client disconnects. Raises as `read_body`."""
     app = services(request)
     limit = min(limit, app.settings.max_request_bytes)
-    with app.inflight.room(peer=peer_of(request.scope)) as room:
-        body = await read_body(request.receive, request.headers.items(), limit, room)
+    with app.inflight.reserve(peer=peer_of(request.scope)) as reservation:
+        body = await read_body(request.receive, request.headers.items(), limit, reservation)
     return body or b""
 
 
-async def begun(stream: AsyncIterator[bytes]) -> tuple[AsyncIterator[bytes], bool]:
-    """The stream with its first piece already made, so that what fails at once gets its own status; is it empty?"""
+async def start_stream(stream: AsyncIterator[bytes]) -> tuple[AsyncIterator[bytes], bool]:
+    """Read the first piece, so that an early error still gets its own status. Returns the stream, and is it empty?
+
+    Raises as the stream does.
+    """
     first = await anext(stream, b"")
     return _chain(first, stream), not first
 

@@ -1,11 +1,11 @@
-"""Tokens: what is accepted, and what is derived from it.
+"""Checks admin tokens, and makes and checks session tokens and cookies.
 
     admin token      in TURNLOG_ADMIN_TOKEN
     session token    tls.<session id>.<MAC over the id>
     cookie           <expiry>.<MAC over it>, for the page
 
-Nothing of it is stored: a MAC can be made again. A key is derived from each secret, so that a MAC says nothing about
-another use of the secret. Every comparison goes over all secrets, and takes as long whichever fits.
+Nothing is stored, since a MAC can be computed again. Each use has a key of its own, derived from the secret, so that
+its MACs are useless for another use. Every comparison goes through all secrets, so its time reveals nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _SESSION, _COOKIE = b"turnlog session v1\0", b"turnlog cookie v1\0"
 
 
 class Tokens:
-    """`admin` tokens, and `secrets` that session tokens are made of: of each the first is current, all are accepted.
+    """`admin` tokens, and `secrets` from which session tokens are derived: the first is current, all are accepted.
 
-    Without secrets of their own, session tokens are made of the admin tokens. Without those nobody needs a token.
+    Without secrets, session tokens are derived from the admin tokens. Without admin tokens no token is needed.
     """
 
     def __init__(self, admin: Sequence[str], secrets: Sequence[str] = ()) -> None:
@@ -39,46 +39,46 @@ class Tokens:
         return bool(self._admin)
 
     def is_admin(self, token: bytes) -> bool:
-        return self._place(token) is not None
+        return self._index(token) is not None
 
-    def _place(self, token: bytes) -> int | None:
-        """Which of the admin tokens it is."""
+    def _index(self, token: bytes) -> int | None:
+        """Index of the matching admin token, or None."""
         given = hashlib.sha256(token).digest()
         found = None
-        for place, known in enumerate(self._admin):
+        for index, known in enumerate(self._admin):
             if hmac.compare_digest(given, known):
-                found = place
+                found = index
         return found
 
     def for_session(self, session_id: str) -> str | None:
-        """The session's own token, the same each time; None where nobody needs one."""
+        """The session's token, always the same; None if no token is needed."""
         if not self.are_needed:
             return None
         name = session_id.encode()
         return (PREFIX + name + b"." + _mac(self._session_keys[0], _SESSION, name)).decode()
 
     def session_of(self, token: bytes) -> str | None:
-        """The session that the token is for; None for what is no session's token."""
+        """The session of a session token; None if the token is invalid."""
         if not token.startswith(PREFIX) or not token.isascii():
             return None
         name, _, given = token[len(PREFIX) :].rpartition(b".")
-        return name.decode() if _fits(self._session_keys, _SESSION, name, given) else None
+        return name.decode() if _is_valid(self._session_keys, _SESSION, name, given) else None
 
     def cookie_for(self, token: bytes, now: float) -> str | None:
-        """What a browser keeps that has shown this admin token; None for any other. `now`: seconds since the epoch.
+        """The page's cookie for a valid admin token, else None. `now`: seconds since the epoch.
 
-        It is made of that token: a cookie ends with the token that it was given for.
+        Its key is derived from that token, so removing the token invalidates the cookie.
         """
-        place = self._place(token)
-        if place is None:
+        index = self._index(token)
+        if index is None:
             return None
         expiry = b"%d" % (now + COOKIE_S)
-        return (expiry + b"." + _mac(self._cookie_keys[place], _COOKIE, expiry)).decode()
+        return (expiry + b"." + _mac(self._cookie_keys[index], _COOKIE, expiry)).decode()
 
     def is_signed_in(self, cookie: bytes, now: float) -> bool:
         expiry, _, given = cookie.partition(b".")
-        fits = _fits(self._cookie_keys, _COOKIE, expiry, given)
-        return fits and now < int(expiry)
+        is_valid = _is_valid(self._cookie_keys, _COOKIE, expiry, given)
+        return is_valid and now < int(expiry)
 
 
 def _key(secret: str, use: bytes) -> bytes:
@@ -86,12 +86,12 @@ def _key(secret: str, use: bytes) -> bytes:
 
 
 def _mac(key: bytes, use: bytes, text: bytes) -> bytes:
-    """43 characters that a URL may hold."""
+    """A MAC of 43 URL-safe characters."""
     return base64.urlsafe_b64encode(hmac.digest(key, use + text, "sha256")).rstrip(b"=")
 
 
-def _fits(keys: Sequence[bytes], use: bytes, text: bytes, given: bytes) -> bool:
-    fits = False
+def _is_valid(keys: Sequence[bytes], use: bytes, text: bytes, given: bytes) -> bool:
+    is_valid = False
     for key in keys:
-        fits |= hmac.compare_digest(_mac(key, use, text), given)
-    return fits
+        is_valid |= hmac.compare_digest(_mac(key, use, text), given)
+    return is_valid

@@ -30,15 +30,6 @@ from app.errors import InvalidRequest, SessionClosed, SessionNotFound
 from workers import codec
 
 
-def require_open(session: Session | None, session_id: str) -> Session:
-    """The session, if it is open. Raises SessionNotFound, SessionClosed."""
-    if session is None:
-        raise SessionNotFound(f"session {session_id} does not exist")
-    if session.status != "open":
-        raise SessionClosed(f"session {session_id} is {session.status}")
-    return session
-
-
 def open_turn(
     session: Session,
     plan: Plan,

@@ -132,12 +132,29 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
     validate: int
 
 
+class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Where a session was forked from: after turn `turn` of session `session`, with that turn's whole line.
+
+    The new session's first `turns` turns are copies. `loss`: their sampled tokens are in its loss too.
+    """
+
+    session: str
+    turn: int
+    turns: int
+    loss: bool
+
+
 class SessionCreated(Event, frozen=True):
-    """`body_hash` distinguishes a repeated create from a conflicting one."""
+    """`body_hash` distinguishes a repeated create from a conflicting one.
+
+    `fork` (since version 4) says that the session began as a copy; a `TurnCommitted` for each copied turn follows,
+    without a `TurnOpened`: its fence is its own `seq`.
+    """
 
     config: SessionConfig
     body_hash: str
     metadata: BlobRef | None = None
+    fork: ForkRef | None = None
 
 
 class TurnOpened(Event, frozen=True):
@@ -329,7 +346,7 @@ TYPES: dict[str, type[Event]] = {
 
 VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
-    "SessionCreated": 3,
+    "SessionCreated": 4,
     "TurnOpened": 3,
     "TurnCommitted": 5,
     "TurnRejected": 2,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from app.domain.events import Event, RolledBack, TurnCommitted, is_number
+from app.domain.events import Event, RolledBack, SessionCreated, TurnCommitted, is_number
 
 EPSILON = 1e-6
 """Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
@@ -131,14 +131,18 @@ def largest_version(turn: TurnCommitted) -> int | None:
 def oldest_version(log: Iterable[Event]) -> int | None:
     """The smallest weight version of a sampled token of a live turn; None where none is a number.
 
-    `log` holds at least the TurnCommitted and RolledBack events of a session, in order.
+    Copied turns that are not in the session's loss do not count: their age is another session's. `log` holds at least
+    the SessionCreated, TurnCommitted and RolledBack events of a session, in order.
     """
     live: dict[int, int] = {}
+    context = 0
     for event in log:
-        if isinstance(event, RolledBack):
+        if isinstance(event, SessionCreated):
+            context = 0 if event.fork is None or event.fork.loss else event.fork.turns
+        elif isinstance(event, RolledBack):
             for turn in event.discarded:
                 live.pop(turn, None)
-        elif isinstance(event, TurnCommitted) and (versions := _versions(event)):
+        elif isinstance(event, TurnCommitted) and event.turn > context and (versions := _versions(event)):
             live[event.turn] = min(versions)
     return min(live.values(), default=None)
 

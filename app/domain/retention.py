@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
+
+import msgspec
 
 from app.domain.events import BlobsTombstoned
 from app.domain.session import Payload, Session
@@ -21,8 +23,19 @@ def tombstones(session: Session) -> BlobsTombstoned | None:
     For each segment and kind, the newest `rollback_window` + 1 live turns with a payload are kept; with `retain: all`
     every turn.
     """
+    return _event(session, _behind_window(session), "window")
+
+
+def tombstones_of_fork(session: Session, lost: Collection[int]) -> BlobsTombstoned | None:
+    """As `tombstones`, of copied turns; `lost` are those whose payloads can no longer be read at the source."""
+    readable = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost}
+    behind = _behind_window(msgspec.structs.replace(session, payloads=readable))
+    return _event(session, [*lost, *behind], "window")
+
+
+def _behind_window(session: Session) -> list[int]:
     if session.config.retain == "all":
-        return None
+        return []
     newer: Counter[tuple[int, str]] = Counter()
     dropped: list[int] = []
     for turn in sorted(session.payloads, reverse=True):
@@ -31,7 +44,7 @@ def tombstones(session: Session) -> BlobsTombstoned | None:
             dropped.append(turn)
         else:
             newer.update(places)
-    return _event(session, dropped, "window")
+    return dropped
 
 
 def _is_live(session: Session, turn: int) -> bool:

@@ -95,6 +95,7 @@ class Inconsistent(Exception):
 class Segment(msgspec.Struct, frozen=True):
     """The turns of a segment's sample; `cut`: there is more, which does not fit.
 
+    Turns up to number `context` were copied from another session, which has them in its loss; here they are context.
     `end`: the sample's number of tokens if it is cut inside the last turn's output; None: it ends with a whole turn.
     """
 
@@ -102,6 +103,7 @@ class Segment(msgspec.Struct, frozen=True):
     turns: Sequence[TurnTokens]
     cut: bool
     end: int | None = None
+    context: int = 0
 
     @property
     def status(self) -> Status:
@@ -134,7 +136,8 @@ def segments(
         turn = content[number]
         found.setdefault(turn.event.segment, []).append(turn)
     fitting = (_fitting(number, turns, max_seq_len, truncate) for number, turns in sorted(found.items()))
-    return [segment for segment in fitting if segment.turns]
+    context = session.context_turns
+    return [msgspec.structs.replace(one, context=context) if context else one for one in fitting if one.turns]
 
 
 def samples(
@@ -190,6 +193,10 @@ def sample(segment: Segment) -> Sample:
     mask = np.zeros(len(joined), np.uint8)
     for span in spans:
         mask[span.output_start : span.end] = 1
+    in_loss = mask.copy() if segment.context else mask
+    for span in spans:
+        if span.turn <= segment.context:
+            in_loss[span.output_start : span.end] = 0
     by_token, names = _versions(versions, len(joined))
     prompt_length = next((span.output_start for span in spans if span.end > span.output_start), len(joined))
     first = turns[0].event
@@ -198,7 +205,7 @@ def sample(segment: Segment) -> Sample:
         cause=first.segment_cause,
         parent_turn=first.parent,
         tokens=joined,
-        loss_mask=mask,
+        loss_mask=in_loss,
         sampled_mask=mask,
         logprobs=np.concatenate(logprobs),
         weight_versions=by_token,

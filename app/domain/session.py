@@ -19,6 +19,7 @@ from app.domain.events import (
     BlobsTombstoned,
     ChunkRef,
     Event,
+    ForkRef,
     PayloadRef,
     Protocol,
     Recorded,
@@ -109,7 +110,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     is the leaf. `open_turns` are the turns in flight, by number. `last_event_at` is when the last event was written:
     with `version` it tells this log from another that has as many events. `blobs` are the per-session blobs that a turn
     may refer to again. `payloads` are the replay payloads, by turn, that have not been tombstoned. `reward` is the
-    session's own, or, where `has_roots_reward`, that of the root of its rollout.
+    session's own, or, where `has_roots_reward`, that of the root of its rollout. `fork`: it began as a copy.
     """
 
     session_id: str
@@ -131,6 +132,12 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     payloads: dict[int, tuple[Payload, ...]] = {}
     affinity: Affinity | None = None
     has_roots_reward: bool = False
+    fork: ForkRef | None = None
+
+    @property
+    def context_turns(self) -> int:
+        """How many of the first turns were copied from another session, and are in that one's loss alone."""
+        return 0 if self.fork is None or self.fork.loss else self.fork.turns
 
     @property
     def open_turn(self) -> OpenTurn | None:
@@ -197,6 +204,7 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             last_event_at=recorded.at,
             metadata=event.metadata,
             blob_count=0 if event.metadata is None else 1,
+            fork=event.fork,
         )
     if seq != session.version + 1:
         raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")

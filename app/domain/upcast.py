@@ -30,6 +30,7 @@ def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
 STEPS: Mapping[tuple[str, int], Step] = {
     ("SessionCreated", 1): _only_added,
     ("SessionCreated", 2): _only_added,
+    ("SessionCreated", 3): _only_added,
     ("TurnOpened", 1): _only_added,
     ("TurnOpened", 2): _only_added,
     ("TurnCommitted", 1): _only_added,

@@ -1,4 +1,4 @@
-"""Where an export stands, as its cursors say."""
+"""An export's position, and the cursors that encode it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from app.export.query import ExportQuery
 from app.store.reads import Position
 
 NO_VERSION = -1
-"""Stands in a cursor where no weight version in the store is a number."""
+"""In a cursor: no weight version in the store is a number."""
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where an export stands. `high` None: up to the moment of asking.
+    """An export's position. `high` None: up to the time of the request.
 
-    `at` is the place last given. `given`: not all of it, but so many of its rows, what is left out counted.
-    `newest` is the largest weight version in the store when the window was fixed, `NO_VERSION` if none was a number:
-    what is current must not change while a window is repeated. Cursors of earlier releases do not say.
+    `at` is the position of the last page. `given`: only so many of that page's rows were sent, excluded ones counted.
+    `newest` is the largest weight version in the store when the window was fixed, `NO_VERSION` if none was a number, so
+    that a repeated window gives the same rows. Cursors of earlier releases do not contain it.
     """
 
     epoch: str
@@ -36,19 +36,19 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @property
     def place(self) -> Position:
-        """After which to go on."""
+        """The position after which the export resumes."""
         if self.at is None:
             return self.low
         return self.at if self.given is None else Position(self.at.tx, self.at.position - 1)
 
     def behind(self, at: Position, number: int = 1, total: int = 1) -> str:
-        """The cursor behind the `number`th of a place's `total` rows; none where there is no export to go on with."""
+        """The cursor after row `number` of a page's `total` rows; empty if the export has no cursors."""
         if not self.epoch:
             return ""
         return msgspec.structs.replace(self, at=at, given=number if number < total else None).encode()
 
     def as_of(self, query: ExportQuery) -> ExportQuery:
-        """Says which weight version is current, where the client does not. Raises InvalidRequest."""
+        """Set which weight version is current, unless the client does. Raises InvalidRequest."""
         if query.max_staleness is None or query.weight_version is not None:
             return query
         if self.newest is None:

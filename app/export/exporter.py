@@ -1,9 +1,9 @@
 """`/export`: every session's samples in the order of commit, as of one moment.
 
-An export covers a window (`low`, `high`] of the commit order: each session whose last exported event
-lies in it appears once, as it was at `high`, at the place of that event. So a running export sees a
-consistent prefix of each session, however much is being written, and the same cursor gives the same rows.
-A shape that takes whole groups gives a group at the place of its last session, with all of its sessions.
+An export covers a window (`low`, `high`] of the commit order. Each session whose last exported event lies in it
+appears once, in its state at `high`, at the position of that event. So an export running beside writes sees a
+consistent prefix of each session, and the same cursor gives the same rows. A shape that takes whole groups gives a
+group at the position of its last session, with all of its sessions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from app.store.reads import Position
 from workers.codec import CorruptContent
 
 UNREADABLE = (UnknownEvent, CorruptContent, Inconsistent)
-"""What is wrong with one session, and no other's business."""
+"""Errors of a single session, which do not end the export."""
 
 ERASED = "erased"
 
@@ -45,13 +45,14 @@ NOTHING_FITS: Mapping[Truncate, str] = {
 }
 
 SLICE_BYTES = 4 << 20
-"""Of rows that are made before they are written, about: a session may have many, each with its whole prompt."""
+"""Approximate bytes of rows that are made before they are written: a session may have many, each with its whole prompt.
+"""
 
 
 class Export(msgspec.Struct, frozen=True):
-    """A started export: `cursor` repeats it, `next_cursor` goes on behind its window; `pieces` are the bytes.
+    """A started export: `cursor` repeats it, `next_cursor` resumes after its window, `pieces` are the bytes.
 
-    `is_empty` says that there are no rows.
+    `is_empty`: there are no rows.
     """
 
     cursor: str
@@ -63,7 +64,7 @@ class Export(msgspec.Struct, frozen=True):
 
 
 class Exporter:
-    """`release` is this version's, for provenance. `counts_only`: what a row is made of is given instead of the row."""
+    """`release` is Turnlog's version, for provenance. `counts_only`: give the counts of each row instead of the row."""
 
     def __init__(
         self, database: Database, release: str, *, counts_only: bool = False, exported: ExportMetrics | None = None
@@ -74,7 +75,7 @@ class Exporter:
         self.release = release
 
     async def start(self, query: ExportQuery, cursor: str | None) -> Export:
-        """Fix the window. Raises InvalidRequest for a foreign cursor, or a format or shape that there is not."""
+        """Fix the window. Raises InvalidRequest for an invalid cursor, or an unknown format or shape."""
         formats.require(query.format, query.shape)
         pinned, high, pages = await self._opened(query, cursor)
         following = Cursor(pinned.epoch, high)
@@ -85,7 +86,7 @@ class Exporter:
         return Export(pinned.encode(), following.encode(), media_type, suffix, first is None, pieces)
 
     async def pages(self, query: ExportQuery, cursor: str | None) -> AsyncGenerator[Sequence[Fields]]:
-        """The rows as they are made, instead of a file. Raises as `start`."""
+        """The rows themselves instead of a file. Raises as `start`."""
         formats.require(query.format, query.shape)
         _, _, pages = await self._opened(query, cursor)
         return pages
@@ -93,12 +94,12 @@ class Exporter:
     async def _opened(
         self, query: ExportQuery, cursor: str | None
     ) -> tuple[Cursor, Position, AsyncGenerator[Sequence[Fields]]]:
-        """The cursor with its window fixed, where that ends, and the rows. Raises InvalidRequest."""
+        """The cursor with its window fixed, the window's end, and the rows. Raises InvalidRequest."""
         pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
         return pinned, high, self._pages(pinned, high, pinned.as_of(query))
 
     async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
-        """The cursor with the end of its window fixed, and that end. Raises InvalidRequest."""
+        """The cursor with its window fixed, and the window's end. Raises InvalidRequest."""
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(reads.epoch)
@@ -117,7 +118,7 @@ class Exporter:
         return msgspec.structs.replace(given, high=horizon, newest=known), horizon
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
-        """The rows of these sessions as they are now, what is left out too; for few sessions at a time."""
+        """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""
         export_pages = self._export_pages(reads.END, query)
         part = await export_pages.of(session_ids)
         stored = await export_pages.read(part)
@@ -147,7 +148,7 @@ class Exporter:
     def _fields(
         self, part: Sequence[ExportPage], stored: Mapping[str, StoredSession], window: Cursor, query: ExportQuery
     ) -> Iterator[Fields]:
-        """The pages' rows; what is left out is a row too where `explain` asks for it. For a thread."""
+        """The pages' rows; with `explain`, exclusions are rows too. Runs on a thread."""
         for page in part:
             members = [stored[member] for member in page.members if member in stored]
             skip = window.given or 0 if page.at == window.at else 0
@@ -163,9 +164,9 @@ class Exporter:
     def _group(
         self, members: Sequence[StoredSession], page: ExportPage, window: Cursor, query: ExportQuery
     ) -> list[Fields]:
-        """A whole group as one row, and what of it is left out.
+        """A whole group as one row, and what is excluded from it.
 
-        There is no row of a part of a group: only erased sessions and discarded turns may be missing.
+        Part of a group gives no row: only erased sessions and rolled-back turns may be missing.
         """
         found = [list(self._session(member, page, window, query)) for member in members]
         rows = [one for of_member in found for one in of_member if isinstance(one, Row)]
@@ -200,7 +201,7 @@ class Exporter:
     def _or_excluded(
         self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
     ) -> Fields:
-        """A shaped row, or why there is none: the shape cannot hold it, or what it looked at is damaged."""
+        """A shaped row, or why there is none: the shape cannot hold it, or its content is damaged."""
         try:
             return make()
         except Unfit as error:
@@ -215,7 +216,7 @@ class Exporter:
     def _session(
         self, stored: StoredSession, page: ExportPage, window: Cursor, query: ExportQuery
     ) -> Iterator[Row | Fields]:
-        """A session's rows and what of it is left out; an unreadable one ends with the reason."""
+        """A session's rows and exclusions; an unreadable session ends with its reason."""
         try:
             yield from self._readable(stored, page, window, query)
         except UNREADABLE as error:
@@ -224,9 +225,9 @@ class Exporter:
     def _readable(
         self, stored: StoredSession, page: ExportPage, window: Cursor, query: ExportQuery
     ) -> Iterator[Row | Fields]:
-        """A row, or the reason why there is none, of each live segment, then of each turn that is not live.
+        """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        Nothing of a session that nobody asked for: it is met where damage hides which group it is of.
+        A session outside the requested group gives nothing: it is read only where damage hides its group.
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
@@ -259,7 +260,7 @@ class Exporter:
 
 
 def _counts_of(rows: Sequence[Row]) -> Fields:
-    """What a given row is made of, in numbers."""
+    """The counts of a row."""
     return {
         "sessions": sorted({row.session.session_id for row in rows}),
         "tokens": sum(len(row.sample.tokens) for row in rows),
@@ -269,7 +270,7 @@ def _counts_of(rows: Sequence[Row]) -> Fields:
 
 
 def _slice(made: Iterator[Fields], limit: int) -> list[Fields]:
-    """The next rows: at most `limit`, and so many that they can be in memory at once."""
+    """The next rows: at most `limit`, and at most as many as may be in memory together."""
     rows: list[Fields] = []
     size = 0
     for row in islice(made, limit):
@@ -281,7 +282,7 @@ def _slice(made: Iterator[Fields], limit: int) -> list[Fields]:
 
 
 def _weight(value: object) -> int:
-    """About how many bytes a field takes."""
+    """Approximate bytes of a field."""
     match value:
         case np.ndarray():
             return value.nbytes
@@ -295,7 +296,7 @@ def _weight(value: object) -> int:
 
 
 def _missing(member: StoredSession, found: Sequence[Row | Fields]) -> str | None:
-    """The session, and why it is not there, which keeps its group from being whole."""
+    """The exclusion of a session, because of which its group is incomplete."""
     if member.status == "erased":
         return None
     if not found:

@@ -1,21 +1,20 @@
-"""The training feed: complete groups, leased to a consumer, until it acknowledges them.
+"""The training feed: complete groups, leased to a consumer until it acknowledges them.
 
-    complete ──▶ leased to a consumer ──ack──▶ consumed, for good
-        ▲               │
-        └── lease ends ─┘   (or a session was created in the group, and it is not complete any more)
+complete ──▶ leased to a consumer ──ack──▶ consumed, for good
+    ▲               │
+    └── lease ends ─┘   (or a session was created in the group, which is then incomplete)
 
-A group is complete once each of its rollouts is closed and rewarded; erased ones do not count. A rollout is a root
-session and those of its agents and children, all of which are handed out with it. Leases and
-acknowledgements are on disk before the reply leaves, so what a consumer did not acknowledge comes again, and
-nothing else does:
+A group is complete when each of its rollouts is closed and rewarded; erased rollouts do not count. A rollout is a root
+session with the sessions of its agents and children; they are handed out together. Leases and acknowledgements are on
+disk before the reply leaves. So groups that a consumer did not acknowledge are handed out again, and only those:
 
-- A consumer that asks again, after a crash too, first gets what it has not acknowledged, then new groups, oldest
-  completion first. With `new_only` it gets what nobody holds, itself included: to prefetch, or to share one name
-  among several askers.
-- When a lease ends, whoever asks first gets the group. The earlier consumer's acknowledgement counts until then.
-- An acknowledgement is final: sessions created in the group and rewards changed afterwards do not bring it back.
-- A session created in a leased group ends the lease. The group is handed out anew once it is complete, unless it
-  has been acknowledged meanwhile; `handed_out` tells.
+- A consumer that asks again, also after a crash, first gets its unacknowledged groups, then new ones, oldest
+  completion first. With `new_only` it gets only groups that are not leased, also not to itself: to prefetch, or to
+  share one name among several clients.
+- When a lease ends, the next consumer that asks gets the group. The earlier consumer may acknowledge until then.
+- An acknowledgement is final: later sessions and rewards do not bring the group back.
+- A session created in a leased group ends the lease. The group is handed out again when it is complete, unless it was
+  acknowledged meanwhile; `handed_out` counts.
 """
 
 from __future__ import annotations
@@ -60,20 +59,20 @@ ACKS_AT_ONCE = 200
 """Groups acknowledged in one transaction."""
 
 GROUPS_AT_ONCE = 16
-"""Groups whose logs are read at a time to tell their age."""
+"""Groups whose logs are read together to find their age."""
 
 SESSIONS_AT_ONCE = 16
-"""Sessions of a group whose rows are read at a time."""
+"""Sessions of a group whose rows are read together."""
 
 PAGE = 500
-"""Waiting groups listed at a time."""
+"""Waiting groups listed in one query."""
 
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 
 
 class FeedQuery(RowQuery):
-    """Which groups, for whom and for how long; of their rows what an export is asked, too.
+    """A request for groups: how many, for which consumer and lease, and the export parameters of their rows.
 
     `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
     """
@@ -93,10 +92,10 @@ class _LeasedGroup(msgspec.Struct, frozen=True):
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """A group as it is handed out, but for its rows and for what of it is left out.
+    """A group that is handed out, without its rows and exclusions.
 
-    `staleness` is null where no weight version of the group, or of the store, is a number; `staleness_unknown`
-    says so then.
+    `staleness` is null if no weight version of the group, or of the store, is a number; `staleness_unknown` is then
+    true.
     """
 
     group_id: str
@@ -109,9 +108,9 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A group's rollouts, and the statistics of the rewards that they have so far; null where they have none.
+    """A group's rollouts, and the statistics of their rewards so far; null if there are none.
 
-    `complete`: each rollout that has not been erased is closed and rewarded.
+    `complete`: each rollout that is not erased is closed and rewarded.
     """
 
     group_id: str
@@ -121,7 +120,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """`exporter` makes the rows of the sessions that are handed out."""
+    """`exporter` gives the rows of the sessions that are handed out."""
 
     def __init__(self, database: Database, writer: Writer, exporter: LazyImport[Exporter]) -> None:
         self._database = database
@@ -130,12 +129,12 @@ class Feed:
         self._leasing = asyncio.Lock()
 
     async def hand_out(self, query: FeedQuery) -> AsyncIterator[bytes]:
-        """Lease, and then give a line of JSON for each group. Raises InvalidRequest for a shape that there is not."""
+        """Lease groups, then give a line of JSON for each. Raises InvalidRequest for an unknown shape."""
         await loaded("app.export.formats")
         from app.export import formats
 
         formats.require("ndjson", query.shape)
-        # Askers of one process would only take the same groups away from each other.
+        # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
@@ -145,7 +144,7 @@ class Feed:
         return self._lines(query, current, given)
 
     async def group(self, group_id: str) -> Group:
-        """A group as it is now. Raises NotFound where no session has the id."""
+        """A group as it is now. Raises NotFound if no session has the id."""
         every = await self._attempts(group_id)
         if not every:
             raise NotFound("no session has this group_id")
@@ -159,7 +158,7 @@ class Feed:
         return found[group_id]
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
-        """What the consumer is done with. Idempotent."""
+        """Acknowledge groups. Idempotent."""
         every = Acknowledged([], [], [], [])
         distinct = sorted(set(group_ids))
         for at in range(0, len(distinct), ACKS_AT_ONCE):
@@ -193,7 +192,7 @@ class Feed:
         return given
 
     async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
-        """Those of a page that are young enough and that nobody else has taken meanwhile."""
+        """The groups of a page that are recent enough and were not leased meanwhile."""
         young: list[Candidate] = []
         stale: list[Candidate] = []
         for one in await self._measured(page):
@@ -208,7 +207,7 @@ class Feed:
         return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
 
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
-        """Each with the oldest version among its sessions, which being closed have it for good."""
+        """The groups with the oldest version among their sessions, which are closed, so that it is final."""
         unknown = [one.group_id for one in page if not one.measured]
         ages: dict[str, int | None] = {}
         for at in range(0, len(unknown), GROUPS_AT_ONCE):
@@ -270,12 +269,12 @@ class Feed:
             for row in made:
                 yield separator + row
                 separator = b","
-            # A turn that was rolled back is no part of the group that a trainer would miss.
+            # A trainer does not miss a turn that was rolled back.
             excluded += [one for one in left_out if query.explain or "turn" not in one]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
     async def _left_out(self, query: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
-        """Of each other group that has not been acknowledged, why it was not given."""
+        """For each other unacknowledged group, why it was not handed out."""
         after = ""
         while page := await self._database.read(partial(group_reads.waiting, after=after, limit=PAGE)):
             for group in page:
@@ -286,7 +285,7 @@ class Feed:
 
 
 def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
-    """Each group's oldest version, less the sessions that cannot be read. Runs on a thread."""
+    """Each group's oldest version, without the sessions that cannot be read. Runs on a thread."""
     return {group_id: min(_oldest_versions(of_group, unreadable), default=None) for group_id, of_group in logs.items()}
 
 
@@ -306,7 +305,7 @@ def _attempt(one: Attempt) -> dict[str, Any]:
 
 
 def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
-    """The sessions in parts that can be in memory at once; a shape of whole groups finds the others by the first."""
+    """The sessions in parts that may be in memory together; a shape of whole groups needs only the first of each."""
     from app.export import formats
 
     if formats.takes_groups(shape):
@@ -315,7 +314,7 @@ def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
 
 
 def _encoded(rows: Sequence[Fields], shape: str) -> tuple[list[bytes], list[dict[str, Any]]]:
-    """Each row's JSON, and what is left out. Runs on a thread."""
+    """Each row's JSON, exclusions included. Runs on a thread."""
     made: list[bytes] = []
     left_out: list[dict[str, Any]] = []
     from app.export import formats

@@ -1,4 +1,4 @@
-"""The shapes and formats that there are, by name."""
+"""The available shapes and formats, by name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION
 from app.export.containers.writer import ContainerWriter as ContainerWriter
-from app.export.row import Fields, Row, Shape
+from app.export.row import Fields, Row, Shape, Unfit
 from app.export.shapes import areal, atif, atropos, messages, miles, prime_rl, skyrl, slime, tinker, trl, turnlog, verl
 from app.extras import install
 
 GroupShape = Callable[[Sequence[Row]], Fields]
-"""A row for all rows of a group. Raises Unfit."""
+"""Makes one row of all rows of a group. Raises Unfit."""
 
 
 class ShapeEntry(msgspec.Struct, frozen=True):
-    """How a shape's rows are made, one of a row, or one of a group's rows together, and what they hold.
+    """How a shape makes its rows, from one row or from all rows of a group, and its columns.
 
-    `last_status`: their status is the last turn's, not that of all turns.
+    `last_status`: a row's status is that of its last turn instead of all its turns.
     """
 
     columns: Columns
@@ -64,19 +64,20 @@ CONTAINERS: Mapping[str, Callable[[Columns], ContainerWriter]] = {
     "safetensors": SafetensorsWriter,
     "msgpack": lambda columns: lines.msgpack(),
 }
-"""Formats that hold any shape."""
+"""Formats that take any shape."""
 
 DOCUMENTS: Mapping[str, ShapeEntry] = {
     "atif": ShapeEntry(atif.COLUMNS, atif.fields),
     "messages": ShapeEntry(messages.COLUMNS, messages.fields),
 }
-"""Formats with a row of their own, one JSON object a line."""
+"""Formats with rows of their own, one JSON object per line."""
 
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
 
 def require(format: str, shape: str) -> None:
-    """Raises InvalidRequest for a format or shape that there is not, or both together, Unsupported without pyarrow."""
+    """Raises InvalidRequest for an unknown format or shape, or a shape with a format of its own rows; Unsupported
+    without pyarrow."""
     if format not in FORMATS:
         raise InvalidRequest(f"format={format} is not one of {', '.join(FORMATS)}")
     if shape not in SHAPES:
@@ -90,12 +91,12 @@ def require(format: str, shape: str) -> None:
 
 
 def takes_groups(shape: str) -> bool:
-    """Is a row of this shape made of a whole group?"""
+    """Does a row of this shape contain a whole group?"""
     return SHAPES[shape].of_group is not None
 
 
 def status_of(format: str, shape: str, segment: Segment) -> Status:
-    """What the shape's row of a segment will say."""
+    """The row of a segment in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
 
 
@@ -104,6 +105,8 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
+    if shape != DEFAULT and row.sample.response_length and not row.sample.loss_mask.any():
+        raise Unfit("every sampled token is in another session's loss")
     return make(row)
 
 
@@ -116,7 +119,7 @@ def of_group(shape: str, rows: Sequence[Row]) -> Fields:
 
 
 def open_writer(format: str, shape: str, explain: bool) -> ContainerWriter:
-    """The columns that say what is left out are there where `explain` asks for them."""
+    """With `explain`, the columns of exclusions are added."""
     columns = _entry(format, shape).columns
     if format in DOCUMENTS:
         return lines.ndjson()

@@ -1,6 +1,6 @@
-"""Rows as JSON text, numpy arrays among them written without a Python object an item.
+"""Rows as JSON text; numpy arrays are written without a Python object for each item.
 
-On arrays `orjson` is 2 to 5 times faster than `tolist` and an encoder (docs/export.md has the measurement).
+On arrays `orjson` is 2 to 5 times faster than `tolist` with an encoder (measured in docs/export.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from app.domain.json_lines import in_one_line
 
 
 def encode(value: object) -> bytes:
-    """In one line; arrays become lists, bytes base64, raw JSON stands as it is. Raises TypeError for anything else."""
+    """On one line; arrays become lists, bytes base64, raw JSON is copied. Raises TypeError for other types."""
     return orjson.dumps(value, _other, orjson.OPT_SERIALIZE_NUMPY)
 
 

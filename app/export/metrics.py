@@ -1,4 +1,4 @@
-"""How much one process has exported."""
+"""Counts the exports of one process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 
 
 class ExportMetrics(msgspec.Struct):
-    """Exports that run, that ended by themselves (`whole`), and whose reader left or that failed (`cut`).
+    """Exports that run, that ended normally (`whole`), and that failed or whose client disconnected (`cut`).
 
-    `rows` and `sent_bytes` are of all of them, `seconds` of those that have ended.
+    `rows` and `sent_bytes` count all of them, `seconds` those that have ended.
     """
 
     running: int = 0
@@ -23,7 +23,7 @@ class ExportMetrics(msgspec.Struct):
     seconds: float = 0.0
 
     async def counted(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-        """The same pieces, from the first that is asked for until they are closed."""
+        """The same pieces, counted from the first one until they are closed."""
         clock = asyncio.get_running_loop().time
         began, is_whole = clock(), False
         self.running += 1

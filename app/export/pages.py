@@ -1,6 +1,6 @@
-"""What an export reads next: sessions in the order of their last change, or whole groups of them.
+"""Finds what an export reads next: sessions in the order of their last change, or whole groups of them.
 
-A place is looked up before any content is read: which sessions its row is made of, and their advantages.
+A page is found before any content is read: the sessions of its rows, and their advantages.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from app.store.engine import Database
 from app.store.reads import Connection, Position
 
 PAGE = 64
-"""Places looked up at a time."""
+"""Positions read in one query."""
 
 PART_TURNS = 256
-"""Turns read at a time, if they are of more than one place."""
+"""Turns read together, if they belong to several pages."""
 
 REPLAY_SESSIONS = 2
-"""Sessions read at a time with replay payloads, which are larger than all else."""
+"""Sessions read together with replay payloads, which are larger than all else."""
 
 GROUPS_KEPT = 256
-"""Groups that are remembered during an export: a group's sessions mostly end close together."""
+"""Groups kept in memory during an export: a group's sessions usually end close together."""
 
 
 class ExportPage(msgspec.Struct, frozen=True):
-    """A session's turn in an export, or its group's: the sessions that are read for it, of about so many turns."""
+    """A session's place in an export, or its group's: the sessions to read for it, with about so many turns."""
 
     session_id: str
     at: Position
@@ -45,10 +45,10 @@ class ExportPage(msgspec.Struct, frozen=True):
 
 
 class _Group(msgspec.Struct, frozen=True):
-    """Where each session's last exported event stands; sessions without one are left out.
+    """The position of each session's last exported event; sessions without one are left out.
 
-    So are those without a turn of a rollout that has turns elsewhere: it is whole without them. `advantages` are those
-    of rollouts, by their roots; `rollouts` tell the root of each session.
+    So are sessions without a turn whose rollout has turns elsewhere. `advantages` are by root; `rollouts` give each
+    session's root.
     """
 
     ends: Mapping[str, Position]
@@ -61,13 +61,13 @@ class _Group(msgspec.Struct, frozen=True):
         return any(self.rollouts[session_id] == rollout for session_id in self.ends)
 
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
-        """A rollout has one, which is that of all its sessions."""
+        """The advantage of a rollout, which all its sessions share."""
         rollouts = ((one, self.rollouts.get(one, one)) for one in session_ids)
         return {one: self.advantages[root] for one, root in rollouts if root in self.advantages}
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """All sessions where a damaged page is in the way of asking for some: `ids` are also those without a head."""
+    """All sessions, read where a damaged page prevents a query for some; `ids` include sessions without a head."""
 
     heads: Mapping[str, ExportHead]
     ids: Sequence[str]
@@ -76,16 +76,16 @@ class _Known(msgspec.Struct, frozen=True):
         return [head for head in self.heads.values() if head.group_id == group_id]
 
     def of_group(self, group_id: str | None) -> Sequence[str]:
-        """None: of any. A session of which nobody knows the group is of each."""
+        """The sessions of a group (None: of all). A session whose group is unknown belongs to every group."""
         if group_id is None:
             return self.ids
         return [one for one in self.ids if one not in self.heads or self.heads[one].group_id == group_id]
 
 
 class ExportPages:
-    """The places up to `high`. `grouped`: a row is made of a whole group; `advantages` are wanted of each session.
+    """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
 
-    A group stands at the place of its last session, also if that has been erased since.
+    A group stands at the position of its last session, even if that session was erased since.
     """
 
     def __init__(self, database: Database, high: Position, *, grouped: bool, advantages: bool, replay: bool) -> None:
@@ -101,7 +101,7 @@ class ExportPages:
     async def following(
         self, after: Position, session_id: str | None, group_id: str | None, types: Sequence[str]
     ) -> tuple[list[list[ExportPage]], Position | None]:
-        """The next places, in parts that can be in memory at once, and the last one looked at; None: there is none."""
+        """The next pages, in parts that may be in memory together, and the last position examined; None at the end."""
         asked_for = session_id is not None
 
         def read(connection: Connection) -> tuple[list[ExportPage], Position | None]:
@@ -135,7 +135,7 @@ class ExportPages:
         return self._parts(places), last
 
     async def of(self, session_ids: Sequence[str]) -> list[ExportPage]:
-        """The places of these sessions, each with its group if rows are made of groups."""
+        """The pages of these sessions, each with its group if rows contain groups."""
 
         def read(connection: Connection) -> list[ExportPage]:
             return found(connection, bulk.heads(connection, session_ids))
@@ -151,7 +151,7 @@ class ExportPages:
         return await self._database.read(read, or_else=around_damage)
 
     async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
-        """Everything that is stored of the sessions of these places: nothing of one whose head is gone."""
+        """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
         every = sorted({member for place in part for member in place.members})
         found = await self._database.read(
             lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay),
@@ -172,7 +172,7 @@ class ExportPages:
         return [place for place in found if place is not None], changed[-1][1] if changed else None
 
     def _surveyed(self, connection: Connection) -> _Known:
-        """The heads of all sessions, once there is no other way to know those of a group."""
+        """The heads of all sessions, read once if a group's cannot be found otherwise."""
         if self._known is None:
             found = survey.all_heads(connection)
             heads = {
@@ -184,7 +184,7 @@ class ExportPages:
         return self._known
 
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
-        """None where the session's group comes later. `asked_for`: its group comes here, whatever its last place."""
+        """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
         if head.group_id is None or not (self._grouped or self._advantages):
             return alone
@@ -240,5 +240,5 @@ class ExportPages:
 
 
 def _in_order(places: Sequence[Position]) -> bool:
-    """The database takes an index's word for it; that of a damaged one may lead in circles."""
+    """The positions must ascend: those of a damaged index may form a circle."""
     return all(before < place for before, place in pairwise(places))

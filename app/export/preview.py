@@ -1,4 +1,4 @@
-"""What an export would hold, and why it would leave the rest out, without its rows."""
+"""Counts what an export would contain, and why it would exclude the rest, without its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.store.engine import Database
 
 MAX_SESSIONS = 2_000
 MAX_S = 2.0
-"""A preview ends here and says so: the rest is another call's."""
+"""A preview ends after so many sessions; another call continues it."""
 
 MAX_REASONS = 200
 OTHER = "other reasons"
@@ -26,7 +26,7 @@ EXAMPLES = 20
 
 
 class Example(msgspec.Struct, frozen=True):
-    """A row that is not in the export, and the reason in full."""
+    """A row that is not in the export, with the full reason."""
 
     session_id: str
     segment: int | None
@@ -35,7 +35,7 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct):
-    """Rows that are not in the export for one reason."""
+    """The excluded rows of one reason."""
 
     reason: str
     count: int = 0
@@ -45,7 +45,7 @@ class Missing(msgspec.Struct):
 class Preview(msgspec.Struct, frozen=True):
     """Of `scanned` sessions: the rows that the export would have, of how many sessions, with how many tokens.
 
-    `complete` says that these are all; else `cursor` goes on behind them.
+    `complete`: these are all; otherwise `cursor` resumes after them.
     """
 
     rows: int
@@ -84,7 +84,7 @@ class _Counts:
         self.scanned.update(fields["sessions"])
 
     def _leave_out(self, fields: Mapping[str, Any]) -> None:
-        """Reasons name what they are, then a colon and the case: they are counted by the former."""
+        """Reasons are counted by their name, the part before the colon; the case follows it."""
         self.scanned.add(fields["session_id"])
         detail: str = fields[EXCLUDED]
         reason = detail.partition(": ")[0]
@@ -97,7 +97,7 @@ class _Counts:
 
 
 class Previews:
-    """`release` is this version's."""
+    """`release` is Turnlog's version."""
 
     def __init__(self, database: Database, release: str) -> None:
         self._exporter = Exporter(database, release, counts_only=True)

@@ -1,4 +1,4 @@
-"""What an export is asked for, by the names of its parameters: which sessions it gives rows of, and how."""
+"""The parameters of an export: which sessions it gives rows of, and how."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Number = Annotated[float | None, Field(allow_inf_nan=False)]
 Count = Annotated[int | None, Field(ge=0, le=MAX_INTEGER)]
 Size = Annotated[int | None, Field(ge=1, le=MAX_INTEGER)]
 Moment = Annotated[float | None, WithJsonSchema({"type": "string"})]
-"""Seconds since the epoch, or a text in ISO 8601, UTC where it names no zone."""
+"""Seconds since the epoch, or ISO 8601 text, UTC if it names no zone."""
 
 
 class RowQuery(BaseModel):
-    """What an export and the training feed are asked alike.
+    """The parameters that an export and the training feed share.
 
-    `max_staleness`: how many weight versions a session's oldest sampled token may be behind `weight_version`; None of
-    the latter: the newest in the store, for an export as its cursor says.
+    `max_staleness`: how many weight versions a session's oldest sampled token may be behind `weight_version`. If that
+    is None, it is the newest in the store; an export takes that from its cursor.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,7 +47,7 @@ class RowQuery(BaseModel):
 
 
 class ExportQuery(RowQuery):
-    """Which rows to give, None: any; how many; what with them; and how."""
+    """Which rows to give (None: any), how many, and in which form."""
 
     format: str = Field(default="ndjson", description="What the rows are written into.")
     session_id: Text = Field(default=None, description="A session's id.")
@@ -85,7 +85,7 @@ class ExportQuery(RowQuery):
 
 
 def _seconds(text: str) -> float:
-    """Since the epoch; NaN for what is no moment."""
+    """Seconds since the epoch; NaN for an invalid time."""
     try:
         seconds = float(text)
     except ValueError:
@@ -100,7 +100,7 @@ def _seconds(text: str) -> float:
 
 
 def session_excluded(known: Known, query: ExportQuery) -> str | None:
-    """Why a session that is of the group asked for, if any is, gives no row at all."""
+    """Why a session of the requested group gives no row at all."""
     session = known.session
     if not session.path:
         return "no committed turn"
@@ -124,11 +124,12 @@ def _reward_excluded(session: Session, query: ExportQuery) -> str | None:
 
 
 def _age_excluded(known: Known, query: ExportQuery) -> str | None:
-    """A session with a sampled token of unknown age is left out, as one without a reward where a reward is asked for.
+    """A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required.
 
-    So whatever is given holds no token that is too old.
+    So no exported token is older than requested.
     """
-    live = [known.events[number] for number in known.session.path]
+    session = known.session
+    live = [known.events[number] for number in session.path if number > session.context_turns]
     if query.max_staleness is None or not any(event.output_tokens for event in live):
         return None
     behind = staleness(query.weight_version, oldest_version(live))

@@ -1,4 +1,4 @@
-"""What every shape is made from: one segment of a session with all that the log and the store know of it."""
+"""The input of every shape: one segment of a session, with everything the log and the store know of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.domain.samples import Sample
 from app.domain.session import Session
 
 Value = object
-"""A field of a shaped row: a numpy array, text, bytes, a number, None, `msgspec.Raw`, lists and maps of these."""
+"""A field of a shaped row: a numpy array, text, bytes, a number, None, `msgspec.Raw`, or lists and maps of these."""
 
 Fields = Mapping[str, Value]
 
@@ -22,8 +22,8 @@ Fields = Mapping[str, Value]
 class TurnContent(msgspec.Struct, frozen=True):
     """A live turn of the segment: when it was committed (seconds since the epoch), and what went over the wire.
 
-    `messages` are the request's new messages and `message` the reply's, `params` and `tools` the request's other
-    fields, all raw JSON.
+    `messages` are the request's new messages, `message` the reply's, `params` and `tools` the request's other fields,
+    all raw JSON.
     """
 
     event: TurnCommitted
@@ -35,14 +35,14 @@ class TurnContent(msgspec.Struct, frozen=True):
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """A replay payload from row `row_start` on: integer ids of shape [rows, *inner], a row a token but the last."""
+    """A replay payload from row `row_start` on: integer ids of shape [rows, *inner], one row per token but the last."""
 
     ids: npt.NDArray[Any]
     row_start: int
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where a row comes from: engines, dialects and the times (seconds since the epoch) of its turns."""
+    """Where a row comes from: the engines, dialects and times (seconds since the epoch) of its turns."""
 
     engines: Sequence[str]
     dialects: Sequence[str]
@@ -54,10 +54,9 @@ class Source(msgspec.Struct, frozen=True):
 class Row(msgspec.Struct, frozen=True):
     """One segment. `messages` is the conversation at its end, raw, as sent and answered; `turns` are the sample's.
 
-    `replay` says that the export asks for replay payloads; `routing` holds the rows of each kind that was there, None
-    where they have been tombstoned. `is_last` says that no later segment of the session is live. `advantage` is set
-    where the export asks for one and the session has a reward and a group. `root` is that of the session's rollout,
-    None for the root itself.
+    `replay`: the export asks for replay payloads; `routing` holds the rows of each kind that was stored, None if they
+    are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
+    and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
     """
 
     session: Session
@@ -85,7 +84,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def group_id(self) -> str | None:
-        """The session's own, or else that of its root."""
+        """The session's own group, else its root's."""
         own = self.session.config.group_id
         return self.root.group_id if own is None and self.root is not None else own
 
@@ -96,12 +95,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def final(self) -> bool:
-        """No later export will hold more of this segment."""
+        """No later export will contain more of this segment."""
         return self.session.status != "open" and self.is_last
 
     @property
     def adapter(self) -> str | None:
-        """The session's, or else the one that all turns of the row were for; each turn's own is in its span."""
+        """The session's adapter, else the one of all turns of the row; each turn's own is in its span."""
         if self.session.config.adapter is not None:
             return self.session.config.adapter
         named = {span.adapter for span in self.sample.turns}
@@ -113,7 +112,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Unfit(Exception):
-    """A row that the shape cannot hold; the message is the reason that `explain` gives, without content."""
+    """The shape cannot hold this row; the message is the reason that `explain` gives, without content."""
 
 
 Shape = Callable[[Row], Fields]

@@ -1,7 +1,7 @@
-"""From what is stored of a session to the rows that a shape is made of; plain work, for a thread.
+"""Makes the rows that shapes take from a session's stored content; runs on a thread.
 
-Content is unpacked when a shape looks at it: a trainer that reads tokens alone does not pay for conversations.
-Its hash is checked against the log's in any case.
+Content is unpacked when a shape reads it, so a trainer that reads only tokens does not pay for conversations. Its hash
+is always checked against the log's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T", covariant=True)
 
 
 class Lazy(Sequence[T]):
-    """A sequence that is made when it is first looked at."""
+    """A sequence whose content is made at the first access."""
 
     def __init__(self, make: Callable[[], Sequence[T]]) -> None:
         self._make = make
@@ -51,9 +51,9 @@ class Lazy(Sequence[T]):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A session folded as of the place up to which its events were read; `times` are when each turn was committed.
+    """A session folded up to the position of its page; `times` are when each turn was committed.
 
-    `root` is that of its rollout, None for the root itself.
+    `root` is its rollout's root, None for the root itself.
     """
 
     session: Session
@@ -63,7 +63,7 @@ class Known(msgspec.Struct, frozen=True):
 
     @property
     def groups(self) -> set[str | None]:
-        """What its rows name, and the one that counts its rollout."""
+        """The group named by its rows, and the group that counts its rollout."""
         own = self.session.config.group_id
         if self.root is None or not self.root.exists:
             return {own}
@@ -84,10 +84,10 @@ def known(stored: StoredSession) -> Known:
 
 
 class SessionRows:
-    """A session's live segments, and a row of each. `release` is this version's, for provenance.
+    """A session's live segments, and a row of each. `release` is Turnlog's version, for provenance.
 
-    `segments` are those of which something fits; samples are made one at a time, because a segment for each turn,
-    each with its whole prompt, is much more than the session. Raises CorruptContent.
+    `segments` are those of which a part fits. Samples are made one at a time, because each segment contains its whole
+    prompt. Raises CorruptContent.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class SessionRows:
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
     def row(self, segment: Segment, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
-        """`routing`: with replay payloads. Raises CorruptContent, Inconsistent."""
+        """`routing`: read the replay payloads. Raises CorruptContent, Inconsistent."""
         sample = made(segment)
         return Row(
             session=self.session,
@@ -123,7 +123,7 @@ class SessionRows:
         )
 
     def _tokens(self, number: int) -> TurnTokens:
-        """A turn's facts, if its content is what the log says. Raises CorruptContent."""
+        """A turn's facts, checked against the log. Raises CorruptContent."""
         event = self._known.events[number]
         facts, wire = self._stored.frames.get(number, (None, None))
         if facts is None or wire is None:
@@ -156,7 +156,7 @@ class SessionRows:
         )
 
     def _conversation(self, sample: Sample) -> list[bytes]:
-        """The messages at the end of a segment, as they were sent and answered."""
+        """The messages at the end of a segment, as sent and answered."""
         chain = self.session.message_chain(sample.turns[-1].turn)
         return [message for turn in chain for message in self._messages(turn.number)]
 
@@ -185,7 +185,7 @@ class SessionRows:
 
 
 def as_messages(protocol: Protocol, said: Messages) -> list[bytes]:
-    """A turn's new messages and its reply; the text of a completion stands as what a user and the model said."""
+    """A turn's new messages and its reply; a completion's texts become a user's and an assistant's message."""
     if protocol == "chat":
         return [*said.messages, said.message]
     prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
@@ -193,14 +193,14 @@ def as_messages(protocol: Protocol, said: Messages) -> list[bytes]:
 
 
 def _engines(event: TurnCommitted) -> Sequence[str]:
-    """Those that had a part in a turn."""
+    """The engines that took part in a turn."""
     return [part.engine for part in event.parts] or [event.engine]
 
 
 def _routing(
     session: Session, sample: Sample, kind: str, chunks: Mapping[tuple[int, int], bytes | None]
 ) -> Routing | None:
-    """None where the payloads have been tombstoned, since the export's moment perhaps."""
+    """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
     in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
     payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
     payload = next((payload for payload in payloads if payload.kind == kind), None)

@@ -1,4 +1,4 @@
-"""One session's samples, as a rollout driver asks for them, and what is said of a session beside its records."""
+"""One session's samples for rollout drivers, and the session's description for `GET /sessions/{id}`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.codec import CorruptContent
 
 
 class SessionSamples:
-    """`release` is this version's, for provenance."""
+    """`release` is Turnlog's version, for provenance."""
 
     def __init__(self, cache: SessionCache, token_in: TokenIn, release: str) -> None:
         self._cache = cache
@@ -29,7 +29,7 @@ class SessionSamples:
         self._release = release
 
     async def safetensors(self, live: CacheEntry, max_seq_len: int | None) -> bytes:
-        """The samples of all live segments in the miles wire shape. Raises SessionUnreadable."""
+        """The samples of all live segments in miles' wire format. Raises SessionUnreadable."""
         session_id = live.session.session_id
         stored = await self._cache.database.read(
             lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True),
@@ -59,7 +59,7 @@ class SessionSamples:
         return miles.samples_body(rows, metadata, reason, responses)
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
-        """What `GET /sessions/{id}` says of `session` beside its records; `live` may have moved on meanwhile.
+        """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.
 
         Raises SessionUnreadable.
         """
@@ -76,7 +76,7 @@ class SessionSamples:
         return found
 
     async def metadata_given(self, session: Session) -> msgspec.Raw:
-        """The metadata that the session was created with, as JSON. Raises SessionUnreadable."""
+        """The metadata given at create, as JSON. Raises SessionUnreadable."""
         blob = session.metadata
         if blob is None:
             return msgspec.Raw(b"{}")
@@ -91,7 +91,7 @@ class SessionSamples:
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:
         """Where the accumulated tokens differ from the template's rendering of the messages.
 
-        None where there is no such rendering: no turn, a completion, messages that the template refuses.
+        None if they cannot be rendered: no turn, a completion, or messages that the template refuses.
         """
         leaf = session.leaf
         if leaf is None or leaf.protocol != "chat":

@@ -1,4 +1,4 @@
-"""Pages of rows written as the pieces of one file, on threads."""
+"""Writes pages of rows as the pieces of one file, on threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Worker:
-    """Does a writer's work on threads. A cancellation does not stop a thread: closing leaves the end to it then."""
+    """Runs a writer on threads. A cancelled request cannot stop a thread, so closing waits for it."""
 
     def __init__(self, writer: ContainerWriter) -> None:
         self._writer = writer
@@ -34,7 +34,7 @@ class _Worker:
 
 
 async def read_ahead(pages: AsyncIterator[Sequence[Fields]]) -> AsyncGenerator[Sequence[Fields]]:
-    """The same pages, of which the next is read and shaped while one is written."""
+    """The same pages, with the next one read and shaped while one is written."""
 
     async def following() -> Sequence[Fields] | None:
         return await anext(pages, None)

@@ -1,1 +1,1 @@
-"""A session around its turns: its life, its cache, what can be read of it."""
+"""Sessions apart from their turns: create, close and erase, the cache, recovery, and reads of a session."""

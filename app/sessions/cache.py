@@ -1,7 +1,7 @@
-"""Sessions in memory: a bounded cache of folds and of the messages that requests repeat.
+"""A bounded cache of sessions: their folds, and the messages and tokens that the next request repeats.
 
-Nothing here is needed to be right. An entry is trusted for a turn only where its version equals the one
-at which the claim was taken; it can be dropped at any moment and comes back from the log.
+Correctness does not depend on it. A turn trusts an entry only if its version equals the one at which the claim was
+taken. An entry can be dropped at any time and is read again from the log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.session import Session, Turn, apply
-from app.errors import AppError, SessionUnreadable
+from app.errors import AppError, SessionClosed, SessionNotFound, SessionUnreadable
 from app.sessions.prefix_buffer import PrefixBuffer
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
@@ -30,15 +30,14 @@ log = logging.getLogger("turnlog.cache")
 ENTRY_BYTES = 2048
 TURN_BYTES = 768
 CHUNK_BYTES = 256
-"""Rough memory of an entry, of each folded turn in it and of each chunk that its payloads name; enough to bound
-the whole."""
+"""Approximate memory in bytes of an entry, of each of its turns, and of each chunk that its payloads name."""
 
 SNAPSHOT_EVENTS = 1024
-"""Events folded on a miss after which a snapshot is worth its write."""
+"""A fold of at least this many events since the last snapshot is saved as the next snapshot."""
 
 
 class CacheEntry:
-    """A session's state, and what of its messages and tokens is in memory."""
+    """A session's state, and its messages and tokens as far as they are in memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -53,7 +52,7 @@ class CacheEntry:
         return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
-        """Fold new events in; False where they do not follow, which means the entry is out of date."""
+        """Apply new events; False if they do not follow the entry's version, so the entry is out of date."""
         for recorded in events:
             if recorded.seq != self.session.version + 1:
                 return False
@@ -64,15 +63,24 @@ class CacheEntry:
         return True
 
 
+def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
+    """The entry, if the session exists and is open. Raises SessionNotFound, SessionClosed."""
+    if entry is None:
+        raise SessionNotFound(f"session {session_id} does not exist")
+    if entry.session.status != "open":
+        raise SessionClosed(f"session {session_id} is {entry.session.status}")
+    return entry
+
+
 class Lookups(msgspec.Struct):
-    """How often something was found in the cache, and how often it had to be read."""
+    """How often a lookup found its content in the cache, and how often it had to read it."""
 
     hits: int = 0
     misses: int = 0
 
 
 class SessionCache:
-    """Least recently used first out, bounded by a rough count of bytes."""
+    """Drops the least recently used entries when the total, counted approximately, exceeds `max_bytes`."""
 
     def __init__(self, database: Database, writer: Writer, max_bytes: int) -> None:
         self.database = database
@@ -91,11 +99,11 @@ class SessionCache:
 
     @property
     def size(self) -> int:
-        """Bytes of memory, roughly."""
+        """Approximate memory in bytes."""
         return self._bytes
 
     async def get(self, session_id: str) -> CacheEntry | None:
-        """The session as this process knows it; from the log on a miss."""
+        """The session as this process knows it; read from the log on a miss."""
         live = self._entries.get(session_id)
         if live is not None:
             self._entries.move_to_end(session_id)
@@ -105,18 +113,18 @@ class SessionCache:
         return await self._load(session_id)
 
     def known(self, session_id: str) -> Session | None:
-        """The session as this process last saw it, if it is at hand."""
+        """The session as this process last saw it, if it is in the cache."""
         live = self._entries.get(session_id)
         return None if live is None else live.session
 
     async def current(self, session_id: str) -> CacheEntry | None:
-        """The session as it is: with one API process that is what the cache holds, with more it is read."""
+        """The current session: from the cache with one API process, otherwise refreshed from the log."""
         if self.database.is_sqlite:
             return await self.get(session_id)
         return await self.refresh(session_id)
 
     async def refresh(self, session_id: str) -> CacheEntry | None:
-        """The session with what others have appended since. Raises SessionUnreadable."""
+        """The session with the events that other processes have appended since. Raises SessionUnreadable."""
         live = self._entries.get(session_id)
         if live is None:
             return await self._load_anew(session_id)
@@ -124,9 +132,9 @@ class SessionCache:
         rows = await self.database.read(
             lambda connection: reads.event_rows(connection, session_id, after=known.version - 1), session_id=session_id
         )
-        # The last event is read again: after a crash of PostgreSQL it may be gone, or another.
+        # The last known event is read again: after a PostgreSQL crash it may be lost or replaced.
         still = bool(rows) and (rows[0].seq, rows[0].at) == (known.version, known.last_event_at)
-        # Meanwhile others may have moved the entry on, by what they wrote or read, which may be less than this.
+        # Meanwhile another task may have advanced the entry, by fewer events than were just read.
         now = live.session
         still &= all(row.at == now.last_event_at for row in rows if row.seq == now.version)
         newer = [row for row in rows if row.seq > now.version]
@@ -137,10 +145,10 @@ class SessionCache:
         return live
 
     def advance(self, session_id: str, events: Sequence[Recorded]) -> None:
-        """Fold in what this process has just written."""
+        """Apply events that this process has just written."""
         live = self._entries.get(session_id)
         if live is None:
-            # A load that is under way may have read the log before these events: let it read again.
+            # A load in progress may have read the log before these events, so it must read again.
             self._loading.pop(session_id, None)
             return
         if live.advance(events):
@@ -149,7 +157,7 @@ class SessionCache:
             self.drop(session_id)
 
     def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
-        """Keep a committed turn's messages, and its tokens' text where it is known: the next request will need them."""
+        """Keep a committed turn's messages, and the text of its tokens if known, for the next request."""
         live = self._entries.get(session_id)
         if live is None or len(live.session.turns) < number:
             return
@@ -161,7 +169,7 @@ class SessionCache:
         self._account(session_id, live)
 
     def held_elsewhere(self, session: Session, incarnation: int) -> bool:
-        """Does another process hold the session's open turn? With SQLite there is no other that lives."""
+        """Does another process hold the session's open turn? On SQLite no other process can be alive."""
         held = session.open_turn
         return held is not None and held.incarnation != incarnation and not self.database.is_sqlite
 
@@ -227,14 +235,14 @@ class SessionCache:
         await cancelled(*self._loading.values(), *self._saving)
 
     async def _load_anew(self, session_id: str) -> CacheEntry | None:
-        """As `_load`, but read from now on: what others are reading may be older than what was acknowledged since."""
+        """As `_load`, but with a read that starts now: a read already in progress may miss acknowledged events."""
         if session_id not in self._loading:
             return await self._load(session_id)
         await self._load(session_id)
         return await self.refresh(session_id)
 
     async def _load(self, session_id: str) -> CacheEntry | None:
-        """Concurrent misses of one session share one read, which outlives a cancelled request."""
+        """Concurrent misses of one session share one read, which continues if a request is cancelled."""
         task = self._loading.get(session_id)
         if task is None:
             task = self._loading[session_id] = asyncio.create_task(self._read(session_id))
@@ -260,7 +268,7 @@ class SessionCache:
             self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
 
     def put(self, session: Session) -> CacheEntry:
-        """Take a fold in, unless a newer one is there."""
+        """Add a fold, unless the cache has a newer one."""
         session_id = session.session_id
         live = self._entries.get(session_id)
         if live is None or live.session.version < session.version:
@@ -272,7 +280,7 @@ class SessionCache:
         return live
 
     def _account(self, session_id: str, live: CacheEntry) -> None:
-        """Count an entry anew; one that was evicted meanwhile no longer counts."""
+        """Update the size of an entry that is still in the cache, and drop others if the cache is too large."""
         if self._entries.get(session_id) is not live:
             return
         size = live.size
@@ -283,9 +291,9 @@ class SessionCache:
             self.drop(next(iter(self._entries)))
 
     def snapshot_if_due(self, before: int, session_id: str) -> None:
-        """Save a fold now and then, so that a miss on a long session does not read all of it.
+        """Save a snapshot every SNAPSHOT_EVENTS events, so that a miss on a long session reads few events.
 
-        `before` is the version before what was just appended.
+        `before` is the version before the events that were just appended.
         """
         live = self._entries.get(session_id)
         if live is None or before // SNAPSHOT_EVENTS == live.session.version // SNAPSHOT_EVENTS:
@@ -321,7 +329,7 @@ def _trimmed(session: Session, turn: Turn) -> int:
 
 
 OFF_LOOP = 64
-"""Rows whose decoding takes about a millisecond: more are decoded on a thread."""
+"""Up to this many rows are decoded on the event loop (about 1 ms), more on a thread."""
 
 T = TypeVar("T")
 

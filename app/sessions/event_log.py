@@ -1,4 +1,4 @@
-"""A session's log as clients read it: its events, followed if they like, and replies that were refused."""
+"""A session's log for clients: its events, optionally followed live, and its refused replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers import codec
 from workers.codec import CorruptContent
 
 PAGE = 500
-"""Events read at a time."""
+"""Events read in one query."""
 
 
 async def event_lines(
@@ -61,7 +61,8 @@ def _ndjson(page: Sequence[Recorded]) -> bytes:
 
 
 async def refused_reply(database: Database, session_id: str, fence: int) -> tuple[int, bytes]:
-    """A refused reply's size, and its beginning. Raises SessionNotFound, NotFound, SessionUnreadable."""
+    """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
+    SessionUnreadable."""
     head, found = await database.read(
         lambda c: (reads.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
     )

@@ -1,4 +1,4 @@
-"""Telling those who follow a session's log that it has grown."""
+"""Notifies the requests that follow a session's log when it has grown."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import contextlib
 from collections.abc import Iterator
 
 POLL_S = 1.0
-"""How soon a follower sees what another process has appended."""
+"""Interval in seconds at which a follower looks for events of other processes."""
 
 
 class Followers:
-    """Who is reading which log live."""
+    """The followers of each session's log in this process."""
 
     def __init__(self) -> None:
         self.stopping = False
         self._following: dict[str, set[asyncio.Event]] = {}
 
     def stop(self) -> None:
-        """End all following: a server that stops waits for its open replies."""
+        """End all followers, since a stopping server waits for open replies."""
         self.stopping = True
         for session_id in self._following:
             self.notify(session_id)
 
     @contextlib.contextmanager
     def follow(self, session_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set whenever the session's log grows. Clear it before reading, wait after."""
+        """An event that is set when the session's log grows. Clear it before reading and wait for it afterwards."""
         changed = asyncio.Event()
         following = self._following.setdefault(session_id, set())
         following.add(changed)
@@ -42,7 +42,7 @@ class Followers:
 
 
 async def wait_for_change(changed: asyncio.Event) -> None:
-    """Until the event is set, or POLL_S have passed."""
+    """Wait until the event is set, at most POLL_S."""
     try:
         async with asyncio.timeout(POLL_S):
             await changed.wait()

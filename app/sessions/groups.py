@@ -1,4 +1,4 @@
-"""Groups brought up to date with what their sessions became."""
+"""Updates the groups table after changes of sessions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from app.store.groups import Settle, SettleGroup
 from app.store.ports import Database, Writer
 
 NOTES_AT_ONCE = 100
-"""Changed groups brought up to date in one transaction: some milliseconds."""
+"""Groups updated in one transaction, which then takes some milliseconds."""
 
 
 async def settle_groups(database: Database, writer: Writer) -> None:
-    """Bring the groups up to date with all sessions' changes that are on disk by now."""
+    """Update all groups whose sessions have changed."""
     more = await database.read(group_reads.has_notes)
     while more:
         try:
@@ -23,7 +23,7 @@ async def settle_groups(database: Database, writer: Writer) -> None:
 
 
 async def _settle_each(database: Database, writer: Writer) -> None:
-    """Each group by itself: one with a session whose head is on a damaged page stays as it was, with its notes."""
+    """Update each group in a transaction of its own. A group with a session on a damaged page stays as it was."""
     for group_id in await database.read(group_reads.noted):
         try:
             await writer.submit(SettleGroup(group_id))

@@ -1,4 +1,4 @@
-"""A session and its events as JSON, for people and for tools."""
+"""A session and its events as JSON, for clients and the command line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ OPEN_TURN = ("turn", "parent", "fence", "incarnation", "adapter")
 
 
 def described(session: Session) -> dict[str, Any]:
-    """The state as JSON-able fields. Hashes that only the server compares are left out; times are epoch seconds."""
+    """The state as JSON-able fields, without hashes that only the server compares. Times are epoch seconds."""
     path = set(session.path)
     return {
         **_fields(session, "session_id", "version", "status", "created_at", "closed_at"),
         "config": asdict(session.config),
+        "fork": None if session.fork is None else asdict(session.fork),
         "metadata": None if session.metadata is None else _blob(session.metadata),
         "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
         "open_turn": None if session.open_turn is None else _fields(session.open_turn, *OPEN_TURN),

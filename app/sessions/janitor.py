@@ -1,7 +1,7 @@
-"""What time undoes: idle sessions are closed, closed ones lose their replay payloads and then their content.
+"""Closes idle sessions, frees the replay payloads of closed sessions, and erases old closed sessions.
 
-Everything is done in small steps, each judged again inside its own transaction, so several processes may do
-it at once and a session that comes to life meanwhile is left alone.
+Every step is small and checks its condition inside its own transaction. So several processes may run it at the same
+time, and a session that becomes active meanwhile is left alone.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.janitor")
 
 STEP = 50
-"""Sessions looked at in one read."""
+"""Sessions read in one query."""
 
 REST_S = 0.02
-"""Between two steps, so that the traffic hardly notices."""
+"""Pause between two steps, so that requests are hardly delayed."""
 
 LATE_S = 3600.0
-"""A close may be stamped by a clock that is so much behind."""
+"""Allowance for a clock that is behind: `closed_at` may be this much too old."""
 
 SHORTEST_S, LONGEST_S = 0.5, 30.0
-"""Between two rounds; within that, a quarter of the shortest time that is to be kept."""
+"""Bounds of the pause between two rounds; within them, a quarter of the shortest configured time."""
 
 SIZE_EVERY_S = 2.0
 
 GATED_S = 60.0
-"""After the opening of a gate; until then no session counts as idle: a turn that waits for a gate leaves no trace in
-its session, and needs a moment to pass."""
+"""No session counts as idle for this long after a gate has opened: a turn that waited at the gate left no event in its
+session and needs some time to pass."""
 
 
 class Done(msgspec.Struct):
-    """How many sessions were closed for being idle, lost their replay payloads, were erased."""
+    """Sessions that were closed for being idle, lost their replay payloads, or were erased."""
 
     closed: int = 0
     freed: int = 0
@@ -61,8 +61,8 @@ class Done(msgspec.Struct):
 class Janitor:
     """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
 
-    It rests `rest_s` seconds after each session. `done` counts since its beginning; `ended_round_at` is when it was
-    last through with everything.
+    It pauses `rest_s` seconds after each session. `done` counts since the start; `ended_round_at` is when the last
+    complete round ended.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Janitor:
                 await self.round()
                 told = None
             except AppError as error:
-                # A disk stays full, and damage is there, for many rounds: each is told of once.
+                # A full disk or damage lasts for many rounds: log it once.
                 found = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
                 if found != told:
                     log.warning("the janitor's round was cut short: %s", error)
@@ -120,22 +120,22 @@ class Janitor:
         return min(max(shortest, SHORTEST_S), LONGEST_S)
 
     async def round(self) -> None:
-        """Everything that is due now. Raises AppError where the store cannot take it."""
+        """One round. Raises AppError if the store refuses the writes."""
         if self._settings.max_db_bytes is not None:
             size = await self._database.read(reads.database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
         await self._close_idle()
-        # Whether or not anybody asks for groups, the notes of what changed in them must not pile up.
+        # Notes of changed groups must not pile up, even if nobody reads groups.
         await settle_groups(self._database, self._writer)
         await self._free_replay()
         await self._erase_old()
         await self._database.give_back()
-        # Last, for it has no way around a damaged page, which is no reason to leave the rest undone.
+        # Last, because it cannot skip a damaged page, which must not prevent the steps above.
         await self._finish_rollouts()
         self.ended_round_at = self._clock()
 
     async def _finish_rollouts(self) -> None:
-        """What a process that died on the way has left. Rewards only once: that looks at every session with a root."""
+        """Finish what a killed process left unfinished. Rewards only once: that reads every session with a root."""
         if not self._has_finished_rewarding:
             await self._sessions.finish_rewarding()
             self._has_finished_rewarding = True
@@ -164,7 +164,7 @@ class Janitor:
             after = found[-1]
 
     async def _free_replay(self) -> None:
-        """Those behind `_freed_upto` have been freed; a new process looks through all of them once."""
+        """Sessions closed before `_freed_upto` are done; a new process goes through all of them once."""
         if self._settings.closed_replay_ttl_s is None:
             return
         cutoff = self._clock() - self._settings.closed_replay_ttl_s
@@ -179,7 +179,7 @@ class Janitor:
             await self._free_acknowledged(cutoff)
 
     async def _free_acknowledged(self, cutoff: float) -> None:
-        """Sessions that had to wait for their group's acknowledgement; `_free_replay` is past them by now."""
+        """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
         while found := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
             for place in found:
@@ -209,9 +209,10 @@ class Janitor:
     async def _closed(
         self, cutoff: float, after: tuple[float, str], *, holding: bool
     ) -> AsyncIterator[tuple[float, str]]:
-        """Sessions closed until `cutoff` and when, oldest first; `holding` replay payloads or refused replies.
+        """Sessions closed before `cutoff`, with the time, oldest first; `holding`: only those with replay payloads or
+        refused replies.
 
-        None whose group is still to be acknowledged, where retention waits for that.
+        Sessions whose group is not acknowledged are left out if the retention waits for that.
         """
         asked = partial(self._closed_page, cutoff, holding, self._settings.retain_until_ack)
         while found := await asked(after):

@@ -1,4 +1,4 @@
-"""A session's life around its turns: create, reward, close, erase, and what can be read of it."""
+"""Creates, rewards, closes and erases sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
-from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
 from app.store.erasure import EraseComponents, reward_rows, without_components
@@ -56,14 +56,14 @@ from workers import codec
 Clock = Callable[[], float]
 
 FREED_AT_ONCE = 4
-"""Chunks, of at most a MiB each, whose pages SQLite overwrites."""
+"""Chunks, of at most 1 MiB each, that one transaction overwrites."""
 
 REWARDS_AT_ONCE = 16
-"""Of at most about 64 KiB each, unless they are from before there was a limit."""
+"""Reward events, of at most about 64 KiB each unless older than that limit, that one transaction rewrites."""
 
 
 class NewSession(msgspec.Struct, frozen=True):
-    """What a client asks for; what `config` takes from the settings is already settled."""
+    """A client's request for a session. `config` has the settings' defaults already."""
 
     session_id: str
     config: SessionConfig
@@ -86,7 +86,8 @@ class Sessions:
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def on_close(self, callback: Callable[[str, Sequence[int]], None]) -> None:
-        """Call `callback` with a session's id, and the fences of turns that it ended, as soon as a close is on disk."""
+        """Call `callback` with a session's id and the fences of the turns that were ended, as soon as a close is on
+        disk."""
         self._on_close.append(callback)
 
     async def create(self, new: NewSession) -> None:
@@ -128,7 +129,7 @@ class Sessions:
             await self._join_rollout(new.session_id)
 
     async def _join_rollout(self, session_id: str) -> None:
-        """What has become of its root while the session was created, or before. Raises SessionClosed."""
+        """Apply to a new session what happened to its root meanwhile. Raises SessionClosed."""
         root = await self._database.read(partial(rollouts.standing, session_id=session_id))
         if root is None:
             return
@@ -139,20 +140,20 @@ class Sessions:
             await self._share_reward(session_id)
 
     async def config_of(self, session_id: str) -> SessionConfig | None:
-        """Of a session in whatever state; None where there is none. Raises SessionUnreadable."""
+        """A session in any state; None if it does not exist. Raises SessionUnreadable."""
         live = await self._cache.get(session_id)
         return None if live is None else live.session.config
 
     async def ensure(self, new: NewSession) -> None:
-        """Create the session unless there is one of that id already, in whatever state."""
+        """Create the session unless one with this id exists, in any state."""
         if await self._cache.get(new.session_id) is None:
             with contextlib.suppress(SessionExists):
                 await self.create(new)
 
     async def ensure_agents(self, new: NewSession, most: int) -> None:
-        """As `ensure`, for who has a session's token: with `most` sessions below its root, a rollout gets no more.
+        """As `ensure`, for the holder of a session's token: at most `most` sessions may be below its root.
 
-        They are counted and made one at a time in this process; several processes may each make one too many. Raises
+        This process counts and creates them one at a time; several processes may each create one too many. Raises
         TooManySessions.
         """
         assert new.config.parent is not None
@@ -181,7 +182,7 @@ class Sessions:
         return seq
 
     async def close(self, session_id: str) -> None:
-        """With it all of its rollout, if it is a root. Raises SessionNotFound, SessionClosed.
+        """Close the session, and its whole rollout if it is a root. Raises SessionNotFound, SessionClosed.
 
         A turn in flight can no longer commit.
         """
@@ -191,12 +192,12 @@ class Sessions:
         await self.close_members(session_id)
 
     async def close_members(self, root_id: str) -> None:
-        """Close what is open of the rollout of a root that is closed."""
+        """Close the open sessions of the rollout of a closed root."""
         async for members in self._members(root_id, "open"):
             await asyncio.gather(*map(self._close_with_root, members))
 
     async def _members(self, root_id: str, *status: str) -> AsyncIterator[list[str]]:
-        """Of a root's rollout, but for the root, in the order of their ids."""
+        """The sessions of a root's rollout without the root, ordered by id."""
         after = ""
         while page := await self._database.read(
             partial(rollouts.members, root_ids=[root_id], status=status, after=after, limit=PAGE)
@@ -217,7 +218,7 @@ class Sessions:
             self._appended(session_id, outcome)
 
     async def finish_closing(self) -> int:
-        """Close what a process that died on the way left open of rollouts; how many sessions."""
+        """Close the sessions that a killed process left open in rollouts whose root is closed; returns their number."""
         count, after = 0, ("", "")
         while found := await self._database.read(partial(rollouts.outliving, after=after, limit=PAGE)):
             await asyncio.gather(*(self._close_with_root(session_id) for _, session_id in found))
@@ -225,7 +226,7 @@ class Sessions:
         return count
 
     async def finish_rewarding(self) -> None:
-        """Give the sessions their root's reward that a process which died on the way had not."""
+        """Assign their root's reward to sessions that a killed process left without it."""
         after = ("", "")
         while found := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
             await asyncio.gather(*(self._share_reward(session_id) for _, session_id in found))
@@ -237,10 +238,10 @@ class Sessions:
             callback(session_id, ended)
 
     async def erase(self, session_id: str) -> None:
-        """Close if need be, then delete the content, a root's with that of all its rollout, and empty the log files.
+        """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
+        log files.
 
-        Idempotent. The root goes last: what a crash interrupts is gone through again when it is asked for again. Raises
-        SessionNotFound.
+        Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
         outcome = await self._writer.submit(Close(session_id, self._clock()))
         reach("after_close")
@@ -281,9 +282,9 @@ class Sessions:
             await asyncio.sleep(0)
 
     async def drop_content(self, session_id: str) -> None:
-        """Erase a closed session; its content is out of the log files only once those have been emptied.
+        """Erase a closed session. Its content is in the log files until those are emptied.
 
-        Raises SessionUnreadable where what is to be deleted lies on a damaged page.
+        Raises SessionUnreadable if the content is on a damaged page.
         """
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id)
@@ -295,7 +296,7 @@ class Sessions:
             self._followers.notify(session_id)
 
     async def _erase_components(self, session_id: str) -> int:
-        """Take the components out of the rewards that there are, in steps; the last event looked at."""
+        """Remove the components from existing rewards, in steps; returns the last event examined."""
         after = 0
         while True:
             rows = await self._database.read(
@@ -312,18 +313,15 @@ class Sessions:
             after = rows[-1].seq
 
     async def apply(self, operation: CloseIdle | FreeReplay) -> Appended | Refused:
-        """Do something to a session that may be refused, because it has changed."""
+        """Run an operation that is refused if the session has changed."""
         outcome = await self._writer.submit(operation)
         if isinstance(outcome, Appended):
             self._appended(operation.session_id, outcome)
         return outcome
 
     async def require(self, session_id: str) -> CacheEntry:
-        """An open session as it is now. Raises SessionNotFound, SessionClosed."""
-        live = await self._cache.current(session_id)
-        decide.require_open(live.session if live else None, session_id)
-        assert live is not None
-        return live
+        """The current state of an open session. Raises SessionNotFound, SessionClosed."""
+        return require_open(await self._cache.current(session_id), session_id)
 
     def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
         if isinstance(outcome, Refused):
@@ -334,11 +332,11 @@ class Sessions:
 
 
 PAGE = 500
-"""Sessions of a rollout that are read at a time."""
+"""Sessions of a rollout read in one query."""
 
 
 def refusal(session_id: str, status: str | None) -> AppError:
-    """Why nothing could be written to a session."""
+    """The error for a session that cannot be written to."""
     if status is None:
         return SessionNotFound(f"session {session_id} does not exist")
     return SessionClosed(f"session {session_id} is {status}")

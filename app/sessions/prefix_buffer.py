@@ -1,4 +1,4 @@
-"""What a live chain of turns holds so far, joined by commas: its messages' raw JSON, or the text of its tokens."""
+"""The items of a chain of turns, joined by commas: the raw JSON of its messages, or the text of its tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import bisect
 
 
 class PrefixBuffer:
-    """The items of the turns of one chain from its beginning; a rollback cuts it, a commit adds to its end.
+    """The items of one chain of turns from its beginning. A rollback cuts it; a commit appends to it.
 
-    The next request's history, or its prompt, is spliced from it.
+    The next request's history or prompt is assembled from it.
     """
 
     def __init__(self) -> None:
@@ -20,17 +20,18 @@ class PrefixBuffer:
         return len(self._text)
 
     def upto(self, turn: int) -> bytes | None:
-        """The items up to the end of turn `turn`; None if it is not here."""
+        """The items up to the end of turn `turn`; None if they are not in memory."""
         index = bisect.bisect_left(self._turns, turn)
         if index == len(self._turns) or self._turns[index] != turn:
             return None
         return bytes(memoryview(self._text)[: self._ends[index]])
 
     def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0) -> None:
-        """Add a turn's items after those of `parent` (0: they begin a chain), less the parent's last `trimmed` ones.
+        """Add a turn's items after those of `parent` (0: they begin a chain), without the parent's last `trimmed`
+        items.
 
-        Where `parent` is not here, nothing is kept: the chain is read from the store when it is needed. Only items
-        without commas of their own can be trimmed; the ends of turns that held them are not known any more then.
+        If `parent` is not in memory, nothing is kept; the chain is read from the store when it is needed. Items can be
+        trimmed only if they contain no commas. The ends of turns in the trimmed part are then unknown.
         """
         kept = bisect.bisect_right(self._turns, parent)
         known = parent == 0 or (kept > 0 and self._turns[kept - 1] == parent)

@@ -1,8 +1,7 @@
-"""The head table against the log: what differs, and writing what the log says.
+"""Compares the tables derived from the log with the log, and repairs them.
 
-The log is the truth; `sessions` and `open_turns` are there to be locked, listed and claimed, and can be
-derived again. Each session is looked at and mended in a transaction of its own, so a run that is cut short has
-done a part of the work and the next one does the rest.
+The log is the truth. `sessions` and `open_turns` exist for locks, lists and claims and can be derived again. Each
+session is examined and repaired in its own transaction, so an interrupted run keeps its work.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from app.store.engine import Database
 from app.store.projections import Examined
 
 PAGE = 500
-"""Sessions listed at a time; one at a time is in memory."""
+"""Sessions listed in one query; one session at a time is in memory."""
 
 
 async def examined(database: Database) -> AsyncIterator[Examined]:
-    """Every session of which the log, the heads or the open turns know, in the order of their ids.
+    """Every session named by the log, the heads or the open turns, ordered by id.
 
-    A store that is being written may be examined. Raises StoreUnavailable.
+    The store may be in use. Raises StoreUnavailable.
     """
     after = ""
     while ids := await database.read(partial(heads.session_ids, tables=heads.DERIVED, after=after, limit=PAGE)):
@@ -36,7 +35,7 @@ async def examined(database: Database) -> AsyncIterator[Examined]:
 
 
 async def mended(database: Database, session_id: str) -> Examined:
-    """Make a session's rows what its log says, durably; returns what was found. Raises StoreFull, StoreUnavailable."""
+    """Write a session's rows as its log says, durably; returns the differences. Raises StoreFull, StoreUnavailable."""
     try:
         return await database.write(lambda tx: heads.mend(tx, session_id), durable=True)
     except WriteConflict as error:
@@ -44,11 +43,11 @@ async def mended(database: Database, session_id: str) -> Examined:
 
 
 async def refuse_if_served(database: Database, lease_s: float) -> None:
-    """Raises StartupError while a process may be serving the store, which has been opened.
+    """Raises StartupError while a process may be serving the store, which is open.
 
-    An SQLite file's lock, which opening took, has answered that already: incarnations that look alive there
-    were killed. Elsewhere one is dead once it has ended or been silent for `lease_s` seconds. Should a server
-    start later all the same, the lock on each head keeps the two apart.
+    On SQLite the file's lock, taken when the store was opened, excludes other processes. On PostgreSQL a process is
+    dead if it has ended or was silent for `lease_s` seconds. If a server starts later, the lock on each head keeps the
+    two apart.
     """
     if database.is_sqlite:
         return

@@ -1,4 +1,4 @@
-"""Being alive, and taking over from those who are not; nothing here needs a human."""
+"""Heartbeats of this process, and abandoning the open turns of dead ones."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ BEATS_PER_LEASE = 4
 """Heartbeats in the time after which a silent process loses its claims."""
 
 SWEEP = 200
-"""Dead claims abandoned in one transaction."""
+"""Open turns abandoned in one transaction."""
 
 
 async def register(database: Database) -> int:
-    """This process as a new incarnation; whoever is certainly dead is ended on the way."""
+    """Register this process as a new incarnation, and end those that are certainly dead."""
     return await written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
 
 
 async def written(database: Database, function: Callable[[Tx], T], *, durable: bool = False) -> T:
-    """Write beside the writer's queue, again where another process came first. Raises StoreUnavailable, StoreFull."""
+    """Write outside the writer's queue; retry on a conflict with another process.
+
+    Raises StoreUnavailable, StoreFull.
+    """
     for _ in range(CONFLICT_TRIES):
         try:
             return await database.write(function, durable=durable)
@@ -44,10 +47,10 @@ async def written(database: Database, function: Callable[[Tx], T], *, durable: b
 
 
 class Recovery:
-    """`lease_s` of silence end a process's claims; this one says every `beat_s` seconds that it is alive.
+    """Sends a heartbeat every `beat_s` seconds; claims of a process that was silent for `lease_s` seconds are void.
 
-    Who was silent himself, because the database was away or he was frozen, does not judge others for a lease: they may
-    not have been heard for the same reason.
+    A process that was silent itself, because the database was away or it was frozen, does not declare others dead for
+    one lease: their heartbeats may have been lost for the same reason.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Recovery:
         self._ended: set[int] = set()
 
     def start(self) -> None:
-        """Both run beside the traffic: a claim finds a dead holder by itself and does not wait for the sweep."""
+        """Start both tasks. Claims need not wait for the sweep: each detects a dead holder itself."""
         self._tasks = [asyncio.create_task(self._sweep_always()), asyncio.create_task(self._beat())]
 
     async def stop(self) -> None:
@@ -84,18 +87,18 @@ class Recovery:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
     def lease_to_judge_by(self) -> float:
-        """After how much silence others' claims are void, as far as this process can tell; infinite where it cannot."""
+        """The silence in seconds after which others' claims are void; infinite while this process cannot tell."""
         now = asyncio.get_running_loop().time()
         return math.inf if self._was_silent(now) or now < self._judges_from else self._lease_s
 
     def _was_silent(self, now: float) -> bool:
-        """For so long that others, who beat as often, may seem dead."""
+        """Was this process silent for so long that others may seem dead to it?"""
         return now > self._beat_at + self._lease_s * (1 - 1 / BEATS_PER_LEASE)
 
     async def lease_left(self, incarnation: int) -> float | None:
-        """For how many seconds a process keeps its claims if it stays silent; None where they are void.
+        """Seconds until a silent process loses its claims; None if they are void.
 
-        Those of a process of this host that is gone are void from now on.
+        The claims of a process of this host that no longer exists become void now.
         """
         found = await self._database.read(lambda c: incarnations.standing(c, incarnation, self._lease_s))
         if not found.gone:
@@ -107,7 +110,8 @@ class Recovery:
         return None
 
     async def _sweep_always(self) -> None:
-        """At the start and, where there are other processes, once a lease: a session nobody asks for is freed too."""
+        """Sweep at the start and, if there may be other processes, once per lease, so that unused sessions are freed
+        too."""
         await self._sweep()
         while math.isfinite(self._lease_s):
             await asyncio.sleep(self._lease_s)
@@ -118,7 +122,7 @@ class Recovery:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Abandon, in the log, every open turn of a dead process."""
+        """Abandon every open turn of a dead process."""
         after: str | None = ""
         found, most = 0, SWEEP
         while after is not None:
@@ -138,7 +142,7 @@ class Recovery:
             log.info("abandoned the open turns of %d sessions, whose process had died", found)
 
     async def _passed_over(self, after: str, why: StoreDamaged) -> str | None:
-        """The next session with an open turn, whose pages are damaged; None where not even that can be read."""
+        """The next session with an open turn whose pages are damaged; None if not even its id can be read."""
         try:
             found = await self._database.read(partial(next_dead, after=after, lease_s=self.lease_to_judge_by()))
         except AppError as error:

@@ -1,8 +1,7 @@
-"""This process as one that serves the store, from when that can be written down.
+"""Registers this process in the store, and retries while the store cannot be written.
 
-A full disk, or a database that takes no writes for now, is no reason not to start: what is stored can be read. Until
-this process is registered it takes no turns, because claims name an incarnation; whatever else would write is tried and
-answered as the store answers. Registering is tried again until there is room, and then all is as after any start.
+The server starts and serves reads even if the disk is full or the database accepts no writes. Until it is registered
+it takes no turns, because claims name an incarnation; other writes fail with the store's error.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.recovery")
 
 RETRY_S = 1.0
-"""How often it is tried again."""
+"""Interval of the attempts, in seconds."""
 
 
 class Registration:
-    """Tried once by `attempt`, then by a task from `start` to `stop`."""
+    """`attempt` tries once; from `start` to `stop` a task retries."""
 
     def __init__(self, database: Database, retry_s: float = RETRY_S) -> None:
         self._database = database
@@ -34,17 +33,17 @@ class Registration:
 
     @property
     def read_only(self) -> str | None:
-        """Why this process takes no turns; None where it does."""
+        """Why this process takes no turns; None if it takes them."""
         return None if self._number is not None else str(self._obstacle)
 
     def incarnation(self) -> int:
-        """This process to the store. Raises StoreFull, StoreUnavailable while it is not registered."""
+        """This process's incarnation. Raises StoreFull, StoreUnavailable while it is not registered."""
         if self._number is None:
             raise type(self._obstacle)(f"the store is read-only: {self._obstacle}")
         return self._number
 
     async def attempt(self) -> bool:
-        """Is this process registered now?"""
+        """Try to register; returns True if this process is registered."""
         try:
             if self._database.is_read_only:
                 await self._database.reopen()
@@ -56,7 +55,7 @@ class Registration:
         return self._number is not None
 
     def start(self, *then: Callable[[], None]) -> None:
-        """Call each of `then` once this process is registered: now, or when there is room."""
+        """Call each of `then` as soon as this process is registered."""
         if self._number is not None:
             _call(then)
             return

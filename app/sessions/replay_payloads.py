@@ -1,4 +1,4 @@
-"""Replay payloads read back: lazily, in chunks, each checked against the log."""
+"""Reads replay payloads chunk by chunk; each chunk is checked against the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Frames = Mapping[ChunkKey, bytes | None]
 
 
 def keys_of(found: Payload, first: int = 0) -> list[ChunkKey]:
-    """Of the chunks that hold row `first` or later ones."""
+    """The chunks that contain row `first` or later rows."""
     return [(chunk.fence, chunk.number) for chunk in found.chunks if chunk.start + chunk.rows > first]
 
 
@@ -37,7 +37,7 @@ def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
 async def values(
     database: Database, session: Session, number: int, wire: Wire, kinds: Collection[str]
 ) -> dict[str, bytes]:
-    """The payloads of turn `number`'s reply as the engine spelled them, by kind; without tombstones.
+    """The payloads of turn `number`'s reply by kind, in the engine's spelling, without tombstoned ones.
 
     Raises SessionUnreadable.
     """
@@ -66,7 +66,7 @@ async def values(
 
 
 async def payload_of(database: Database, session: Session, number: int, kind: ReplayKind) -> tuple[Payload, Ids]:
-    """Turn `number`'s payload: what it is, and all its rows, also those that the engine left out as known.
+    """Turn `number`'s payload: its description and all its rows, including those that the engine left out.
 
     Raises NotFound (no such turn or payload), PayloadTombstoned, SessionUnreadable.
     """
@@ -91,7 +91,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
 
 
 async def _why_not(database: Database, session_id: str, number: int, kind: ReplayKind) -> NotFound | PayloadTombstoned:
-    """What the log says of a payload that cannot be read."""
+    """The log's description of a payload that cannot be read."""
     try:
         log = await database.read(lambda connection: reads.load_events(connection, session_id), session_id=session_id)
     except UnknownEvent as error:

@@ -1,4 +1,4 @@
-"""A session as it was after one of its events, for people and for tools."""
+"""A session's state after one of its events."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from app.store.engine import Database
 from app.store.reads import EventRow
 
 INLINE = 64
-"""Events that are decoded and folded on the event loop: about a millisecond."""
+"""Up to this many events are decoded and folded on the event loop, about 1 ms."""
 
 
 class SessionAt(NamedTuple):
-    """The state after the last of `events`, which begin a log of `last_seq` events.
+    """The state after the last of `events`, the beginning of a log of `last_seq` events.
 
-    `damage` says why they end earlier than was asked for: the event behind them cannot be read.
+    `damage` is why they end before the requested event: the next one cannot be read.
     """
 
     session: Session
@@ -29,7 +29,7 @@ class SessionAt(NamedTuple):
     damage: str | None
 
     def turn(self, number: int) -> tuple[float, TurnCommitted]:
-        """When a turn was committed, and how; a discarded one, too. Raises NotFound."""
+        """When turn `number` was committed, and its event; rolled-back turns included. Raises NotFound."""
         if not 1 <= number <= len(self.session.turns):
             raise NotFound(f"session {self.session.session_id} has no turn {number} at event {self.session.version}")
         recorded = self.events[self.session.turn(number).seq - 1]
@@ -38,11 +38,10 @@ class SessionAt(NamedTuple):
 
 
 async def session_at(database: Database, session_id: str, seq: int | None = None, *, whole: bool = False) -> SessionAt:
-    """The state after event `seq`, None: the last, from the log alone: no snapshot is asked.
+    """The state after event `seq` (None: the last), folded from the log without a snapshot.
 
-    Raises SessionNotFound; InvalidRequest for a `seq` that the log does not have; SessionUnreadable where not even
-    its first event can be read; StoreUnavailable. `whole`: raises UnknownEvent where any event up to there is
-    missing or cannot be read.
+    Raises SessionNotFound; InvalidRequest if the log has no event `seq`; SessionUnreadable if its first event cannot be
+    read; StoreUnavailable. `whole`: raises UnknownEvent if any event up to `seq` is missing or cannot be read.
     """
     if seq is not None and seq < 1:
         raise InvalidRequest(f"event {seq}: events are numbered from 1")

@@ -1,4 +1,4 @@
-"""Lists of sessions, a page at a time: newest first for clients; filtered and in any order for people."""
+"""Lists of sessions by pages: newest first for clients; filtered and sorted for the page and the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
-"""`open` is any of the first three. `claimed`: a turn is in flight. `gated`: this process holds one back at a gate."""
+"""`open` includes the next two. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of this process."""
 
 Status = Literal["open", "closed", "erased"]
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
 Held = Callable[[], Mapping[str, bool]]
-"""Sessions whose turn waits at a gate of this process; has it a claim?"""
+"""Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
 CursorFields = tuple[
     str,
@@ -34,7 +34,7 @@ CursorFields = tuple[
     float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None,
     Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
 ]
-"""The order's column, whether it descends, the last row's value and id: within what the databases take."""
+"""A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
 
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -42,11 +42,11 @@ Number = Annotated[float | None, Field(allow_inf_nan=False)]
 MAX_SECONDS = 10 * 365 * 86_400
 
 MAX_CLAIMED = 10_000
-"""Open turns that are looked at where those are what is asked for: the oldest."""
+"""The most open turns read for the filters `claimed` and `gated`: the oldest."""
 
 
 class SessionRow(msgspec.Struct, frozen=True):
-    """A session in a list. `staleness`: by how many weight versions its newest turn is behind the newest there is."""
+    """A session in a list. `staleness`: how many weight versions its newest turn is behind the newest one."""
 
     session_id: str
     version: int
@@ -65,7 +65,7 @@ class SessionRow(msgspec.Struct, frozen=True):
 
 
 class SessionQuery(BaseModel):
-    """Which sessions, and in which order; None: any."""
+    """Filters and order of a list; None: no filter."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,7 +94,7 @@ class SessionQuery(BaseModel):
 
 
 class SessionListPage(msgspec.Struct, frozen=True):
-    """`total`: how many sessions match in all, counted up to 100,000; beyond, `total_is_exact` says no."""
+    """A page. `total` is the number of matches up to 100,000; beyond that, `total_is_exact` is False."""
 
     sessions: Sequence[SessionRow]
     next_cursor: str | None
@@ -105,7 +105,7 @@ class SessionListPage(msgspec.Struct, frozen=True):
 async def newest_sessions(
     database: Database, *, status: Status | None, group_id: str | None, before: tuple[float, str] | None, limit: int
 ) -> list[HeadRow]:
-    """Heads from the newest on, those created before `before` (created_at, session_id)."""
+    """Heads from the newest on, created before `before` (created_at, session_id)."""
     wanted = HeadFilter(status=status, group_id=group_id)
     return await database.read(
         lambda c: heads_view.page(c, wanted, order="created_at", newest_first=True, after=before, limit=limit),
@@ -114,7 +114,7 @@ async def newest_sessions(
 
 
 class SessionList:
-    """`held` are the turns at gates, `engines` know their weight versions."""
+    """`held` are the turns at gates; `engines` know their weight versions."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class SessionList:
         self._clock = clock
 
     async def page(self, query: SessionQuery, cursor: str | None, limit: int) -> SessionListPage:
-        """Raises InvalidRequest for a cursor that is not one of these, StoreUnavailable."""
+        """Raises InvalidRequest for an invalid cursor, StoreUnavailable."""
         after = None if cursor is None else _place_of(cursor, query)
         held = self.held()
 
@@ -161,7 +161,7 @@ class SessionList:
         return await self._database.read(read, or_else=around_damage)
 
     def _is_claimed_as_asked(self, row: HeadRow, query: SessionQuery, held: Mapping[str, bool]) -> bool:
-        """What of a question is about turns in flight."""
+        """The filters about turns in flight."""
         if query.state == "gated" and row.session_id not in held:
             return False
         if not _needs_claim(query):
@@ -170,21 +170,21 @@ class SessionList:
         return row.claimed_since is not None and row.claimed_since <= before
 
     def rows_of_each(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
-        """As `rows`, around damaged pages."""
+        """As `rows`, but reads around damaged pages."""
         newest, held = self.newest_version_of_each(connection), self.held()
         return [session_row(row, newest, held) for row in survey_lists.rows(connection, HeadFilter(), session_ids)]
 
     def rows(self, connection: Connection, session_ids: Sequence[str]) -> list[SessionRow]:
-        """Some sessions as they are now, in no order; for `Database.read`."""
+        """The rows of these sessions, in no order; for `Database.read`."""
         newest, held = self.newest_version(connection), self.held()
         return [session_row(row, newest, held) for row in heads_view.of(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:
-        """The largest weight version that is a number: of any session, or of an engine that no turn has seen yet."""
+        """The largest numeric weight version of any session or engine."""
         return self._newest(group_reads.newest_version(connection))
 
     def newest_version_of_each(self, connection: Connection) -> int | None:
-        """As `newest_version`, around damaged pages."""
+        """As `newest_version`, but reads around damaged pages."""
         return self._newest(survey.newest_version(connection))
 
     def _newest(self, sampled: int | None) -> int | None:
@@ -195,9 +195,9 @@ class SessionList:
     def _in_flight(
         self, connection: Connection, query: SessionQuery, newest: int | None, held: Mapping[str, bool]
     ) -> tuple[list[HeadRow], bool]:
-        """All that match where only sessions with a turn in flight can, whose ids are known before their heads.
+        """All matches if only sessions with a turn in flight can match, so that their ids are known first.
 
-        False where there are too many open turns to look at all of them.
+        False if there are too many open turns to read all of them.
         """
         if _needs_claim(query):
             before = None if query.stuck_s is None else self._clock() - query.stuck_s
@@ -252,11 +252,11 @@ def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -
 
 
 NEVER = -1
-"""No weight version is so low."""
+"""Below every weight version."""
 
 
 def _order_of(query: SessionQuery) -> tuple[Literal["claimed_since"] | SortOrder, bool]:
-    """The column that is sorted by, and whether from the largest value down: the stalest have the lowest version."""
+    """The sort column, and whether it descends: the stalest sessions have the lowest version."""
     if query.sort == "staleness":
         return "weight_version", query.order == "asc"
     return query.sort, query.order == "desc"
@@ -273,7 +273,7 @@ def _page(
 
 
 def _sorted(rows: Sequence[HeadRow], query: SessionQuery, after: Place | None) -> list[HeadRow]:
-    """Those behind `after`, in the order in which the store would give them."""
+    """The rows after `after`, in the store's order."""
     column, descending = _order_of(query)
     places = {(getattr(row, column), row.session_id): row for row in rows}
     valued = sorted((place for place in places if place[0] is not None), reverse=descending)
@@ -287,14 +287,14 @@ def _sorted(rows: Sequence[HeadRow], query: SessionQuery, after: Place | None) -
 
 
 def _cursor_behind(row: HeadRow, query: SessionQuery) -> str:
-    """The place behind a row, and the order in which it is one."""
+    """The cursor after a row in this order."""
     column, descending = _order_of(query)
     place = (column, descending, getattr(row, column), row.session_id)
     return cursors.encode(place)
 
 
 def _place_of(cursor: str, query: SessionQuery) -> Place:
-    """Raises InvalidRequest, also for a cursor of another order."""
+    """Raises InvalidRequest for an invalid cursor, or one of another order."""
     column, descending, value, session_id = cursors.decode(cursor, CursorFields, "this list")
     if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")

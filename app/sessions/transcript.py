@@ -1,4 +1,4 @@
-"""What went over the wire, put together again from what is stored once."""
+"""Reassembles requests and replies from the parts that are stored once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from workers.parse import REPLAY
 def chat_body(
     params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes, ids: bytes | None
 ) -> bytes:
-    """A chat request as raw JSON. `params` is a JSON object that is not empty; the rest is spliced in.
+    """A chat request as raw JSON. `params` is a non-empty JSON object; messages and the rest are spliced in.
 
-    `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids where they are
+    `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids, if they are
     sent: the engine then takes its prompt from them.
     """
     parts = _opening(params, rid, own)
@@ -37,7 +37,7 @@ def chat_body(
 
 
 def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
-    """As `chat_body`, of a completion: its prompt is `text`, or `ids`."""
+    """As `chat_body`, for a completion: its prompt is `text` or `ids`."""
     prompt = split.quoted(text or "") if ids is None else b"[" + ids + b"]"
     return b"".join((*_opening(params, rid, own), b',"prompt":', prompt, b"}"))
 
@@ -55,7 +55,7 @@ async def token_ids(database: Database, session: Session, number: int) -> bytes:
 
 
 async def _continued(database: Database, session: Session, ids: bytes, chain: Sequence[Turn]) -> bytes:
-    """The tokens `ids`, continued by each of these turns."""
+    """The tokens `ids`, followed by those of each of these turns."""
     numbers = [turn.number for turn in chain]
     try:
         facts = await database.read(
@@ -73,9 +73,9 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
 async def stored_reply(
     database: Database, session: Session, number: int, kinds: Collection[str]
 ) -> tuple[int, list[tuple[str, str]], bytes]:
-    """Status, headers and body of a committed turn's reply, to the byte.
+    """Status, headers and body of a committed turn's reply, byte for byte.
 
-    Replay payloads that are not of these kinds, or are tombstoned, are null. Raises SessionUnreadable.
+    Replay payloads of other kinds, and tombstoned ones, are null. Raises SessionUnreadable.
     """
     wire = await _wire(database, session, number)
     ids = await token_ids(database, session, number)
@@ -84,7 +84,7 @@ async def stored_reply(
 
 
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
-    """A record per live turn, as JSON, one at a time: a whole session of them grows with turns × context."""
+    """A JSON record for each live turn, one at a time: all of them together grow with turns × context."""
     committed = await _committed(database, session)
     history: list[bytes] = []
     ids = b""
@@ -116,7 +116,7 @@ async def _request(
     history: list[bytes],
     prompt: memoryview,
 ) -> tuple[bytes, list[bytes]]:
-    """The request as the engine got it, and the history that the next turn continues. Raises SessionUnreadable."""
+    """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     try:
         blobs = await database.read(
@@ -155,7 +155,7 @@ async def _wire(database: Database, session: Session, number: int) -> Wire:
 
 
 async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
-    """When each turn was committed, and its event."""
+    """The commit event and time of each turn."""
     try:
         events = await database.read(
             lambda connection: reads.load_events(connection, session.session_id), session_id=session.session_id

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from sqlalchemy import Connection, case, func, or_, select, tuple_
 
-from app.domain.events import RolledBack, TurnCommitted
+from app.domain.events import RolledBack, SessionCreated, TurnCommitted
 from app.domain.groups import Attempt
 from app.store import reads, rollouts
 from app.store.dialect import now
@@ -139,6 +139,9 @@ def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
 """Event rows by group and session."""
 
+_AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__)
+"""Types of the events that say which turns are live, which of them are copies, and their weight versions."""
+
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions.
@@ -152,7 +155,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
         .where(
             in_groups(group_ids),
             sessions.c.status == "closed",
-            events.c.type.in_((TurnCommitted.__name__, RolledBack.__name__)),
+            events.c.type.in_(_AGING),
         )
         .order_by(events.c.session_id, events.c.seq)
     )
@@ -164,8 +167,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
 
 def turn_events_of(connection: Connection, session_id: str) -> list[reads.EventRow]:
     """The same events of one session."""
-    wanted = (TurnCommitted.__name__, RolledBack.__name__)
-    return [row for row in reads.event_rows(connection, session_id) if row.type in wanted]
+    return [row for row in reads.event_rows(connection, session_id) if row.type in _AGING]
 
 
 def newest_version(connection: Connection) -> int | None:

@@ -32,7 +32,7 @@ from app.store.statements import is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-7"
+SNAPSHOT_FORMAT = "session-8"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 

@@ -15,6 +15,7 @@ from app.domain.events import UnknownEvent
 from app.domain.groups import Attempt
 from app.store import group_reads, heads_view
 from app.store import projections as heads
+from app.store.broken import BrokenRow
 from app.store.damaged import PageDamaged, attempt, attempt_or, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.heads_view import HeadRow
@@ -115,10 +116,17 @@ def _last_places(
     )
     found: dict[str, Position] = {}
     for session_id, tx, position in connection.execute(query):
-        place = Position(tx, position)
+        place = _position(tx, position)
         if place <= upto and session_id in ids:
             found[session_id] = max(place, found.get(session_id, place))
     return found
+
+
+def _position(tx: object, position: object) -> Position:
+    """SQLite stores a value's type in its row: changed bytes may make it another. Raises BrokenRow."""
+    if isinstance(tx, int) and isinstance(position, int):
+        return Position(tx, position)
+    raise BrokenRow("a text or bytes where a number was stored")
 
 
 def _places_of_lost(
@@ -154,7 +162,7 @@ def _readable_places(connection: Connection, session_id: str, types: Sequence[st
 
     def read(again: Connection, first: int, last: int) -> list[tuple[str, Position]]:
         query = select(events.c.type, events.c.tx, events.c.position).where(own, events.c.seq.between(first, last))
-        return [(row[0], Position(row[1], row[2])) for row in again.execute(query)]
+        return [(row[0], _position(row[1], row[2])) for row in again.execute(query)]
 
     last = max((row[0] for row in rows), default=0)
     found, lost = rows_in_parts(connection, 1, last, read)

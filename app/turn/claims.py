@@ -14,7 +14,7 @@ from app.domain.history import Plan
 from app.domain.rids import rid_of
 from app.domain.session import Session, fold
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable, StoreUnavailable
-from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, refusal
 from app.store.log import Appended, Refused
@@ -100,10 +100,7 @@ class Claims:
                     if left is not None:
                         await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
                         tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
-            fresh = await self._cache.refresh(session_id)
-            decide.require_open(fresh.session if fresh else None, session_id)
-            assert fresh is not None
-            entry = fresh
+            entry = require_open(await self._cache.refresh(session_id), session_id)
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
         raise busy

@@ -23,7 +23,7 @@ from app.domain.request import CompletionRequest
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
 from app.fleet.engines import Answer, EngineChoice
-from app.sessions.cache import id_text
+from app.sessions.cache import id_text, require_open
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
@@ -204,8 +204,7 @@ class Generation:
     async def _require_still_open(self) -> None:
         """Raises SessionClosed if another process has closed the session while this turn waited at a gate."""
         session_id = self._context.session_id
-        entry = await self._services.cache.current(session_id)
-        decide.require_open(entry.session if entry else None, session_id)
+        require_open(await self._services.cache.current(session_id), session_id)
 
     # validation
 

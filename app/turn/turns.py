@@ -41,7 +41,7 @@ from app.errors import (
 )
 from app.fleet.gates import GatePass
 from app.sessions import transcript
-from app.sessions.cache import CacheEntry
+from app.sessions.cache import CacheEntry, require_open
 from app.sessions.lifecycle import refusal
 from app.store.log import Refused, StoredChunk, size_of
 from app.store.log_sessions import Settled
@@ -109,57 +109,46 @@ class Turns:
         stages: Stages,
     ) -> TurnReply:
         """Take one turn. Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures."""
+        services, cache, large = self._services, self._services.cache, large_bytes(body)
+        entry = require_open(await cache.get(session_id), session_id)
         try:
-            return await self._take(session_id, protocol, body, client, mark, waiter, stages)
+            request = await self.large_bodies.run(large, lambda: _parse(protocol, body, not large))
+            adapter = self._admit(request, entry.session, waiter.token_session)
+            while True:
+                history, template = await self.large_bodies.run(large, lambda: self._read(request, entry.session))  # noqa: B023
+                in_flight = self._in_flight.get(session_id)
+                if in_flight is not None:
+                    reply = await self._join(in_flight, session_id, request, mark, waiter)
+                elif (repeated := repeated_turn(entry, mark, request)) is not None:
+                    reply = await self._replay(session_id, repeated, request, waiter)
+                else:
+                    services.engines.require_some()
+                    gate = services.gates.arrive(adapter)
+                    flight = self._in_flight[session_id] = InFlightTurn(mark, request.body_hash)
+                    context = TurnContext(
+                        session_id,
+                        request,
+                        history,
+                        template,
+                        adapter,
+                        client,
+                        mark,
+                        waiter,
+                        stages,
+                        flight,
+                        gate,
+                        large,
+                    )
+                    reply = await self._take_new(entry, context)
+                if reply is not None:
+                    return reply
+                entry = require_open(await cache.get(session_id), session_id)
         except (InvalidRequest, SessionBusy, IdempotencyMismatch):
             # If another process has closed the session, that error takes precedence.
-            entry = await self._services.cache.current(session_id)
-            decide.require_open(entry.session if entry else None, session_id)
+            require_open(await cache.current(session_id), session_id)
             raise
 
-    async def _take(
-        self,
-        session_id: str,
-        protocol: Protocol,
-        body: bytes,
-        client: Headers,
-        mark: RetryMark,
-        waiter: Waiter,
-        stages: Stages,
-    ) -> TurnReply:
-        """Parse the request; join or replay the turn that it repeats, or take a new turn."""
-        services = self._services
-        large = large_bytes(body)
-        entry = await self._open_entry(session_id)
-        request = await services.large_bodies.run(large, lambda: _parse(protocol, body, not large))
-        adapter = self._admit(request, entry.session, waiter.token_session)
-        while True:
-            history, template = await services.large_bodies.run(large, lambda: self._read(request, entry.session))  # noqa: B023
-            in_flight = self._in_flight.get(session_id)
-            if in_flight is not None:
-                reply = await self._join(in_flight, session_id, request, mark, waiter)
-            elif (repeated := repeated_turn(entry, mark, request)) is not None:
-                reply = await self._replay(session_id, repeated, request, waiter)
-            else:
-                services.engines.require_some()
-                gate = services.gates.arrive(adapter)
-                flight = self._in_flight[session_id] = InFlightTurn(mark, request.body_hash)
-                context = TurnContext(
-                    session_id, request, history, template, adapter, client, mark, waiter, stages, flight, gate, large
-                )
-                reply = await self._take_new(entry, context)
-            if reply is not None:
-                return reply
-            entry = await self._open_entry(session_id)
-
     # read
-
-    async def _open_entry(self, session_id: str) -> CacheEntry:
-        """Raises SessionNotFound, SessionClosed."""
-        entry = await self._services.cache.get(session_id)
-        decide.require_open(entry.session if entry else None, session_id)
-        assert entry is not None
-        return entry
 
     def _admit(self, request: Request, session: Session, token_session: str | None) -> str | None:
         """The turn's adapter. Raises Unsupported for a chat's token ids at engines that ignore them, InvalidRequest,
@@ -197,8 +186,7 @@ class Turns:
     async def _replay(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
         cache, writer = self._services.cache, self._services.writer
-        entry = await cache.current(session_id)
-        session = decide.require_open(entry.session if entry else None, session_id)
+        session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
             await writer.submit(Settled(session_id))
         kinds = shown_kinds(asked_for(request.params), self._services.settings)

@@ -1,6 +1,6 @@
 """The first schema: the log, the claims, the content.
 
-Revision: 0001, after nothing.
+Revision: 0001, the first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay payloads, refused replies, and when a session was closed.
+"""Adds replay payloads, refused replies, and the time at which a session was closed.
 
 Revision: 0002, after 0001.
 """
@@ -43,7 +43,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("session_id", "fence", name="pk_refused_replies"),
     )
     op.add_column("sessions", sa.Column("closed_at", sa.Double))
-    # Not `updated_at`: a reward or an erasure may have come after the close.
+    # The event's time, not `updated_at`: a reward or an erasure may have come after the close.
     op.execute(
         "UPDATE sessions SET closed_at = ("
         "SELECT events.at FROM events WHERE events.session_id = sessions.session_id AND events.type = 'SessionClosed' "
@@ -56,7 +56,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Replay payloads and refused replies are lost; the events that name them cannot be read by the older release."""
+    """Remove replay payloads and refused replies. The older release cannot read the events that name them."""
     chunks = op.get_bind().scalar(sa.text("SELECT count(*) FROM chunks WHERE data IS NOT NULL"))
     replies = op.get_bind().scalar(sa.text("SELECT count(*) FROM refused_replies"))
     if chunks or replies:

@@ -1,4 +1,4 @@
-"""Groups of sessions and the training feed's leases; a session's attempt and its largest weight version.
+"""Adds groups of sessions and the training feed's leases, and a session's attempt and largest weight version.
 
 Revision: 0003, after 0002.
 """
@@ -21,7 +21,7 @@ depends_on = None
 log = logging.getLogger("turnlog.migrations")
 
 PAGE = 2000
-"""Events in memory at a time."""
+"""Events in memory at the same time."""
 
 _events = sa.table(
     "events",
@@ -77,14 +77,14 @@ def upgrade() -> None:
     op.add_column("sessions", sa.Column("weight_version", sa.BigInteger))
     _fill_sessions(op.get_bind())
     op.create_index("ix_sessions_weight_version", "sessions", ["weight_version"])
-    # The feed makes the groups' rows from these when it is first asked.
+    # The first read of the feed creates the rows of the groups from these notes.
     op.execute("INSERT INTO group_changes (group_id) SELECT DISTINCT group_id FROM sessions WHERE group_id IS NOT NULL")
 
 
 def downgrade() -> None:
-    """Leases and acknowledgements are lost: a later upgrade has every group handed out anew.
+    """Remove leases and acknowledgements: after a later upgrade, the feed hands out every group again.
 
-    A group then counts as complete since its sessions' last change.
+    A group's completion time is then the last change of its sessions.
     """
     _tell_what_is_lost(op.get_bind())
     op.drop_index("ix_sessions_weight_version", "sessions")
@@ -129,7 +129,7 @@ def _fill_sessions(connection: sa.Connection) -> None:
 
 
 def _pages(connection: sa.Connection) -> Iterator[list[Any]]:
-    """The events that matter, in the order of sessions and then of each log."""
+    """The `SessionCreated` and `TurnCommitted` events, ordered by session and sequence number."""
     place = sa.tuple_(_events.c.session_id, _events.c.seq)
     query = (
         sa.select(_events.c.session_id, _events.c.seq, _events.c.type, _events.c.data)
@@ -144,13 +144,13 @@ def _pages(connection: sa.Connection) -> Iterator[list[Any]]:
 
 
 def _fields(data: bytes) -> dict[str, Any]:
-    """Of an event; later code, whose rows are met after a downgrade, puts a checksum behind the JSON."""
+    """The fields of an event. After a downgrade, there are rows of later releases with a checksum after the JSON."""
     found: dict[str, Any] = json.JSONDecoder().raw_decode(data.decode())[0]
     return found
 
 
 def _is_number(version: str) -> bool:
-    """One that 64 bits hold, as the release that this revision belongs to decides it."""
+    """Whether the version is a number of 64 bits, by the rule of the release of this revision."""
     return version.isascii() and version.isdigit() and len(version) < 19
 
 

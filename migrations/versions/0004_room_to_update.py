@@ -1,9 +1,9 @@
-"""PostgreSQL: room in the pages of `sessions` for updates in place, a vacuum that goes by dead rows, no statistics.
+"""PostgreSQL: free space in the pages of `sessions`, autovacuum by number of dead rows, no statistics of content.
 
-A head is updated twice a turn, and an update that does not find room in its page writes into every index. Rows of
-`open_turns` and `group_changes` live for one turn: what is dead in them must not wait for a share of a table that is
-mostly empty. Of content no statistics are kept: nothing asks for it by value, and they would hold samples of what
-has been erased. New pages only; nothing is rewritten. SQLite has nothing of the kind.
+A head is updated twice in each turn. An update without free space in its page writes to every index. Rows of
+`open_turns` and `group_changes` exist for one turn. So autovacuum must not wait until a share of these mostly empty
+tables is dead. Content has no statistics, because no query selects it by value and the statistics would contain samples
+of erased content. Only new pages change; nothing is rewritten. SQLite needs none of this.
 
 Revision: 0004, after 0003.
 """
@@ -35,7 +35,7 @@ def upgrade() -> None:
     for table in SHORT_LIVED:
         op.execute(f"ALTER TABLE {table} SET (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 10000)")
     for table, column in CONTENT:
-        # Of the same type: nothing is rewritten, and what had been sampled goes. It also undoes the column's storage.
+        # A change to the same type rewrites nothing and deletes the sampled statistics. It also resets the storage.
         op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} TYPE bytea")
         op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STORAGE EXTERNAL")
         op.execute(f"ALTER TABLE {table} ALTER COLUMN {column} SET STATISTICS 0")

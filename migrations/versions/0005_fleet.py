@@ -1,4 +1,4 @@
-"""The fleet: a log of engines and gates, affinities by a client's wish, and the adapter of an open turn.
+"""Adds the fleet: a log of engines and gates, the affinities that clients requested, and the adapter of an open turn.
 
 Revision: 0005, after 0004.
 """
@@ -62,7 +62,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Engines that were added or drained, gates that were shut, and affinities that clients asked for are lost."""
+    """Remove the engines that were added or drained, the gates that were closed, and the affinities of clients."""
     said = op.get_bind().scalar(sa.text("SELECT count(DISTINCT key) FROM fleet_events"))
     affinities = op.get_bind().scalar(sa.text("SELECT count(*) FROM affinities"))
     if said or affinities:
@@ -75,7 +75,7 @@ def downgrade() -> None:
 
 
 def _fill_adapters(connection: sa.Connection) -> None:
-    """Of the claims that a release of this revision opened before a downgrade: as their events say."""
+    """Copy the adapters from the events of open turns, which exist if this release ran before a downgrade."""
     opened = sa.and_(_events.c.session_id == _open_turns.c.session_id, _events.c.seq == _open_turns.c.fence)
     query = sa.select(_open_turns.c.session_id, _open_turns.c.fence, _events.c.data).join(_events, opened)
     for session_id, fence, data in list(connection.execute(query)):
@@ -86,7 +86,7 @@ def _fill_adapters(connection: sa.Connection) -> None:
 
 
 def _adapter(data: bytes) -> str | None:
-    """Of a `TurnOpened`; behind its JSON there may be a checksum. None where there is none, or it is damaged."""
+    """The adapter in a `TurnOpened`, whose JSON may be followed by a checksum. None if absent or damaged."""
     try:
         adapter = json.JSONDecoder().raw_decode(data.decode())[0].get("adapter")
     except ValueError:

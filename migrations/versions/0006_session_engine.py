@@ -1,4 +1,4 @@
-"""The engine of a session's newest committed turn, for lists of sessions.
+"""Adds the engine of a session's newest committed turn, for lists of sessions.
 
 Revision: 0006, after 0005.
 """
@@ -17,7 +17,7 @@ branch_labels = None
 depends_on = None
 
 PAGE = 500
-"""Sessions filled in at a time: a look at the end of each one's log."""
+"""Sessions filled in one step, which reads the end of each session's log."""
 
 _events = sa.table(
     "events",
@@ -69,7 +69,7 @@ def _fill(connection: sa.Connection) -> None:
 
 
 def _engine(data: bytes | None) -> str | None:
-    """Of a `TurnCommitted`; behind its JSON there may be a checksum. None where there is none, or it is damaged."""
+    """The engine in a `TurnCommitted`, whose JSON may be followed by a checksum. None if absent or damaged."""
     try:
         fields: dict[str, Any] = json.JSONDecoder().raw_decode((data or b"{}").decode())[0]
     except ValueError:

@@ -1,10 +1,10 @@
-"""The components of rewards go with a session's content: also those of sessions that earlier releases erased.
+"""Erases the components of rewards in sessions that earlier releases erased.
 
-An erasure left the names and values of a reward's components in the log. They are taken out as it takes them out now;
-the rewards stay. On PostgreSQL no statistics are kept of the log's data any more: they would hold samples of it. As
+Those releases left the names and values of a reward's components in the log. They are removed as an erasure now does;
+the rewards stay. On PostgreSQL the log's data has no statistics any more, since they would contain samples of it. As
 after any erasure, old bytes stay in PostgreSQL's pages until `python -m ops.compact --full`.
 
-What was erased does not come back with a downgrade.
+A downgrade does not restore what was erased.
 
 Revision: 0007, after 0006.
 """
@@ -24,10 +24,10 @@ branch_labels = None
 depends_on = None
 
 PAGE = 16
-"""Rewards in memory at a time: there was no limit to what one held."""
+"""Rewards in memory at the same time. Few, since the size of a reward had no limit."""
 
 VERSION = 2
-"""Of `RewardAssigned` as it is written here."""
+"""The version of `RewardAssigned` that this revision writes."""
 
 _events = sa.table(
     "events",
@@ -43,7 +43,7 @@ _sessions = sa.table("sessions", sa.column("session_id", sa.String), sa.column("
 def upgrade() -> None:
     connection = op.get_bind()
     if connection.dialect.name == "postgresql":
-        # Of the same type: nothing is rewritten, and what had been sampled goes.
+        # A change to the same type rewrites nothing and deletes the sampled statistics.
         op.execute("ALTER TABLE events ALTER COLUMN data TYPE bytea")
         op.execute("ALTER TABLE events ALTER COLUMN data SET STATISTICS 0")
     _take_out(connection)
@@ -78,13 +78,13 @@ def _take_out(connection: sa.Connection) -> None:
 
 
 def _without_components(data: bytes) -> bytes | None:
-    """An event as it is stored, JSON and its checksum; None where there is nothing to take out.
+    """An event without components, as stored: JSON and its checksum. None if it has none; empty if it is damaged.
 
-    Of one that is damaged nothing is left: nobody can say what of it may stay, and it cannot be read either way.
+    A damaged event is emptied completely, because nobody can tell which part may stay, and it cannot be read anyway.
     """
     text, separator, check = data.rpartition(b"#")
     if data.endswith(b"}"):
-        text, separator, check = data, b"", b""  # From before there were checksums.
+        text, separator, check = data, b"", b""  # Older events have no checksum.
     if separator and check != b"%08x" % zlib.crc32(text):
         return b""
     try:

@@ -1,4 +1,4 @@
-"""The root of each session's rollout, so that agents' and children's sessions are found by it.
+"""Adds the root of each session's rollout, so that the sessions of agents and children can be found by it.
 
 Revision: 0008, after 0007.
 """
@@ -18,7 +18,7 @@ branch_labels = None
 depends_on = None
 
 PAGE = 2000
-"""Events, or sessions, in memory at a time."""
+"""Events, or sessions, in memory at the same time."""
 
 _events = sa.table(
     "events",
@@ -45,13 +45,13 @@ def upgrade() -> None:
     op.create_index("ix_sessions_root_id", "sessions", ["root_id"], sqlite_where=of_root, postgresql_where=of_root)
     is_open = sa.text("root_id IS NOT NULL AND status = 'open'")
     op.create_index("ix_sessions_open_root_id", "sessions", ["root_id"], sqlite_where=is_open, postgresql_where=is_open)
-    # Their groups counted them as rollouts of their own, and are counted anew.
+    # Their groups counted them as separate rollouts, so these groups are counted again.
     named = sa.select(_sessions.c.group_id).where(_sessions.c.root_id.is_not(None), _sessions.c.group_id.is_not(None))
     connection.execute(_group_changes.insert().from_select(["group_id"], named.distinct()))
 
 
 def downgrade() -> None:
-    """Groups count every session again: those that have some with a root, when a note of a change is settled."""
+    """Remove the roots. Groups with such sessions are noted as changed, so that every session is counted again."""
     named = sa.select(_sessions.c.group_id).where(_sessions.c.root_id.is_not(None), _sessions.c.group_id.is_not(None))
     op.get_bind().execute(_group_changes.insert().from_select(["group_id"], named.distinct()))
     op.drop_index("ix_sessions_open_root_id", "sessions")
@@ -60,7 +60,7 @@ def downgrade() -> None:
 
 
 def _parents(connection: sa.Connection) -> Iterator[tuple[str, str]]:
-    """Of the sessions that name one; those without are most, and are not kept in memory."""
+    """Sessions with a parent, and the parent. Most sessions have none; they are not kept in memory."""
     query = (
         sa.select(_events.c.session_id, _events.c.data)
         .where(_events.c.seq == 1)
@@ -77,7 +77,7 @@ def _parents(connection: sa.Connection) -> Iterator[tuple[str, str]]:
 
 
 def _parent(data: bytes) -> str | None:
-    """Of a `SessionCreated`; behind its JSON there is a checksum. None also where it is damaged."""
+    """The parent in a `SessionCreated`, whose JSON is followed by a checksum. None if absent or damaged."""
     try:
         fields: dict[str, Any] = json.JSONDecoder().raw_decode(data.decode())[0]
     except ValueError:
@@ -88,7 +88,7 @@ def _parent(data: bytes) -> str | None:
 
 
 def _root(session_id: str, parents: Mapping[str, str]) -> str:
-    """The last session of its line of parents; a line that comes back to where it has been ends there."""
+    """The last session of a line of parents. If the line is a cycle, it ends where it repeats."""
     at, seen = session_id, set[str]()
     while at in parents and at not in seen:
         seen.add(at)

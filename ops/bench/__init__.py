@@ -1,1 +1,1 @@
-"""Benchmarks: what a turn costs, how long it takes, and whether that stays so as a session grows."""
+"""Benchmarks: the CPU and time of a turn, and how they change with long sessions, many clients and large stores."""

@@ -1,4 +1,4 @@
-"""`python -m ops.bench <name>`: one benchmark."""
+"""Runs one benchmark: `python -m ops.bench <name>`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ BENCHMARKS = {
 
 
 def main(given: Sequence[str] | None = None, prog: str = "python -m ops.bench") -> int:
-    """The command, called `prog` in its help; `given` are its arguments, by default the process's."""
+    """Run the command line `given`, by default the process's own. `prog` is the program's name in its help."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     names = parser.add_subparsers(dest="name", required=True)
     for name, module in BENCHMARKS.items():
         own = names.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
-        own.add_argument("--folder", type=Path, help="where the databases are put: the disk that is measured")
+        own.add_argument("--folder", type=Path, help="folder for the databases, on the disk to measure")
         module.add_arguments(own)
     arguments = parser.parse_args(given)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is stopped then too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the child processes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code: int = runner.run(BENCHMARKS[arguments.name].main(arguments))
     return code

@@ -1,6 +1,6 @@
-"""An HTTP client that costs next to nothing, because it shares a core with the engine simulator.
+"""A minimal HTTP client for benchmarks. It must use little CPU, since it shares a core with the engine simulator.
 
-One connection, one request at a time, bodies with a Content-Length: what Turnlog and the simulator send.
+It supports what Turnlog and the simulator send: one request at a time, and replies with a Content-Length.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from urllib.parse import urlsplit
 
 
 class Broken(Exception):
-    """The connection ended, or what came is not a response that this client reads."""
+    """The connection was lost, or the reply is one that this client cannot read."""
 
 
 class Response(NamedTuple):
-    """`head` is the status line and the headers, in lower case."""
+    """An HTTP reply. `head` is the status line and the headers, in lower case."""
 
     status: int
     head: bytes
     body: bytes
 
     def header(self, name: str) -> str | None:
-        """A header's value; `name` in lower case."""
+        """The value of a header, None if absent. `name` is in lower case."""
         begin = self.head.find(b"\r\n" + name.encode() + b":")
         if begin < 0:
             return None
@@ -35,7 +35,7 @@ class Response(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-    """Made by `connect`; closed by leaving `async with`."""
+    """A connection to a server. Create it with `connect`; it closes at the end of `async with`."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, base_url: str, headers: str = "") -> Connection:
-        """`headers` are sent with each request: whole lines, each with CRLF. Raises OSError."""
+        """Connect to a server. `headers` are sent with each request: whole lines, each with CRLF. Raises OSError."""
         parts = urlsplit(base_url)
         host, port = parts.hostname or "", parts.port or 80
         _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Did the server end it? It does with one that is idle for some seconds."""
+        """Whether the server closed the connection, as it does after some idle seconds."""
         return self._transport is None
 
     async def request(
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
             self._waiting = None
 
     async def json(self, method: str, path: str, value: Any = None) -> Any:
-        """A small JSON exchange. Raises Broken for anything but a 2xx."""
+        """Send a small JSON request; returns the decoded reply. Raises Broken if the status is not 2xx."""
         response = await self.request(method, path, b"" if value is None else json.dumps(value).encode())
         if response.status >= 300:
             raise Broken(f"{method} {path} answered {response.status}: {response.body[:200]!r}")
@@ -104,9 +104,9 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Nagle off: left on, it adds up to 40 ms to a call."""
+        """Disable Nagle's algorithm, which adds up to 40 ms to a call."""
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport lacks only the base class
 
     def data_received(self, data: bytes) -> None:
         if self._missing < 0:

@@ -1,4 +1,4 @@
-"""How fast `/export` gives a full store in each format, in how much memory, beside the plain read of the same bytes."""
+"""Speed and memory of `/export` for each format on a full store, compared with plain reads of the same bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
 from ops.bench.latency import timed
-from ops.bench.measure import cpu_s, family, keep, table
+from ops.bench.measure import cpu_s, family, save_figures, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.sizes import MIB
 from ops.bench.stand import Cores, cores, folder_for_bench, simulator, started
@@ -40,59 +40,62 @@ FORMS = (
 )
 
 POOL = 2048
-"""Different turns, of which sessions are put together: more than a Parquet row group holds, or it would compress
-what only the benchmark repeats."""
+"""Number of different turns from which all sessions are composed. It exceeds the rows of a Parquet row group; otherwise
+Parquet would compress repetitions that only the benchmark has."""
 
 QUESTION_BYTES_PER_TOKEN = 4.9
-"""Of the simulator's vocabulary, about."""
+"""Approximate bytes of text for each token of the simulator's vocabulary."""
 
 TEMPLATE_TOKENS = 10
 PAGE = 64
-"""Sessions read at a time by the plain read, as an export does."""
+"""Sessions that the plain read reads at once, as an export does."""
 
 READS = {
     "SELECT seq, at, type, version, data FROM events WHERE session_id BETWEEN :first AND :last": 1,
     "SELECT turn, facts, wire FROM turns WHERE session_id BETWEEN :first AND :last": 2,
     "SELECT number, data FROM blobs WHERE session_id BETWEEN :first AND :last": 1,
 }
-"""What the plain read reads; of each row the last so many columns are content."""
+"""The queries of the plain read, and how many of their last columns are content."""
 
 SAMPLE_S = 0.01
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=10, help="of each session")
-    parser.add_argument("--tokens", type=int, default=500, help="of each turn: half new prompt, half output")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="format and shape")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
+    parser.add_argument("--turns", type=int, default=10, help="turns of each session")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens of each turn: half new prompt, half output")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="formats and shapes to measure")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    places = cores(arguments.spread)
-    with folder_for_bench(arguments.folder) as folder, simulator(places) as engine:
+    cpu_sets = cores(arguments.spread)
+    with folder_for_bench(arguments.folder) as folder, simulator(cpu_sets) as engine:
         count = min(POOL, arguments.sessions * arguments.turns)
-        pool = await _pool(folder, engine.base_url, places, arguments.tokens, count)
+        pool = await _pool(folder, engine.base_url, cpu_sets, arguments.tokens, count)
         server = ServerProcess(folder).migrate()
-        stored = await _filled(server, pool, arguments.sessions, arguments.turns)
+        stored = await _fill(server, pool, arguments.sessions, arguments.turns)
         print(f"{arguments.sessions} sessions x {arguments.turns} turns: {stored / MIB:.0f} MiB", flush=True)
-        rows = [await _export(server, form, arguments.sessions, stored, places) for form in arguments.forms]
+        rows = [await _export(server, form, arguments.sessions, stored, cpu_sets) for form in arguments.forms]
     table(rows)
-    keep(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
+    save_figures(f"export-{arguments.sessions}x{arguments.turns}x{arguments.tokens}", rows)
     return 0
 
 
-async def _pool(folder: Path, engine_url: str, places: Cores, tokens: int, count: int) -> list[StoredTurn]:
-    """Turns as the service stores them: each was one, by a server that was asked a question of its own.
+async def _pool(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
+    """Turns as the service stores them: a server ran each of them with a different question.
 
-    Only their logprobs are drawn anew, with the 32 bits that engines give: the simulator's are few, and compress.
+    Only the logprobs are replaced by random ones with 32 bits, as engines send them: the simulator has few different
+    ones, which would compress.
     """
     (sample := folder / "pool").mkdir()
     half = tokens // 2
     sim = msgspec.json.encode({"completion_tokens": half, "tool_calls": False, "reasoning": False})
     size = int((half - TEMPLATE_TOKENS) * QUESTION_BYTES_PER_TOKEN)
     server = ServerProcess(sample, upstreams=[engine_url]).migrate()
-    with started(server, places):
+    with started(server, cpu_sets):
         async with await client.Connection.connect(server.base_url) as connection:
             for number in range(count):
                 await connection.json("POST", "/sessions", {"session_id": f"pool-{number}"})
@@ -119,42 +122,43 @@ def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
     return msgspec.structs.replace(facts, logprobs=drawn.astype("<f8").tobytes())
 
 
-async def _filled(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
-    """Bytes of content that an export has to read."""
+async def _fill(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
+    """Fill the store; returns the bytes of content that an export has to read."""
     rng = random.Random(1)
 
-    def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
         for number in range(count):
             yield f"filled-{number:06}", rng.choices(pool, k=turns)
 
     database = _database(server)
     await database.open()
     try:
-        await write_sessions(database, every(), b'{"model":"simulator","temperature":1.0}', ended=True)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator","temperature":1.0}', ended=True)
         return await database.read(lambda connection: _read_page(connection, {"first": "", "last": "~"}))
     finally:
         await database.close()
 
 
-async def _export(server: ServerProcess, form: str, count: int, stored: int, places: Cores) -> dict[str, Any]:
-    """One export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the output."""
+async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu_sets: Cores) -> dict[str, Any]:
+    """Measure one export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the
+    output."""
     format, shape = form.split()
     read_s = await _plain_read(server, stored)
-    with started(server, places):
-        await _drained(server, format, shape, limit=1)
+    with started(server, cpu_sets):
+        await _download(server, format, shape, limit=1)
         cpu = cpu_s(server.pid)
         with _Peak(server.pid) as peak:
             began = time.perf_counter()
-            got = await _drained(server, format, shape)
+            downloaded = await _download(server, format, shape)
             seconds = time.perf_counter() - began
         cpu = cpu_s(server.pid) - cpu
-    if format == "ndjson" and got.lines != count:
-        raise Incomplete(f"{form}: {got.lines} rows of {count} sessions")
+    if format == "ndjson" and downloaded.lines != count:
+        raise Incomplete(f"{form}: {downloaded.lines} rows of {count} sessions")
     return {
         "form": form,
         "rows/s": count / seconds,
         "seconds": seconds,
-        "output MB/s": got.size / seconds / 1e6,
+        "output MB/s": downloaded.size / seconds / 1e6,
         "stored MB/s": stored / seconds / 1e6,
         "plain read MB/s": stored / read_s / 1e6,
         "ratio": read_s / seconds,
@@ -165,7 +169,8 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, pla
 
 
 class _Peak(threading.Thread):
-    """The most memory that a process and its children hold at a moment: their resident pages, those in common too."""
+    """Samples the memory of a process and its children and keeps the maximum: resident pages, with shared pages counted
+    for each process."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -197,16 +202,16 @@ def _resident(pid: int) -> int:
 
 
 class Incomplete(Exception):
-    """An export that did not hold all rows."""
+    """A read or an export did not contain everything."""
 
 
-class _Got(NamedTuple):
+class _Downloaded(NamedTuple):
     size: int
     lines: int
 
 
-async def _drained(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Got:
-    """Read an export and keep nothing of it. Raises aiohttp.ClientError where it breaks off."""
+async def _download(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Downloaded:
+    """Read an export and discard it. Raises aiohttp.ClientError if it ends early."""
     parameters = {"format": format, "shape": shape, **({} if limit is None else {"limit": str(limit)})}
     size = lines = 0
     async with (
@@ -217,13 +222,13 @@ async def _drained(server: ServerProcess, format: str, shape: str, limit: int | 
             size += len(piece)
             if format == "ndjson":
                 lines += piece.count(b"\n")
-    return _Got(size, lines)
+    return _Downloaded(size, lines)
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:
-    """Seconds to read every row that an export needs through `Database.read`, a page of sessions at a time.
+    """Seconds to read every row that an export needs through `Database.read`, PAGE sessions at a time.
 
-    Nothing is decoded. The server does not run meanwhile. Raises Incomplete.
+    Nothing is decoded, and the server does not run meanwhile. Raises Incomplete.
     """
     database = _database(server)
     query = sessions.select().with_only_columns(sessions.c.session_id).order_by(sessions.c.session_id).limit(PAGE)
@@ -246,7 +251,7 @@ async def _plain_read(server: ServerProcess, stored: int) -> float:
 
 
 def _read_page(connection: Connection, bounds: dict[str, str]) -> int:
-    """Bytes of content."""
+    """Read the rows of the sessions from `first` to `last`; returns the bytes of content."""
     size = 0
     for query, columns in READS.items():
         for row in connection.execute(text(query), bounds):

@@ -1,4 +1,4 @@
-"""What is measured and how it is shown: CPU from /proc, percentiles, the disk's own sync, tables."""
+"""Measuring and printing: CPU from /proc, percentiles, the time of a disk sync, tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds that a process, all of its threads and its living children have used."""
+    """User and system CPU seconds of a process with all its threads, and of its living children."""
     return sum(_own_cpu_s(one) for one in family(pid))
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """The ids of a process and all its descendants."""
     parents: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := stat(int(entry))):
@@ -31,7 +31,7 @@ def family(pid: int) -> list[int]:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields behind the process's name, or none where it has ended."""
+    """The fields of /proc/PID/stat after the process's name; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -39,15 +39,16 @@ def stat(pid: int) -> list[str]:
 
 
 def _own_cpu_s(pid: int) -> float:
-    """What all threads of a process have used, to the microsecond: its CPU clock, by the number that Linux gives it."""
+    """CPU seconds of all threads of a process, to the microsecond. Linux derives the id of the CPU clock from the
+    process id."""
     try:
         return time.clock_gettime(~pid << 3 | 2)
     except OSError:
-        return 0.0  # it has ended
+        return 0.0  # the process has ended
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile; NaN of nothing."""
+    """The nearest-rank percentile; NaN if there are no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -55,7 +56,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def sync_once_s(descriptor: int, size: int = 4096) -> float:
-    """Seconds that an append of `size` bytes and its fdatasync take."""
+    """Seconds of an append of `size` bytes followed by fdatasync."""
     block = os.urandom(size)
     began = time.perf_counter()
     os.write(descriptor, block)
@@ -64,15 +65,15 @@ def sync_once_s(descriptor: int, size: int = 4096) -> float:
 
 
 def report(name: str, figures: Mapping[str, Any]) -> None:
-    """Print the figures, one a line, and keep them as JSON."""
+    """Print the figures, one on each line, and save them as JSON."""
     width = max(map(len, figures))
     for key, value in figures.items():
         print(f"{key:<{width}}  {_shown(value)}")
-    keep(name, figures)
+    save_figures(name, figures)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows that have the same columns."""
+    """Print rows that have the same columns as a table."""
     names = list(rows[0])
     cells = [names, *([_shown(row[name]) for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
@@ -80,8 +81,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def keep(name: str, figures: Any) -> None:
-    """Write a run's figures beside the others."""
+def save_figures(name: str, figures: Any) -> None:
+    """Save the figures of a run as JSON in RESULTS."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(figures, indent=2) + "\n")

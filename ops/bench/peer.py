@@ -1,9 +1,9 @@
-"""rllm-model-gateway, another server that records turns, from its published package in an environment of its own.
+"""Runs rllm-model-gateway, another server that records turns, from its published package in a separate environment.
 
-Version 0.1.0 has Turnlog's routes for sessions and chat. One process serves; an inference engine is what it calls a
-worker. Its store is SQLite (its default) or memory; it writes a trace in the background after the reply (its default)
-or, with `sync_traces`, which exists only in its configuration file, before. With SQLite it runs
-`journal_mode=DELETE, synchronous=NORMAL`.
+Version 0.1.0 has Turnlog's routes for sessions and chat. One process serves; it calls an inference engine a worker. Its
+store is SQLite (the default) or memory. It writes a trace in the background after the reply (the default) or, with
+`sync_traces`, which exists only in its configuration file, before the reply. It opens SQLite with `journal_mode=DELETE,
+synchronous=NORMAL`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ops.server import ROOT, OwnProcess
 
 PACKAGE, VERSION = "rllm-model-gateway", "0.1.0"
 STORES = ("sqlite-sync", "sqlite", "memory")
-"""SQLite, recorded before the reply; its defaults, after it; in memory before it, and lost with the process."""
+"""SQLite, written before the reply; SQLite, written after it (the gateway's defaults); memory, written before it."""
 
 
 class PeerNotInstalled(Exception):
-    """The message is what pip printed."""
+    """pip failed; the message is its output."""
 
 
 def rllm_gateway(store: str, folder: Path, engine_url: str) -> OwnProcess:
-    """The gateway with one of its `STORES`. Raises PeerNotInstalled."""
+    """The gateway with one of the STORES, not started. Raises PeerNotInstalled."""
     made = OwnProcess(
         [str(_installed()), "--config", str(folder / "gateway.yaml")],
         folder / "gateway.log",
@@ -43,12 +43,12 @@ def rllm_gateway(store: str, folder: Path, engine_url: str) -> OwnProcess:
         "sync_traces": store != "sqlite",
         "log_level": "WARNING",
     }
-    (folder / "gateway.yaml").write_text(json.dumps(configuration))  # which is YAML too
+    (folder / "gateway.yaml").write_text(json.dumps(configuration))  # JSON is valid YAML
     return made
 
 
 def _installed() -> Path:
-    """The gateway's program, installed where it is not yet."""
+    """The path of the gateway's program, which is installed at the first use."""
     home = ROOT / "var" / "peers" / f"{PACKAGE}-{VERSION}"
     program = home / "bin" / PACKAGE
     if not program.exists():

@@ -1,7 +1,7 @@
-"""Turns a second on PostgreSQL with several API processes, beside SQLite and the bare database's own commits.
+"""Turns per second on PostgreSQL with several API processes, compared with SQLite and with plain commits.
 
-One run measures all of them, one after the other, on one disk and a PostgreSQL that syncs. Nothing is pinned:
-database, servers, simulator and clients share all cores, and the CPU of each says which of them is the limit.
+One run measures all of them in sequence on one disk, with a PostgreSQL that syncs. No process is pinned to a core: the
+database, servers, simulator and clients share all cores. Their CPU figures show which of them is the limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sqlalchemy import func, select
 
 from app.store.engine import Database
 from app.store.schema import turns
-from ops.bench.measure import keep, percentile, table
+from ops.bench.measure import percentile, save_figures, table
 from ops.bench.primary import SETTINGS, Primary, counted, plain_url, primary
 from ops.bench.sessions import short_turns
 from ops.bench.stand import Cores, Side, folder_for_bench, simulator, started
@@ -32,8 +32,8 @@ BARE_SETUP = (
     "ALTER TABLE bare ALTER COLUMN data SET STORAGE EXTERNAL",
 )
 BARE_INSERT = "INSERT INTO bare (data) SELECT unnest($1::bytea[])"
-REPORTED_S = 1.0
-"""After which a backend has reported its counters."""
+REPORT_DELAY_S = 1.0
+"""PostgreSQL's backends report their counters within this time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--request-bytes", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64], help="of the bare commits")
+    parser.add_argument(
+        "--connections", type=int, nargs="+", default=[1, 16, 64], help="connections for the plain commits"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -49,23 +51,25 @@ async def main(arguments: argparse.Namespace) -> int:
     everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
     with primary(arguments.folder) as database, simulator(everywhere) as engine:
         url = database.new_database()
-        bare = [await _bare(database, url, count, 1, arguments) for count in arguments.connections]
-        bare.append(await _bare(database, url, 16, 16, arguments))
+        bare = [await _plain_commits(database, url, count, 1, arguments) for count in arguments.connections]
+        bare.append(await _plain_commits(database, url, 16, 16, arguments))
         table(bare)
-        rows = [await _turns(None, engine, 1, arguments, everywhere)]
+        rows = [await _measure_turns(None, engine, 1, arguments, everywhere)]
         for count in arguments.processes:
-            rows.append(await _turns(database, engine, count, arguments, everywhere))  # noqa: PERF401 - in turn
+            rows.append(await _measure_turns(database, engine, count, arguments, everywhere))  # noqa: PERF401 - in turn
     best = max(float(row["commits/s"]) for row in bare[:-1])
     rows = [{**row, "of the ceiling": row["turns/s"] / best} for row in rows]
     table(rows)
-    keep(f"postgres-{arguments.clients}x{arguments.request_bytes}", {"settings": SETTINGS, "bare": bare, "turns": rows})
+    save_figures(
+        f"postgres-{arguments.clients}x{arguments.request_bytes}", {"settings": SETTINGS, "bare": bare, "turns": rows}
+    )
     return 1 if any(row["errors"] or row["recorded"] != row["answered"] for row in rows) else 0
 
 
-async def _bare(
+async def _plain_commits(
     database: Primary, url: str, connections: int, rows: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Durable inserts through plain connections: the ceiling, without HTTP, engine or log."""
+    """Measure durable inserts through plain connections, without HTTP, engine or log: the upper limit for turns."""
     opened = [await asyncpg.connect(plain_url(url)) for _ in range(connections)]
     data = [os.urandom(arguments.request_bytes)] * rows
     latencies: list[float] = []
@@ -98,37 +102,37 @@ async def _bare(
     }
 
 
-async def _turns(
-    database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, places: Cores
+async def _measure_turns(
+    database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, cpu_sets: Cores
 ) -> dict[str, Any]:
-    """A row of the table; None: on SQLite."""
+    """Measure turns; returns a row of the table. `database` None means SQLite."""
     url = None if database is None else database.new_database()
     with folder_for_bench(arguments.folder) as folder, contextlib.ExitStack() as stack:
         servers = [ServerProcess(folder, upstreams=[engine.base_url], database_url=url) for _ in range(processes)]
         servers[0].migrate()
         for server in servers:
-            stack.enter_context(started(server, places))
+            stack.enter_context(started(server, cpu_sets))
         script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
         side = Side(servers, script, clients=arguments.clients, turns_per_session=TURNS_PER_SESSION)
         await side.warm_up()
         await side.create_ahead(arguments.seconds)
         before = None if url is None else await counted(url)
         cpu = 0.0 if database is None else database.cpu_s()
-        found = await side.stretch(arguments.seconds)
+        found = await side.run_period(arguments.seconds)
         row = {"store": "SQLite" if url is None else "PostgreSQL", "processes": processes, **found.figures()}
         if database is not None and url is not None and before is not None:
             row["database ms/turn"] = (database.cpu_s() - cpu) * 1000 / max(found.turns, 1)
-            await asyncio.sleep(REPORTED_S)
+            await asyncio.sleep(REPORT_DELAY_S)
             grown = (await counted(url)).since(before)
             row["transactions a turn"] = grown.commits / max(found.turns, 1)
             row["WAL KiB a turn"] = grown.wal_bytes / max(found.turns, 1) / 1024
         else:
             row.update(dict.fromkeys(("database ms/turn", "transactions a turn", "WAL KiB a turn")))
-        return {**row, "answered": side.answered, "recorded": await _recorded(servers)}
+        return {**row, "answered": side.answered, "recorded": await _committed_turns(servers)}
 
 
-async def _recorded(servers: Sequence[ServerProcess]) -> int:
-    """Rows of committed turns."""
+async def _committed_turns(servers: Sequence[ServerProcess]) -> int:
+    """The number of committed turns in the store."""
     database = Database(servers[0].environment["TURNLOG_DATABASE_URL"])
     try:
         return await database.read(lambda c: c.execute(select(func.count()).select_from(turns)).scalar_one())

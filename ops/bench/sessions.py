@@ -1,7 +1,7 @@
-"""Concurrent sessions of short turns against a running server.
+"""Runs concurrent sessions of short turns against a server.
 
-Every client owns one connection and one session at a time, and replaces the session after a few turns so
-that histories stay short. Sessions are created ahead, outside what is measured: the figures are of turns.
+Every client has one connection and one session at a time. It starts a new session after a few turns, so that histories
+stay short. Sessions are created before the measurement, so the figures are of turns only.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ops.bench.client import Broken, Connection
 from ops.simulator.tokenizer import WORDS
 
 SIM = b'{"completion_tokens":11,"tool_calls":false,"reasoning":false}'
-"""About 2 KiB of reply to 2 KiB of request, most of it the prompt's ids."""
+"""Makes replies of about 2 KiB for requests of 2 KiB; most of a reply are the prompt's token ids."""
 
 HISTORY_MESSAGE_BYTES = 8192
-"""Large requests are made of messages of this size, as a long history of tool results is."""
+"""Size of the messages of which large requests consist, as in a long history of tool results."""
 
 TURN_GROWTH_BYTES = 130
-"""What a turn adds to the next request: the reply's message and a short question."""
+"""Approximate bytes that a turn adds to the next request: the reply's message and a short question."""
 
 CREATE_AHEAD = 1.25
-"""Sessions created for the sessions that the warm-up's pace would use."""
+"""Factor for the number of sessions created before a measurement, over the number that the warm-up's rate predicts."""
 
 
 HEAD_BYTES = 65536
-"""A longer reply is bulk behind its message, which is looked for within so many bytes."""
+"""In a longer reply the message is searched within this many bytes; the rest are ids and payloads."""
 
 
 class _Choice(msgspec.Struct):
@@ -53,25 +53,25 @@ _MESSAGE = re.compile(rb'"choices": ?\[\{"index": ?0, ?"message": ?')
 
 
 def reply_message(body: bytes) -> bytes:
-    """The assistant's message of a chat reply, as the engine spelled it.
+    """The assistant message of a chat reply, as raw JSON.
 
-    The simulator writes it in front of ids and payloads, so that 50 MiB need not be read for 100 bytes.
+    The simulator writes it before ids and payloads, so that finding it does not require reading 50 MiB.
     """
     begin = _MESSAGE.search(body, 0, HEAD_BYTES) if len(body) > HEAD_BYTES else None
     if begin is None:
         return bytes(_decode_reply(body).choices[0].message)
-    text = body[begin.end() : begin.end() + HEAD_BYTES].decode("latin-1")  # a character a byte
+    text = body[begin.end() : begin.end() + HEAD_BYTES].decode("latin-1")  # one character for each byte
     return body[begin.end() : begin.end() + _decode_head(text)[1]]
 
 
 def error_code(body: bytes) -> str:
-    """The `code` of an error's body."""
+    """The `code` of an error reply; "?" if it has none."""
     found = re.search(rb'"code":\s*"([a-z_]+)"', body)
     return found[1].decode() if found else "?"
 
 
 class Conversation:
-    """One session's requests: each repeats the last, the reply's message, and asks on."""
+    """The requests of one session: each repeats the previous one and adds the reply's message and a question."""
 
     def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"") -> None:
         self._front = b'{"model":"simulator","sim":' + sim + more + b',"messages":['
@@ -83,13 +83,13 @@ class Conversation:
         return (self._front, b",".join(self._messages), b"]}")
 
     def answered(self, message: bytes, question: bytes | None = None) -> None:
-        """Go on behind a reply's message."""
+        """Add a reply's message and the next question."""
         self.turns += 1
         self._messages += [message, question or b'{"role":"user","content":"And then, after step %d?"}' % self.turns]
 
 
 def opening_messages(size: int, seed: int = 0) -> list[bytes]:
-    """Messages of about `size` bytes of words, of the simulator's vocabulary, so that they compress as prose does."""
+    """Messages of about `size` bytes in total, in the simulator's vocabulary, so that they compress like prose."""
     rng = random.Random(seed)
     messages: list[bytes] = []
     while size > 0:
@@ -101,7 +101,7 @@ def opening_messages(size: int, seed: int = 0) -> list[bytes]:
 
 
 class Script(NamedTuple):
-    """What each session of a load says: its first messages, the wishes and fields of every request."""
+    """The content of each session of a load: its first messages, and the `sim` and other fields of every request."""
 
     opening: list[bytes]
     sim: bytes = SIM
@@ -112,13 +112,13 @@ class Script(NamedTuple):
 
 
 def short_turns(request_bytes: int, turns_per_session: int) -> Script:
-    """Requests of `request_bytes` on the average, and replies that follow from them."""
+    """A script with requests of `request_bytes` on average."""
     growth = TURN_GROWTH_BYTES * (turns_per_session - 1) // 2
     return Script(opening_messages(max(64, request_bytes - growth - 140)))
 
 
 class Tally(msgspec.Struct):
-    """What the clients saw within a stretch of time; `late` turns ended after it."""
+    """What the clients measured in one period. `latencies` are in seconds; `late` turns ended after the period."""
 
     latencies: list[float] = []
     late: int = 0
@@ -133,9 +133,9 @@ class Tally(msgspec.Struct):
 
 
 class Load:
-    """`clients` concurrent clients of `base_url`, started once, tallied over any number of stretches.
+    """`clients` concurrent clients of `base_url`, created once and measured over any number of periods.
 
-    `headers` are further ones of each request: whole lines, each with CRLF.
+    `headers` are added to each request: whole lines, each with CRLF.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Load:
         self._until = 0.0
 
     async def run(self, seconds: float) -> Tally:
-        """All clients at work for so long; the turns that end within it are tallied."""
+        """Run all clients for `seconds` and count the turns that end within that time."""
         self._tally = tally = Tally()
         began = time.perf_counter()
         self._until = began + seconds
@@ -165,7 +165,7 @@ class Load:
         return tally
 
     async def create_ahead(self, turns: float) -> None:
-        """Sessions for about `turns` turns."""
+        """Create sessions for about `turns` turns."""
         wanted = int(turns * CREATE_AHEAD / self._turns_per_session) + self._clients - len(self._ready)
         shares = [wanted // self._clients + (index < wanted % self._clients) for index in range(self._clients)]
         async with asyncio.TaskGroup() as group:
@@ -183,7 +183,7 @@ class Load:
         return name
 
     async def _client(self) -> None:
-        """Turns until the time is over, on a new connection after one has broken."""
+        """Run turns until the time is over. After an error of the connection, continue on a new one."""
         while time.perf_counter() < self._until:
             try:
                 async with await Connection.connect(self._base_url, self._headers) as connection:

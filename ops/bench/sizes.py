@@ -1,4 +1,7 @@
-"""Replies of a wanted size: most of one is `routed_experts`, a row for each token of prompt and output but the last."""
+"""Replies of a chosen size.
+
+Most of a large reply is `routed_experts`: a row for each token of prompt and output but the last.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,28 @@ import msgspec
 from ops.bench.client import Broken, Connection
 from ops.bench.sessions import Script, opening_messages, reply_message
 
-ASK = (
+REQUESTED_FIELDS = (
     b',"logprobs":true,"top_logprobs":0,"return_meta_info":true,"return_prompt_token_ids":true,"return_token_ids":true'
 )
-"""What Turnlog asks an engine for: sent by the client too, so that the engine has the same work without it."""
+"""The fields that Turnlog adds to a request for an engine. The client sends them too, so that an engine called directly
+has the same work."""
 
 KIB = 1 << 10
 MIB = 1 << 20
 
 FEW_TOKENS = 5
-"""Output of the smallest replies, whose logprobs would otherwise be all of them."""
+"""Output tokens of the smallest replies; with more, their logprobs alone would exceed the size."""
 
 
 LAYERS, TOP_K = 48, 4
 TOKEN_BYTES = LAYERS * TOP_K * 4 * 4 / 3
-"""Of `routed_experts` a token: int32 ids in base64, 1 KiB."""
+"""Bytes of `routed_experts` for each token: int32 ids in base64, 1 KiB."""
 
 
 def _script(prompt_bytes: int, completion_tokens: int) -> Script:
-    """Sessions that begin with so many bytes of prompt."""
+    """A script whose sessions begin with `prompt_bytes` of prompt."""
     sim: dict[str, object] = {"completion_tokens": completion_tokens, "tool_calls": False, "reasoning": False}
-    more = ASK
+    more = REQUESTED_FIELDS
     if completion_tokens > FEW_TOKENS:
         sim["experts"] = {"layers": LAYERS, "top_k": TOP_K, "experts": 128}
         more += b',"return_routed_experts":true'
@@ -37,7 +41,8 @@ def _script(prompt_bytes: int, completion_tokens: int) -> Script:
 
 
 class Size(NamedTuple):
-    """`ideal_ms`: CPU of a whole durable turn in a pipeline without a server around it, where it has been measured."""
+    """A size of replies, with the load to measure it. `ideal_ms` is the measured CPU in ms of a whole durable turn in a
+    pipeline without a server; None: not measured."""
 
     reply_bytes: int
     clients: int
@@ -46,9 +51,9 @@ class Size(NamedTuple):
     ideal_ms: float | None
 
     async def script(self, engine_url: str) -> Script:
-        """Sessions whose replies have the size on the average, each of which the engine has made once. Raises Broken.
+        """A script whose replies have the size on average. The engine has generated each of them once. Raises Broken.
 
-        A reply's size is a line over the prompt's, so two small prompts tell it.
+        The size of a reply is linear in the size of the prompt, so two small prompts determine it.
         """
         with_payload = self.completion_tokens > FEW_TOKENS
         guess = int(self.reply_bytes / TOKEN_BYTES * 4) if with_payload else self.reply_bytes
@@ -63,7 +68,7 @@ class Size(NamedTuple):
         return made
 
     async def _mean_size(self, engine: Connection, made: Script, turns: int) -> float:
-        """Bytes of a reply, the mean of a session's first and last; the middle ones lie between."""
+        """Mean bytes of a reply over a session, from its first and its last, since the size grows linearly."""
         conversation = made.begin()
         sizes: list[int] = []
         while conversation.turns < turns:

@@ -1,4 +1,4 @@
-"""The stand of every benchmark: servers on one core, the engine simulator and the clients on another."""
+"""The setup of all benchmarks: servers on one core, the engine simulator and the clients on another."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ WARM_UP_S = 2.0
 
 
 class Cores(NamedTuple):
-    """Which CPUs the server has, and which everything else; the same where the machine has only one."""
+    """The CPUs of the server and of everything else; they are the same if the machine has only one."""
 
     server: set[int]
     others: set[int]
 
 
 def cores(spread: bool = False) -> Cores:
-    """The first two CPUs of this process, one each; with `spread`, both for all."""
+    """The first two CPUs of this process, one for each side; with `spread`, both for both."""
     allowed = sorted(os.sched_getaffinity(0))
     if spread:
         return Cores(set(allowed[:2]), set(allowed[:2]))
@@ -38,7 +38,7 @@ def cores(spread: bool = False) -> Cores:
 
 @contextlib.contextmanager
 def pinned(cpus: set[int]) -> Iterator[None]:
-    """Children that are started meanwhile inherit `cpus`, with every thread that they will have."""
+    """Pin this process to `cpus`. Children started meanwhile inherit this, with all their threads."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     try:
@@ -49,22 +49,22 @@ def pinned(cpus: set[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
-    """A new folder, removed afterwards; `folder` chooses the disk that is measured."""
+    """A new folder, removed at the end. `folder` is its parent, on the disk to measure."""
     with tempfile.TemporaryDirectory(prefix="turnlog-bench-", dir=folder) as made:
         yield Path(made)
 
 
 @contextlib.contextmanager
-def simulator(places: Cores) -> Iterator[SimulatorProcess]:
-    """An engine; the caller is pinned to the clients' core, which is the engine's too, for as long."""
-    with pinned(places.others), SimulatorProcess("--reasoning", "0") as engine:
+def simulator(cpu_sets: Cores) -> Iterator[SimulatorProcess]:
+    """A running engine simulator. The caller is pinned to the same core meanwhile, as the clients' core."""
+    with pinned(cpu_sets.others), SimulatorProcess("--reasoning", "0") as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def started(server: OwnProcess, places: Cores) -> Iterator[OwnProcess]:
-    """The server on its core."""
-    with pinned(places.server):
+def started(server: OwnProcess, cpu_sets: Cores) -> Iterator[OwnProcess]:
+    """Start the server on its core, and stop it at the end."""
+    with pinned(cpu_sets.server):
         server.start()
     try:
         yield server
@@ -75,29 +75,29 @@ def started(server: OwnProcess, places: Cores) -> Iterator[OwnProcess]:
 @contextlib.contextmanager
 def turnlog(
     engine: SimulatorProcess,
-    places: Cores,
+    cpu_sets: Cores,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     database_url: str | None = None,
 ) -> Iterator[ServerProcess]:
-    """A server with an empty store."""
+    """A running server with an empty store."""
     with folder_for_bench(folder) as made:
         server = ServerProcess(
             made, upstreams=[engine.base_url], environment=environment, database_url=database_url
         ).migrate()
-        with started(server, places):
+        with started(server, cpu_sets):
             yield server
 
 
-class Stretch(NamedTuple):
-    """What the clients of some servers saw within a stretch of time, and the CPU that the servers used."""
+class Period(NamedTuple):
+    """What the clients of some servers measured in one period, and the CPU seconds that the servers used."""
 
     tallies: Sequence[Tally]
     cpu_s: float
 
     @property
     def turns(self) -> int:
-        """All that ended, also those that were in flight when the time was over."""
+        """All turns that ended, including those in flight at the end of the period."""
         return sum(len(one.latencies) + one.late for one in self.tallies)
 
     @property
@@ -106,7 +106,7 @@ class Stretch(NamedTuple):
 
     @property
     def cpu_ms(self) -> float:
-        """Of a turn."""
+        """CPU milliseconds of the servers for each turn."""
         return self.cpu_s * 1000 / max(self.turns, 1)
 
     @property
@@ -134,7 +134,7 @@ class Stretch(NamedTuple):
 
 
 class Side:
-    """One server or several on one store, and the clients that are spread over them."""
+    """One or several servers on one store, and the clients distributed over them."""
 
     def __init__(
         self, servers: Sequence[OwnProcess], script: Script, *, clients: int, turns_per_session: int, headers: str = ""
@@ -155,31 +155,31 @@ class Side:
         self._pace = 0.0
 
     async def warm_up(self, seconds: float = WARM_UP_S) -> Side:
-        """The pace of it says how many sessions a stretch needs."""
+        """Run turns for `seconds`. Their rate determines how many sessions `create_ahead` creates."""
         await self._create_ahead(self._clients)
-        await self.stretch(seconds)
+        await self.run_period(seconds)
         return self
 
     async def create_ahead(self, seconds: float) -> None:
-        """Sessions for a stretch, which would otherwise be created within it."""
+        """Create the sessions for a period of `seconds`, which would otherwise be created within it."""
         await self._create_ahead(self._pace * seconds)
 
-    async def stretch(self, seconds: float) -> Stretch:
+    async def run_period(self, seconds: float) -> Period:
         before = self._cpu_s()
         tallies = [await self._loads[0].run(seconds)] if len(self._loads) == 1 else await self._all(seconds)
-        found = Stretch(tallies, self._cpu_s() - before)
+        found = Period(tallies, self._cpu_s() - before)
         self._pace = max(self._pace, found.turns / found.seconds)
         return found
 
-    async def measured(self, seconds: float) -> Stretch:
+    async def measured(self, seconds: float) -> Period:
         """Warm up, create sessions, measure."""
         await self.warm_up()
         await self.create_ahead(seconds)
-        return await self.stretch(seconds)
+        return await self.run_period(seconds)
 
     @property
     def answered(self) -> int:
-        """Turns ever."""
+        """All turns answered so far."""
         return sum(load.answered for load in self._loads)
 
     def _cpu_s(self) -> float:
@@ -206,7 +206,7 @@ class _Health(msgspec.Struct):
 
 
 async def writer_counters(base_url: str) -> WriterFigures:
-    """Raises Broken."""
+    """Read the writer's counters from `/health`. Raises Broken."""
     async with await Connection.connect(base_url) as connection:
         response = await connection.request("GET", "/health")
     if response.status != 200:

@@ -1,4 +1,4 @@
-"""Is a server with a full store ready as fast as one with an empty store?"""
+"""Time until a started server is ready and has committed its first turn, with an empty and with a full store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ops.bench.client import Connection
 from ops.bench.latency import timed
-from ops.bench.measure import keep, table
+from ops.bench.measure import save_figures, table
 from ops.bench.sessions import Conversation, opening_messages
 from ops.bench.stand import cores, folder_for_bench, pinned, simulator
 from ops.bench.stored import fill
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    places = cores()
+    cpu_sets = cores()
     rows: list[dict[str, Any]] = []
-    with simulator(places) as engine:
+    with simulator(cpu_sets) as engine:
         for count in (0, arguments.sessions):
             with folder_for_bench(arguments.folder) as folder:
                 server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()
                 await fill(server.environment["TURNLOG_DATABASE_URL"], count, arguments.turns)
                 times = [
-                    await _first_turn(server, places.server, f"first-{number}") for number in range(arguments.repeat)
+                    await _first_turn(server, cpu_sets.server, f"first-{number}") for number in range(arguments.repeat)
                 ]
                 rows.append(
                     {
@@ -44,7 +44,7 @@ async def main(arguments: argparse.Namespace) -> int:
                     }
                 )
     table(rows)
-    keep("startup", rows)
+    save_figures("startup", rows)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Sessions written straight into a store with the content that turns have, for who begins with a full one."""
+"""Writes sessions with realistic turns directly into a store, for benchmarks that begin with a full store."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from workers.parse import token_text
 TURNS_PER_TRANSACTION = 500
 CONFIG = SessionConfig(rollback_window=1)
 PROMPT_TOKENS, OUTPUT_TOKENS, QUESTION_BYTES = 100, 20, 512
-"""Of a turn that says nothing in particular."""
+"""Size of a turn with arbitrary content: tokens of its prompt and output, bytes of its question."""
 
 _HASH = "0" * 32
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """What a turn adds to its session, as it is stored: two frames, and what the log says of them.
+    """A turn as stored: its two frames, and the values that the log has of them.
 
-    `text` is that of its token ids, `messages` the request's new ones and `message` the reply's (raw JSON);
-    `hashes` are the canonical ones of all of these.
+    `text` is the text of its token ids. `messages` are the request's new messages and `message` is the reply's, as raw
+    JSON. `hashes` are the canonical hashes of all these messages.
     """
 
     facts: bytes
@@ -73,17 +73,18 @@ class StoredTurn(msgspec.Struct, frozen=True):
 
 
 async def fill(url: str, sessions: int, turns: int) -> None:
-    """Sessions `filled-0` and so on, which all have the same turns: it counts how many they are, not what they say."""
+    """Write sessions `filled-0` and so on, which all have the same turns. Only their number matters, not their
+    content."""
     made = [_plain_turn(number) for number in range(turns)]
 
-    def every() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
+    def all_sessions() -> Iterator[tuple[str, Sequence[StoredTurn]]]:
         for number in range(sessions):
             yield f"filled-{number}", made
 
     database = Database(url)
     await database.open()
     try:
-        await write_sessions(database, every(), b'{"model":"simulator"}', ended=False)
+        await write_sessions(database, all_sessions(), b'{"model":"simulator"}', ended=False)
     finally:
         await database.close()
 
@@ -103,9 +104,9 @@ def _ids(count: int) -> bytes:
 async def write_sessions(
     database: Database, sessions: Iterable[tuple[str, Sequence[StoredTurn]]], params: bytes, *, ended: bool
 ) -> None:
-    """Each turn continues the one before it. `params` are those of every request, a JSON object.
+    """Write the sessions; each turn continues the previous one. `params` is a JSON object, the same for every request.
 
-    `ended`: the sessions are closed, with a reward.
+    With `ended`, the sessions are closed and have a reward.
     """
     incarnation = await register(database)
     waiting: list[Operation[Any]] = []
@@ -138,7 +139,7 @@ def _session(
 
 
 class _Log:
-    """What a session's events add up, turn by turn."""
+    """The running totals of a session's log, turn by turn."""
 
     def __init__(self, session_id: str, incarnation: int, at: float, params: bytes) -> None:
         self._session_id = session_id
@@ -150,7 +151,8 @@ class _Log:
         self._spelling = hashlib.sha256()
 
     def turn(self, stored: StoredTurn) -> list[Operation[Any]]:
-        """The claim and the commit; the log holds the session's creation and two events a turn."""
+        """The operations of a turn: the claim and the commit. The log has one event for the creation and two for each
+        turn."""
         self._turn += 1
         fence = 2 * self._turn
         opened = TurnOpened(self._turn, self._turn - 1, self._incarnation, body_hash=_HASH)

@@ -1,4 +1,4 @@
-"""Turns a second, server CPU a turn and latency under load; with --before beside another commit's server."""
+"""Turns per second, server CPU and latency under load; with --before, compared with the server of another commit."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ops.bench.profile import top_frames
 from ops.bench.sessions import Script, short_turns
 from ops.bench.sizes import SIZES
 from ops.bench.stand import (
+    Period,
     Side,
-    Stretch,
     cores,
     folder_for_bench,
     simulator,
@@ -38,16 +38,20 @@ PROFILE_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--request-bytes", type=int, default=2048)
-    parser.add_argument("--size", choices=SIZES, help="of a reply, instead of --request-bytes")
-    parser.add_argument("--seconds", type=float, help="10, or 1.5 of each stretch with --before")
+    parser.add_argument("--size", choices=SIZES, help="size of a reply, instead of --request-bytes")
+    parser.add_argument("--seconds", type=float, help="duration; default 10, with --before 1.5 for each period")
     parser.add_argument("--turns-per-session", type=int, default=8)
-    parser.add_argument("--token", action="store_true", help="the server asks for an admin token, each request has it")
-    parser.add_argument("--spread", action="store_true", help="all processes on both cores; else the server has one")
-    parser.add_argument("--profile", action="store_true", help="afterwards, sample the server under the same load")
-    parser.add_argument("--database-url", help="another store than a new SQLite file; must be empty")
-    parser.add_argument("--before", help="a commit, or a checkout's folder, to compare with: in rounds, in turn")
-    parser.add_argument("--rounds", type=int, default=16, help="of one stretch each (--before)")
-    parser.add_argument("--postgres", action="store_true", help="a database each on a PostgreSQL of the run's own")
+    parser.add_argument("--token", action="store_true", help="run the server with an admin token")
+    parser.add_argument(
+        "--spread", action="store_true", help="run all processes on both cores, instead of the server on one"
+    )
+    parser.add_argument("--profile", action="store_true", help="afterwards, profile the server under the same load")
+    parser.add_argument("--database-url", help="an empty store to use instead of a new SQLite file")
+    parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
+    parser.add_argument("--rounds", type=int, default=16, help="number of compared pairs (with --before)")
+    parser.add_argument(
+        "--postgres", action="store_true", help="with --before: use a new PostgreSQL server, a database for each side"
+    )
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -73,23 +77,23 @@ def _side(server: ServerProcess, script: Script, arguments: argparse.Namespace, 
 
 
 def _token(arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """The token, and the server's setting."""
+    """The token, and the server's setting for it."""
     token = secrets.token_urlsafe(32) if arguments.token else ""
     return token, {"TURNLOG_ADMIN_TOKEN": token} if token else {}
 
 
 async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    places, (token, settings) = cores(arguments.spread), _token(arguments)
+    cpu_sets, (token, settings) = cores(arguments.spread), _token(arguments)
     seconds = arguments.seconds or 10.0
     with (
-        simulator(places) as engine,
-        turnlog(engine, places, arguments.folder, settings, arguments.database_url) as server,
+        simulator(cpu_sets) as engine,
+        turnlog(engine, cpu_sets, arguments.folder, settings, arguments.database_url) as server,
     ):
         side = _side(server, await _script(arguments, engine.base_url), arguments, token)
         await side.warm_up()
         await side.create_ahead(seconds)
         before = await writer_counters(server.base_url)
-        found = await side.stretch(seconds)
+        found = await side.run_period(seconds)
         after = await writer_counters(server.base_url)
         figures = {
             "clients": arguments.clients,
@@ -100,55 +104,56 @@ async def _measured(arguments: argparse.Namespace) -> dict[str, Any]:
         }
         if arguments.profile:
             await side.create_ahead(PROFILE_S)
-            running = asyncio.create_task(side.stretch(PROFILE_S + 1))
+            running = asyncio.create_task(side.run_period(PROFILE_S + 1))
             figures |= dict(await top_frames(server.pid, PROFILE_S, server.database_path.parent))
             await running
     return figures
 
 
 async def _compared(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a turn costs another commit's server, and this tree's.
+    """Compare the cost of a turn on another commit's server and on this tree's.
 
-    Both servers run on one core, each with a store of its own, before one engine and with the same settings. The same
-    load goes to one and the other in short stretches, in turn and beginning with either, so that whatever slows the
-    machine slows both. A ratio is that of two stretches next to each other.
+    Both servers run on one core with the same engine and settings, each with its own store. They get the same load in
+    short alternating periods, and the first of each pair alternates, so that any slowdown of the machine affects both.
+    A ratio compares two adjacent periods.
     """
     seconds = arguments.seconds or 1.5
-    with _both(arguments) as (engine_url, servers, token):
+    with _both_servers(arguments) as (engine_url, servers, token):
         script = await _script(arguments, engine_url)
         sides = [await _side(server, script, arguments, token).warm_up() for server in servers]
-        pairs: list[tuple[Stretch, Stretch]] = []
+        pairs: list[tuple[Period, Period]] = []
         for number in range(arguments.rounds):
             for side in sides:
                 await side.create_ahead(seconds)
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            found = {place: await sides[place].stretch(seconds) for place in order}
+            found = {place: await sides[place].run_period(seconds) for place in order}
             pairs.append((found[0], found[1]))
     return _ratios(pairs)
 
 
 @contextlib.contextmanager
-def _both(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
-    """The servers of the commit and of this tree, running, and their token."""
-    places, (token, settings) = cores(arguments.spread), _token(arguments)
+def _both_servers(arguments: argparse.Namespace) -> Iterator[tuple[str, list[ServerProcess], str]]:
+    """Run the servers of the commit and of this tree; yields the engine's URL, the servers and their token."""
+    cpu_sets, (token, settings) = cores(arguments.spread), _token(arguments)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
         database = stack.enter_context(primary(arguments.folder)) if arguments.postgres else None
-        engine = stack.enter_context(simulator(places))
+        engine = stack.enter_context(simulator(cpu_sets))
         servers = []
-        for name, root in (("before", _tree_of(arguments.before, folder)), ("after", ROOT)):
+        for name, root in (("before", _source_tree(arguments.before, folder)), ("after", ROOT)):
             (own := folder / f"{name}-store").mkdir()
             url = None if database is None else database.new_database()
             server = ServerProcess(
                 own, upstreams=[engine.base_url], database_url=url, environment=settings, root=root
             ).migrate()
-            stack.enter_context(started(server, places))
+            stack.enter_context(started(server, cpu_sets))
             servers.append(server)
         yield engine.base_url, servers, token
 
 
-def _tree_of(commit: str, folder: Path) -> Path:
-    """A checkout, or the repository at that commit. Raises CalledProcessError for one that it does not have."""
+def _source_tree(commit: str, folder: Path) -> Path:
+    """The path of a source tree: `commit` itself if it is a folder, else an extracted commit. Raises CalledProcessError
+    if the repository does not have it."""
     if (Path(commit) / "app").is_dir():
         return Path(commit).resolve()
     tree = folder / "before"
@@ -158,11 +163,11 @@ def _tree_of(commit: str, folder: Path) -> Path:
     return tree
 
 
-def _ratios(pairs: Sequence[tuple[Stretch, Stretch]]) -> dict[str, Any]:
+def _ratios(pairs: Sequence[tuple[Period, Period]]) -> dict[str, Any]:
     ratios = sorted(after.cpu_ms / before.cpu_ms for before, after in pairs)
-    off = math.ceil(0.98 * math.sqrt(len(ratios)))
+    margin = math.ceil(0.98 * math.sqrt(len(ratios)))
     middle = len(ratios) // 2
-    interval = ratios[max(0, middle - off) : middle + off + 1]
+    interval = ratios[max(0, middle - margin) : middle + margin + 1]
     sides = dict(zip(("before", "after"), map(list, zip(*pairs, strict=True)), strict=True))
     figures: dict[str, Any] = {"rounds": len(pairs), "turns": sum(one.turns for pair in pairs for one in pair)}
     for name, side in sides.items():
@@ -181,5 +186,5 @@ def _ratios(pairs: Sequence[tuple[Stretch, Stretch]]) -> dict[str, Any]:
     }
 
 
-def _mean_cpu(side: Sequence[Stretch]) -> float:
+def _mean_cpu(side: Sequence[Period]) -> float:
     return sum(one.cpu_s for one in side) / sum(one.turns for one in side)

@@ -1,4 +1,4 @@
-"""The main job in half a minute: agents, an engine, and a server that is killed under them.
+"""A demo of crash recovery in about half a minute: the server is killed while agents and an engine run.
 
-`python -m ops.demo` starts real processes and real OpenAI clients, and judges what is left by itself.
+`python -m ops.demo` starts real processes and real OpenAI clients, and checks the result itself.
 """

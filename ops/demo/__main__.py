@@ -1,4 +1,4 @@
-"""`python -m ops.demo`: exit code 0 if everything acknowledged survived, else 1."""
+"""Runs the demo: `python -m ops.demo`. Exit code 0 if every acknowledged turn survived, else 1."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 LATENCY_MS = 700
-"""How long a generation takes: long enough that a kill finds several of them at work."""
+"""Duration of a generation: long enough that the kill happens during several generations."""
 
 IMPATIENT_S = 0.5
-"""The client timeout of the one agent that does not wait for its engine."""
+"""The client timeout of one agent, which is shorter than a generation."""
 
 NAMES = ("Ada", "Blaise", "Emmy", "Kurt", "Sofia", "Tibor")
 TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "Sum up what you found.")
@@ -34,16 +34,16 @@ TASKS = ("Work out the crates we need.", "Check it again with other numbers.", "
 
 @dataclass(slots=True)
 class Story:
-    """Lines with the seconds since the beginning before them."""
+    """Prints lines with the seconds since the start."""
 
     began: float
 
-    def tell(self, text: str) -> None:
+    def log(self, text: str) -> None:
         print(f"{time.monotonic() - self.began:5.1f} s  {text}", flush=True)
 
 
 class AgentsStopped(Exception):
-    """The agents were done before the server could be killed, so nothing was shown."""
+    """The agents finished before the server could be killed, so the demo shows nothing."""
 
 
 FAILURES = (
@@ -75,39 +75,37 @@ async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list
 async def kill_in_the_middle(
     server: ServerProcess, engine: httpx.AsyncClient, agents: Sequence[Agent], work: asyncio.Future[Any], story: Story
 ) -> int:
-    """Kill the server once every agent has two turns and most have another in flight, and start it again.
+    """Kill the server when every agent has two turns and most have another in flight, and start it again.
 
-    Returns how many turns were acknowledged before.
+    Returns the number of turns acknowledged before the kill.
     """
     while True:
         at_engine = (await engine.get("/sim/stats")).json()["in_flight"]
         if work.done():
             await work
-            raise AgentsStopped("they were done before the server could be killed")
+            raise AgentsStopped("the agents finished before the server could be killed")
         if at_engine >= len(agents) - 2 and all(len(agent.seen) >= 2 for agent in agents):
             break
         await asyncio.sleep(0.02)
     acknowledged = sum(len(agent.seen) for agent in agents)
     server.kill()
     killed = time.monotonic()
-    story.tell(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were at the engine")
+    story.log(f"kill -9: {acknowledged} turns were acknowledged, {at_engine} generations were in flight")
     await asyncio.to_thread(server.start)
     away_s = time.monotonic() - killed
-    story.tell(f"the server answers again, {away_s:.1f} s after the kill, on the same file; nobody repaired anything")
+    story.log(f"the server answers again, {away_s:.1f} s after the kill, on the same file, without any repair")
     return acknowledged
 
 
 async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[list[Row], dict[str, list[str]]]:
-    """Reward and close each session; the export's rows, and each session's log as lines."""
+    """Reward and close each session. Returns the export's rows, and the lines of each session's log."""
     for agent in agents:
         where = f"/sessions/{agent.session_id}"
         reward = {"reward": round(1 / len(agent.seen), 4), "components": {"turns": float(len(agent.seen))}}
         (await service.put(f"{where}/reward", json=reward)).raise_for_status()
         (await service.delete(where)).raise_for_status()
-    rows: list[Row] = []
-    async with service.stream("GET", "/export", params={"session_status": "closed"}) as response:
-        response.raise_for_status()
-        rows = [json.loads(line) async for line in response.aiter_lines() if line]
+    exported = await service.get("/export", params={"session_status": "closed"})
+    rows: list[Row] = [json.loads(line) for line in exported.raise_for_status().content.splitlines()]
     logs = {}
     for agent in agents:
         events = await service.get(f"/sessions/{agent.session_id}/events")
@@ -115,46 +113,48 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
     return rows, logs
 
 
-def tell_agents(agents: Sequence[Agent]) -> None:
-    print("\nWhat the agents saw")
-    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'asked again':>13}{'given again':>13}")
+def print_agents(agents: Sequence[Agent]) -> None:
+    print("\nWhat the agents received")
+    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'repeated':>13}{'replayed':>13}")
     for agent in agents:
         calls = sum(len(seen.calls) for seen in agent.seen)
         note = "streams" if agent.stream else f"client timeout {agent.timeout_s} s" if agent.timeout_s else ""
-        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.asked_again:13}{agent.given_again:13}"
+        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.repeated:13}{agent.replayed:13}"
         print(f"  {agent.name:8}{counts}  {note}".rstrip())
-    print("  asked again: by the agent's own loop, after the SDK had given up")
-    print("  given again: replies that came from the log, or from the turn in flight, without a second generation")
+    print("  repeated: requests that the agent sent again, after the SDK's retries were used up")
+    print("  replayed: replies from the log, or from the turn in flight, without a second generation")
 
 
-def tell_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
+def print_findings(found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
     tokens = sum(len(row["tokens"]) for row in rows)
     sampled = sum(sum(row["sampled_mask"]) for row in rows)
     sessions = len({row["session_id"] for row in rows})
     print("\nWhat survived")
     print(f"  acknowledged   {found.acknowledged} turns, {before} of them before the kill")
     print(f"  in the log     {found.committed} turns committed, {found.abandoned} abandoned (in flight at the kill)")
-    print(f"  at the engine  {generations} generations: one a turn, and those that died with the server")
-    print(f"  logs           {found.folded} of {len(NAMES)} fold, and hold what their agent saw")
+    print(f"  at the engine  {generations} generations: one for each turn, and those that the kill interrupted")
+    print(f"  logs           {found.folded} of {len(NAMES)} fold and contain what their agent received")
     print(f"  export         {len(rows)} rows of {sessions} sessions: {tokens} tokens, {sampled} of them sampled")
 
 
 async def run(folder: Path, story: Story) -> bool:
-    """The whole story; True if nothing acknowledged is missing and nothing was generated twice."""
+    """Run the whole demo; True if no acknowledged turn is missing and none was generated twice."""
     with SimulatorProcess("--seed", "7", "--latency-ms", str(LATENCY_MS)) as simulator:
         server = ServerProcess(folder, upstreams=[simulator.base_url])
         with server:
-            story.tell(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
+            story.log(f"engine simulator at {simulator.base_url}, Turnlog at {server.base_url}, a new SQLite file")
             async with (
                 httpx.AsyncClient(base_url=server.base_url, trust_env=False, timeout=30) as service,
                 httpx.AsyncClient(base_url=simulator.base_url, trust_env=False) as engine,
             ):
-                return await _tell(server, service, engine, story)
+                return await _run_agents(server, service, engine, story)
 
 
-async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story) -> bool:
+async def _run_agents(
+    server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story
+) -> bool:
     agents = await make_agents(server, service)
-    story.tell(f"{len(agents)} agents begin: openai {openai.__version__}, tools, {LATENCY_MS} ms a generation")
+    story.log(f"{len(agents)} agents start: openai {openai.__version__}, tools, {LATENCY_MS} ms for each generation")
     work = asyncio.gather(*(agent.run() for agent in agents))
     try:
         before = await kill_in_the_middle(server, engine, agents, work, story)
@@ -162,22 +162,24 @@ async def _tell(server: ServerProcess, service: httpx.AsyncClient, engine: httpx
     finally:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-    story.tell(f"all agents are done: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
+    story.log(f"all agents have finished: {sum(len(agent.seen) for agent in agents)} turns acknowledged")
     rows, logs = await finish(service, agents)
     generations = (await engine.get("/sim/stats")).json()["started"]
     for agent in agents:
         await agent.client.close()
-    story.tell("rewards set, sessions closed, exported")
+    story.log("rewards set, sessions closed, exported")
     found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:
-        found.problems.append(f"{generations} generations for {found.committed} turns: some were made twice")
-    tell_agents(agents)
-    tell_findings(found, rows, generations, before)
+        found.problems.append(f"{generations} generations for {found.committed} turns: some were generated twice")
+    print_agents(agents)
+    print_findings(found, rows, generations, before)
     print()
     for problem in found.problems:
         print(f"LOST  {problem}")
     if not found.problems:
-        print(f"All {found.acknowledged} acknowledged turns are there: ids, logprobs and text as the agents saw them.")
+        print(
+            f"All {found.acknowledged} acknowledged turns are stored as the agents received them: ids, logprobs, text."
+        )
     return not found.problems
 
 
@@ -189,17 +191,17 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     print("Turnlog: six agents, one engine, one kill -9\n")
     try:
-        good = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
+        has_survived = asyncio.run(run(folder.resolve(), Story(time.monotonic())))
     except KeyboardInterrupt:
         return 130
     except FAILURES as error:
         print(f"The demo could not be finished: {type(error).__name__}: {error}", file=sys.stderr)
-        good = False
-    if given is None and good:
+        has_survived = False
+    if given is None and has_survived:
         shutil.rmtree(folder, ignore_errors=True)
     else:
         print(f"Database and server log: {folder}")
-    return 0 if good else 1
+    return 0 if has_survived else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An agent as harnesses write them: the openai package, tools, and a loop that asks again when a call fails."""
+"""An agent like those of common harnesses: the openai package, tools, and a loop that repeats a failed call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from ops.demo import tools
 
-ASK_AGAIN_S = 0.25
-"""Pause before a call that failed, with the SDK's own retries used up, is made once more."""
+REPEAT_PAUSE_S = 0.25
+"""Pause in seconds before the agent repeats a call for which the SDK has used up its own retries."""
 
 GIVE_UP_S = 40.0
 MAX_TURNS_PER_TASK = 8
@@ -31,15 +31,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """A turn whose reply reached the agent: from now on it must never be lost.
+    """A turn whose reply reached the agent, so it must not be lost.
 
-    `place` is the index of its assistant message. Ids and the body's hash are None for a stream, which carries none.
+    `message_index` is the index of its assistant message. A stream has no token ids, so these fields and
+    `reply_sha256` are None.
     """
 
     turn: int
     key: str
     reply_sha256: str | None
-    place: int
+    message_index: int
     text: str
     calls: tuple[Call, ...]
     output_tokens: int
@@ -50,7 +51,7 @@ class Acknowledged:
 
 @dataclass(slots=True)
 class Agent:
-    """`timeout_s` None is the SDK's default; a short one makes an impatient client."""
+    """`timeout_s` is the client timeout of a request in seconds; None means the SDK's default."""
 
     name: str
     client: openai.AsyncOpenAI
@@ -61,8 +62,8 @@ class Agent:
     messages: list[ChatCompletionMessageParam] = field(default_factory=list)
     seen: list[Acknowledged] = field(default_factory=list)
     sdk_retries: int = 0
-    asked_again: int = 0
-    given_again: int = 0
+    repeated: int = 0
+    replayed: int = 0
 
     async def run(self) -> None:
         """Work through the tasks. Raises openai.OpenAIError, httpx.TransportError."""
@@ -76,7 +77,8 @@ class Agent:
                     break
 
     async def _turn(self) -> Acknowledged:
-        """One turn under one idempotency key, however often it has to be asked for."""
+        """Run one turn, repeating the request with the same idempotency key until it succeeds or GIVE_UP_S have
+        passed."""
         key = f"{self.session_id}/{len(self.seen) + 1}"
         deadline = asyncio.get_running_loop().time() + GIVE_UP_S
         while True:
@@ -87,8 +89,8 @@ class Agent:
                     self.sdk_retries += self.client.max_retries
                 if asyncio.get_running_loop().time() > deadline:
                     raise
-            self.asked_again += 1
-            await asyncio.sleep(ASK_AGAIN_S)
+            self.repeated += 1
+            await asyncio.sleep(REPEAT_PAUSE_S)
 
     async def _ask(self, key: str) -> Acknowledged:
         raw = await self.client.chat.completions.with_raw_response.create(
@@ -102,14 +104,14 @@ class Agent:
         parsed: Any = raw.parse()
         message, choice = await _streamed(parsed) if self.stream else _whole(parsed)
         self.sdk_retries += raw.retries_taken
-        self.given_again += raw.headers.get("x-turnlog-replayed") == "true"
+        self.replayed += raw.headers.get("x-turnlog-replayed") == "true"
         calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
         sampled = (choice.get("meta_info") or {}).get("output_token_logprobs")
         return Acknowledged(
             turn=int(raw.headers["x-turnlog-turn"]),
             key=key,
             reply_sha256=None if self.stream else hashlib.sha256(raw.content).hexdigest(),
-            place=len(self.messages),
+            message_index=len(self.messages),
             text=message.content or "",
             calls=calls,
             output_tokens=len(choice["logprobs"]["content"]) if sampled is None else len(sampled),

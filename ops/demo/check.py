@@ -1,4 +1,4 @@
-"""Is everything that an agent was told still there? The store and the export, held against what agents saw."""
+"""Checks that every reply an agent received is in the store and in the export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Findings:
-    """What was found, and in `problems` what should not have been."""
+    """The counts of a check; `problems` are the deviations."""
 
     acknowledged: int = 0
     committed: int = 0
@@ -30,22 +30,22 @@ class Findings:
 async def check(
     database_url: str, agents: Sequence[Agent], rows: Sequence[Row], logs: Mapping[str, Sequence[str]]
 ) -> Findings:
-    """Every acknowledged turn must be in the store once, and in `rows` with its tokens and text.
+    """Check that every acknowledged turn is in the store exactly once, and in `rows` with its tokens and text.
 
-    `logs` are each session's events as `GET …/events` gave them.
+    `logs` are the events of each session, as returned by `GET …/events`.
     """
     types = Counter(json.loads(line)["type"] for lines in logs.values() for line in lines)
     found = Findings(committed=types["TurnCommitted"], abandoned=types["TurnAbandoned"])
-    told = []
+    acknowledged = []
     for agent in agents:
         own = [row for row in rows if row["session_id"] == agent.session_id]
         for seen in agent.seen:
-            told.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
+            acknowledged.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
             found.problems += [f"{agent.name}, turn {seen.turn}: {what}" for what in _missing(seen, own)]
-    found.acknowledged = len(told)
+    found.acknowledged = len(acknowledged)
     database = Database(database_url)
     try:
-        report = await verify.verify(database, told)
+        report = await verify.verify(database, acknowledged)
     finally:
         await database.close()
     found.folded = len(agents) - len({problem.session_id for problem in report.problems} & logs.keys())
@@ -56,10 +56,10 @@ async def check(
 
 
 def _missing(seen: Acknowledged, rows: Sequence[Row]) -> Iterable[str]:
-    """What an exported session lacks of one acknowledged turn."""
+    """The differences between one acknowledged turn and the exported rows of its session."""
     places = [(row, span) for row in rows for span in row["turns"] if span["turn"] == seen.turn]
     if len(places) != 1:
-        yield f"stands {len(places)} times in the export"
+        yield f"is {len(places)} times in the export"
         return
     row, span = places[0]
     start, end = span["output_start"], span["end"]
@@ -71,7 +71,7 @@ def _missing(seen: Acknowledged, rows: Sequence[Row]) -> Iterable[str]:
         yield "the sampled token ids differ"
     if seen.logprobs is not None and row["logprobs"][start:end] != seen.logprobs:
         yield "the logprobs differ"
-    message = row["messages"][seen.place]
+    message = row["messages"][seen.message_index]
     calls = [(call["id"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     if (message.get("content") or "") != seen.text or calls != [(call.id, call.arguments) for call in seen.calls]:
         yield "the text or the tool calls differ"

@@ -1,4 +1,4 @@
-"""The tools that the demo's agents offer to the model, and the running of its calls."""
+"""The tools that the demo's agents offer to the model, and the code that runs their calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DESCRIPTIONS: tuple[ChatCompletionToolUnionParam, ...] = (
 
 
 def run(name: str, arguments: str) -> str:
-    """A tool's result as the text that goes back to the model; a bad call gives an error the model can read."""
+    """Run a tool call; returns its result as text for the model. An invalid call returns an error as text."""
     try:
         wanted: dict[str, Any] = json.loads(arguments)
         return json.dumps({"result": TOOLS[name](**wanted)})

@@ -1,6 +1,5 @@
-"""A stand-in for an inference engine, with the wire shapes of SGLang and vLLM.
+"""A simulated inference engine with the wire formats of SGLang and vLLM.
 
-It has a real tokenizer and chat template but no model: what it "generates" is
-drawn from a seed, so a test can demand exact ids, logprobs and text, order any
-fault, and a benchmark can share two cores with the service it measures.
+It has a real tokenizer and chat template, but no model: replies are drawn from a seed. So a test can require exact ids,
+logprobs and text and can request any fault, and a benchmark can run it on the same two cores as the service.
 """

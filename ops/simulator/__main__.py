@@ -1,4 +1,4 @@
-"""``python -m ops.simulator``: one simulated engine on one port."""
+"""Runs one simulated engine on one port: ``python -m ops.simulator``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ops.simulator.config import Config
 
 
 class NoDelayProtocol(HttpToolsProtocol):
-    """Nagle off on every connection: left on, it adds 40 ms to a call."""
+    """Disables Nagle's algorithm on every connection, which adds 40 ms to a call."""
 
     def connection_made(self, transport: Any) -> None:
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -24,7 +24,7 @@ class NoDelayProtocol(HttpToolsProtocol):
 
 
 class AnnouncedServer(uvicorn.Server):
-    """Says where it listens once it does, so that a parent need not poll."""
+    """Prints its address when it listens, so that a parent process need not poll."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -33,7 +33,7 @@ class AnnouncedServer(uvicorn.Server):
 
 
 def _not_a_reset(record: logging.LogRecord) -> bool:
-    """Keep uvicorn's complaint about a body left unfinished, a wanted fault, out of the log."""
+    """Whether to log a record: not uvicorn's error about an unfinished reply body, which is an intended fault."""
     return not record.getMessage().startswith("ASGI callable returned without completing response")
 
 
@@ -49,20 +49,22 @@ def _names(text: str) -> tuple[str, ...]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m ops.simulator", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any free port, printed on stdout")
+    parser.add_argument("--port", type=int, default=0, help="0: any free port; the address is printed on stdout")
     parser.add_argument("--dialect", choices=("sglang", "vllm"), default="sglang")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--weight-version", default="default")
-    parser.add_argument("--weight-versions", action="store_true", help="always report their spans")
+    parser.add_argument("--weight-versions", action="store_true", help="always report the spans of weight versions")
     parser.add_argument("--model", default="simulator")
     parser.add_argument(
-        "--adapters", type=_names, default=(), metavar="NAME,…", help="LoRA adapters; others are refused"
+        "--adapters", type=_names, default=(), metavar="NAME,…", help="loaded LoRA adapters; other names are refused"
     )
-    parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations that think first")
-    parser.add_argument("--cache-tokens", type=int, default=2**22, help="what the prefix cache holds")
-    parser.add_argument("--prefill-us-per-token", type=float, default=0.0, help="of those not in the prefix cache")
-    parser.add_argument("--keep-requests", type=int, default=256, help="how many /sim/requests can tell of")
+    parser.add_argument("--reasoning", type=float, default=0.25, help="share of generations with reasoning")
+    parser.add_argument("--cache-tokens", type=int, default=2**22, help="size of the prefix cache")
+    parser.add_argument(
+        "--prefill-us-per-token", type=float, default=0.0, help="time per token outside the prefix cache"
+    )
+    parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
-"""The raw ASGI application: routes, control, and how replies leave.
+"""The ASGI application of the simulator: routing, and the delivery of replies.
 
-No framework: the simulator shares its cores with the server under benchmark.
+It uses no framework, since the simulator shares its cores with the server under benchmark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
-from ops.simulator.records import PROBES, RequestLog, Seen
+from ops.simulator.records import PROBES, ReceivedRequest, RequestLog
 from ops.simulator.wire import Delivery, FaultOrder, Reply
 
 Scope = dict[str, Any]
@@ -47,7 +47,7 @@ class Simulator:
         if body is None:
             return
         path = scope["path"]
-        seen = Seen(path, scope["headers"], body)
+        seen = ReceivedRequest(path, scope["headers"], body)
         if path in PROBES:
             self.requests.probes[path] += 1
         elif not path.startswith("/sim/"):
@@ -81,7 +81,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """The whole body, or ``None`` where the client left before its end."""
+    """The whole body; ``None`` if the client disconnected first."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -111,7 +111,7 @@ async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
     if order is not None and reply.delivery is Delivery.RESET:
         at = size // 2 if order.at_byte is None else order.at_byte
         await send({"type": "http.response.body", "body": reply.body[:at], "more_body": True})
-        # Returning with the body unfinished makes the server close the socket.
+        # If the body is unfinished at the return, the server closes the socket.
         return
     if order is not None and reply.delivery is Delivery.DRIP:
         await _drip(reply.body, order, send)

@@ -1,4 +1,4 @@
-"""Arguments that fit a tool's JSON schema, drawn from a seeded generator."""
+"""Draws tool arguments that fit a JSON schema from a seeded generator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MAX_DEPTH = 6
 
 
 def draw_arguments(schema: dict[str, Any] | None, rng: random.Random) -> dict[str, Any]:
-    """An object that fits ``schema``, as far as the usual keywords go.
+    """An object that fits ``schema``, for the usual keywords.
 
-    Known: type, properties, required, enum, const, anyOf, oneOf, items, bounds
-    of numbers, lengths, and local ``$ref``. Patterns and formats are not.
+    Supported: type, properties, required, enum, const, anyOf, oneOf, items, bounds of numbers, lengths, and local
+    ``$ref``. Patterns and formats are ignored.
     """
     root = schema or {}
     value = _draw(root if "properties" in root or "$ref" in root else {"type": "object"}, root, rng, 0)

@@ -1,4 +1,4 @@
-"""``/v1/completions``: what it takes for a prompt, and its replies in the shapes of SGLang 0.5.23 and vLLM 0.33."""
+"""``/v1/completions``: reads the prompt, and writes replies in the formats of SGLang 0.5.23 and vLLM 0.33."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, Reply
 
 
 def check(request: CompletionRequest) -> None:
-    """Refuse what engines refuse, and what this simulator has only for chat. Raises :class:`BadRequest`."""
+    """Refuse what engines refuse, and what this simulator supports only for chat. Raises :class:`BadRequest`."""
     if request.stream:
         raise BadRequest("this simulator does not stream completions; set stream=false")
     if request.max_tokens is not None and request.max_tokens < 1:
@@ -24,7 +24,8 @@ def check(request: CompletionRequest) -> None:
 
 
 def read_prompt(raw: msgspec.Raw, tokenizer: Tokenizer) -> Encoded:
-    """The ids as they are, or those of a text; one prompt in a list is that prompt. Raises :class:`BadRequest`."""
+    """The prompt's ids: given as ids, or those of a text. A list with one prompt is that prompt. Raises
+    :class:`BadRequest`."""
     prompt: str | int | list[int | str | list[int]] | list[int]
     prompt = msgspec.json.decode(raw, type=str | list[int | str | list[int]])
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
@@ -42,13 +43,14 @@ def read_prompt(raw: msgspec.Raw, tokenizer: Tokenizer) -> Encoded:
 
 
 def conversation(prompt: Encoded) -> Conversation:
-    """What the policy looks at: a prompt without messages or tools, known by its ids."""
+    """The prompt as a conversation for the policy: it has no messages and no tools, and its digest is that of its
+    ids."""
     digest = hashlib.blake2b(prompt.packed, digest_size=16).digest()
     return Conversation((), Toolbox((), ""), digest, digest, 0)
 
 
 def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
-    """SGLang's reply: no ``meta_info``, payloads in ``sglext``, weight versions in ``metadata``."""
+    """SGLang's reply: without ``meta_info``; payloads are in ``sglext``, weight versions in ``metadata``."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)
     choice = [
@@ -73,13 +75,13 @@ def sglang(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Re
 
 
 def vllm(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
-    """vLLM's reply: everything that belongs to the tokens is on the choice."""
+    """vLLM's reply: all data about the tokens is in the choice."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
     ids = (encode(draft.ids), b"[" + generation.prompt.json + b"]") if request.return_token_ids else (b"null", b"null")
     choice = [
         _head(generation, f"cmpl-{generation.id}"),
-        # With return_token_ids an echoed prompt is in the ids alone.
+        # With return_token_ids, only the ids contain an echoed prompt.
         _text(generation, writer, with_prompt=bool(request.echo and not request.return_token_ids)),
         b',"logprobs":',
         _logprobs(generation, writer, with_prompt=bool(request.echo), counted=True),
@@ -111,12 +113,13 @@ def _text(generation: Generation[CompletionRequest], writer: ReplyWriter, with_p
 def _logprobs(
     generation: Generation[CompletionRequest], writer: ReplyWriter, with_prompt: bool, counted: bool = False
 ) -> bytes:
-    """An echoed prompt's tokens stand before the sampled ones; nothing predicted the first, so it has no logprob."""
+    """Logprobs of the sampled tokens, after those of an echoed prompt. The first token has none, since nothing predicts
+    it."""
     draft, prompt = generation.draft, generation.prompt
     if generation.request.logprobs is None:
         return b"null"
     numbers = writer.logprobs(draft)
-    # Asked for 0 alternatives, vLLM still names the sampled token.
+    # With 0 alternatives, vLLM still returns the sampled token.
     alternatives = counted or generation.request.logprobs > 0
     if not with_prompt:
         return writer.token_logprobs(draft.ids, numbers, counted, alternatives)

@@ -1,4 +1,4 @@
-"""What a simulator is started with."""
+"""The start-up settings of a simulator."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ Dialect = Literal["sglang", "vllm"]
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Start-up choices; everything else is asked for per request.
+    """Settings of the process; everything else comes with each request.
 
-    ``latency_s`` is the time a generation takes where the request names none.
-    ``reasoning`` is the share of generations that think first. ``experts`` is
-    the default ``(layers, top_k, experts)`` of a routing payload.
-    ``max_turn_tool_results`` bounds the seeded number (from 1) of tool results
-    after which the policy stops calling tools. ``cache_tokens`` bounds the
-    prefix cache, ``prefill_s`` is the time that a token takes which is not in it.
-    ``adapters`` are the LoRA adapters that are loaded: with any, another one is
-    refused as the engine does; with none, every name is taken.
+    ``latency_s`` is the duration of a generation if the request has none. ``reasoning`` is the share of generations
+    with reasoning. ``experts`` is the default ``(layers, top_k, experts)`` of a routing payload.
+    ``max_turn_tool_results`` is the upper bound of the seeded number (from 1) of tool results after which the policy
+    stops calling tools. ``cache_tokens`` is the size of the prefix cache, and ``prefill_s`` the time for each prompt
+    token that is not in it. ``adapters`` are the loaded LoRA adapters. If there are any, other names are refused as the
+    engine does; if there are none, every name is accepted.
     """
 
     dialect: Dialect = "sglang"

@@ -1,4 +1,4 @@
-"""The engines' control routes, and the simulator's own under ``/sim``."""
+"""The engines' control routes, and the simulator's own routes under ``/sim``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class UpdateWeightVersion(Struct):
 
 
 class Latency(Struct, forbid_unknown_fields=True):
-    """Body of ``/sim/latency``: either unit."""
+    """Body of ``/sim/latency``: the latency in either unit."""
 
     latency_s: float | None = None
     latency_ms: float | None = None
@@ -62,15 +62,15 @@ _FAILURES: dict[Outcome, tuple[str, int]] = {
     "error": ("The engine failed, as ordered.", 500),
 }
 HEALTH_PATIENCE_S = 20.0
-"""How long SGLang's ``/health`` waits for the token that it generates."""
+"""Seconds that SGLang's ``/health`` waits for the token that it generates."""
 
 
 class Behaviour(Struct, forbid_unknown_fields=True):
-    """Body of ``/sim/behaviour``: how routes answer from now on; what is left out stays as it is.
+    """Body of ``/sim/behaviour``: how routes answer from now on. Omitted fields keep their values.
 
-    ``sessions`` is of both session routes, which take ``sessions_delay_s`` seconds in any case.
-    ``health_hangs_when_paused`` is SGLang's way, whose ``/health`` generates a token; vLLM's never hangs.
-    What is ordered to fail has no effect.
+    ``sessions`` applies to both session routes, which take ``sessions_delay_s`` seconds in any case.
+    ``health_hangs_when_paused`` is for SGLang, whose ``/health`` generates a token; vLLM's never hangs. A call that is
+    set to fail has no effect.
     """
 
     health: Outcome = "ok"
@@ -83,7 +83,7 @@ class Behaviour(Struct, forbid_unknown_fields=True):
 
 
 class Control:
-    """Everything but generations. Unknown routes are not found, as on an engine."""
+    """Handles all routes except generations. Unknown routes return 404, as on an engine."""
 
     def __init__(self, engine: Engine, requests: RequestLog) -> None:
         self._engine = engine
@@ -168,36 +168,36 @@ class Control:
         return self._failed(self._behaviour.sessions)
 
     async def _open_session(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body, type=OpenSession)
+        request = msgspec.json.decode(body, type=OpenSession)
         if failed := await self._session_failed():
             return failed
-        name = wish.session_id or uuid.uuid4().hex
+        name = request.session_id or uuid.uuid4().hex
         if name in self._sessions:
             return self._engine.error("The session could not be opened; is one with this id still open?")
-        self._sessions[name] = wish
+        self._sessions[name] = request
         return json_reply(name)
 
     async def _close_session(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body, type=CloseSession)
+        request = msgspec.json.decode(body, type=CloseSession)
         if failed := await self._session_failed():
             return failed
-        self._closed.append(wish.session_id)
-        self._sessions.pop(wish.session_id, None)
+        self._closed.append(request.session_id)
+        self._sessions.pop(request.session_id, None)
         return Reply((b"",))
 
     async def _abort_request(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body, type=AbortRequest)
+        request = msgspec.json.decode(body, type=AbortRequest)
         if failed := self._failed(self._behaviour.abort):
             return failed
-        self._engine.runs.abort(wish.rid or "", wish.abort_all)
+        self._engine.runs.abort(request.rid or "", request.abort_all)
         return Reply((b"",))
 
     async def _pause_generation(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body or b"{}", type=PauseGeneration)
+        request = msgspec.json.decode(body or b"{}", type=PauseGeneration)
         if failed := self._failed(self._behaviour.pause):
             return failed
         self._engine.runs.pause()
-        if wish.mode == "abort":
+        if request.mode == "abort":
             self._engine.runs.abort("", everything=True)
         return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -208,14 +208,14 @@ class Control:
         return json_reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _update_weight_version(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body, type=UpdateWeightVersion)
-        if wish.abort_all_requests:
+        request = msgspec.json.decode(body, type=UpdateWeightVersion)
+        if request.abort_all_requests:
             self._engine.runs.abort("", everything=True)
         else:
-            self._engine.runs.new_version(wish.new_version)
-        self._engine.weight_version = wish.new_version
-        message = f"Weight version updated to {wish.new_version}"
-        return json_reply({"success": True, "message": message, "new_version": wish.new_version})
+            self._engine.runs.new_version(request.new_version)
+        self._engine.weight_version = request.new_version
+        message = f"Weight version updated to {request.new_version}"
+        return json_reply({"success": True, "message": message, "new_version": request.new_version})
 
     async def _vllm_pause(self, body: bytes, query: Query) -> Reply:
         mode = query.get("mode", "abort")
@@ -247,15 +247,15 @@ class Control:
         return json_reply({"queued": self._engine.faults.names()})
 
     async def _sim_latency(self, body: bytes, query: Query) -> Reply:
-        wish = msgspec.json.decode(body, type=Latency)
-        seconds = wish.latency_s if wish.latency_s is not None else (wish.latency_ms or 0.0) / 1000
+        request = msgspec.json.decode(body, type=Latency)
+        seconds = request.latency_s if request.latency_s is not None else (request.latency_ms or 0.0) / 1000
         self._engine.latency_s = seconds
         return json_reply({"latency_s": seconds})
 
     async def _sim_behaviour(self, body: bytes, query: Query) -> Reply:
-        wished = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        changes = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         known = msgspec.json.decode(msgspec.json.encode(self._behaviour), type=dict[str, msgspec.Raw])
-        self._behaviour = msgspec.json.decode(msgspec.json.encode(known | wished), type=Behaviour)
+        self._behaviour = msgspec.json.decode(msgspec.json.encode(known | changes), type=Behaviour)
         return json_reply(self._behaviour)
 
     async def _sim_stats(self, body: bytes, query: Query) -> Reply:

@@ -1,4 +1,4 @@
-"""One request from body to reply: the simulator without its routes."""
+"""Answers a generation request, from its body to its reply."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REFUSALS = (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, 
 
 
 class Wire(Protocol):
-    """What a dialect's module offers."""
+    """The functions of a dialect's module."""
 
     def error(self, message: str, status: int = 400) -> Reply:
         """An error object."""
@@ -37,14 +37,14 @@ class Wire(Protocol):
         """The LoRA adapter that a request is for."""
 
     def render(self, generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-        """A whole reply."""
+        """The whole reply."""
 
     def stream(self, generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-        """A reply as events."""
+        """The reply as server-sent events."""
 
 
 class Engine:
-    """Owns the model's pretence and everything a reset puts back."""
+    """Generates replies; owns all state that a reset clears."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -67,17 +67,18 @@ class Engine:
         self._number = 0
 
     def error(self, message: str, status: int = 400) -> Reply:
+        """An error in the dialect's format."""
         return self._dialect.error(message, status)
 
     def adapter_of(self, body: bytes) -> str | None:
-        """The LoRA adapter that serves a request; None for the model itself, and for what was refused."""
+        """The LoRA adapter of a request; None for the base model, and for an invalid request."""
         try:
             return self._dialect.adapter(self._decode_any(body), self.config)
         except _REFUSALS:
             return None
 
     def reset(self) -> None:
-        """Forget counters, faults and earlier generations; keep the caches."""
+        """Clear counters, faults and earlier generations, but not the caches."""
         self.policy.forget()
         self.faults.clear()
         self.counters = Counters()
@@ -88,7 +89,7 @@ class Engine:
         self.latency_s = self.config.latency_s
 
     async def chat(self, body: bytes, hung_up: HungUp) -> Reply | None:
-        """Answer a chat body; ``None`` once the client left."""
+        """Answer a chat request; ``None`` if the client disconnected."""
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
@@ -105,7 +106,7 @@ class Engine:
         return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
 
     async def complete(self, body: bytes, hung_up: HungUp) -> Reply | None:
-        """Answer a completion's body; ``None`` once the client left."""
+        """Answer a completion request; ``None`` if the client disconnected."""
         try:
             request = self._decode_completion(body)
             self._check(request)
@@ -130,7 +131,8 @@ class Engine:
         order: FaultOrder | None,
         hung_up: HungUp,
     ) -> Generation[R] | Reply | None:
-        """Take the time and the tokens of a generation; a reply where a fault stands for it."""
+        """Generate for the time that it takes. Returns a reply if a fault replaces the generation, None if the client
+        left."""
         fault = FAULTS[order.fault] if order else None
         self._number += 1
         sim = request.sim or Sim()
@@ -194,7 +196,7 @@ class Engine:
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
         raw = bytes(request.input_ids)
-        if not raw or raw == b"null" or self.config.dialect == "vllm":  # a field that vLLM's chat does not know
+        if not raw or raw == b"null" or self.config.dialect == "vllm":  # vLLM's chat ignores this field
             prompt = self.template.prompt(conversation)
         else:
             ids = self._decode_ids(raw)
@@ -207,18 +209,18 @@ class Engine:
     def _draft(
         self, conversation: Conversation, request: R, prompt: Encoded, order: FaultOrder | None
     ) -> tuple[Draft, Draft]:
-        """All that there is to say, and what the request and the fault leave of it."""
-        wish: ChatRequest | CompletionRequest = request
+        """The complete answer, and the part of it that the request's limits and the fault allow."""
+        adjusted: ChatRequest | CompletionRequest = request
         finish = FAULTS[order.fault].finish if order else None
         if finish is not None:
             sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
-            wish = msgspec.structs.replace(request, sim=sim)
+            adjusted = msgspec.structs.replace(request, sim=sim)
         whole = self.policy.unfinished(prompt.packed)
         if whole is None:
             continuing = not prompt.packed.endswith(self._opening)
-            whole = self.policy.whole(conversation, wish, continuing)
+            whole = self.policy.whole(conversation, adjusted, continuing)
         tokens = order.tokens if order is not None else None
-        draft = self.policy.within(whole, request if tokens is not None else wish)
+        draft = self.policy.within(whole, request if tokens is not None else adjusted)
         if request.stop:
             stops = [request.stop] if isinstance(request.stop, str) else request.stop
             draft = self.policy.stopped(draft, stops)
@@ -234,16 +236,16 @@ class Engine:
         return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
 
 
-# The faults that a stream knows too.
+# The faults that also work for a stream.
 _DELIVERY = frozenset({"drip", "reset"})
 
 
 def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:
-    """Output tokens by weight version; wished ones share them evenly."""
+    """Output tokens by weight version. Versions requested in ``sim`` get equal shares."""
     versions = run.versions
     if sim and sim.weight_versions:
-        wished = sim.weight_versions
-        versions = [(place / len(wished), name) for place, name in enumerate(wished)]
+        names = sim.weight_versions
+        versions = [(index / len(names), name) for index, name in enumerate(names)]
     starts = [int(share * count) for share, _ in versions]
     spans = zip(versions, starts, [*starts[1:], count], strict=True)
     found = tuple(Span(name, start, end) for (_, name), start, end in spans if end > start)

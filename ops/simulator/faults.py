@@ -1,4 +1,4 @@
-"""Faults on demand: one table from a name to what it does to a reply."""
+"""Faults on request: a table of names and the changes they make to a reply."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ops.simulator.wire import Delivery, FaultOrder, Reply, Sim, json_reply
 Spoil = Callable[[Reply, FaultOrder], Reply]
 Edit = Callable[[dict[str, Any]], None]
 
-# A value that JSON cannot hold is written as this string, then unquoted.
+# A value that JSON cannot represent is encoded as a string with this prefix, then unquoted.
 _BARE = "\x07bare:"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``spoil`` turns the good reply into the bad one.
+    """A fault; ``spoil`` turns the good reply into the bad one.
 
-    Without ``generates`` nothing is generated, counted or remembered, and
-    ``spoil`` gets an empty 200. ``finish`` makes the generation end that way.
+    If ``generates`` is False, nothing is generated, counted or remembered, and ``spoil`` gets an empty 200. ``finish``
+    is the generation's finish reason.
     """
 
     spoil: Spoil
@@ -37,7 +37,7 @@ def _bare(text: str) -> str:
 
 
 def _written(value: object) -> bytes:
-    """JSON of ``value``, with bare values unquoted."""
+    """``value`` as JSON, with the bare values unquoted."""
     parts = msgspec.json.encode(value).split(b'"\\u0007bare:')
     fixed = [parts[0]]
     for part in parts[1:]:
@@ -47,7 +47,7 @@ def _written(value: object) -> bytes:
 
 
 def _edited(edit: Edit) -> Spoil:
-    """A fault that changes the parsed reply."""
+    """A fault that changes the decoded reply."""
 
     def spoil(reply: Reply, order: FaultOrder) -> Reply:
         value = msgspec.json.decode(reply.body)
@@ -89,7 +89,7 @@ def _choice(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _set_logprob(logprob: object) -> Edit:
-    """Put ``logprob`` in the first entry, in every place that tells it."""
+    """Set the first logprob to ``logprob`` everywhere in the reply."""
 
     def edit(value: dict[str, Any]) -> None:
         choice = _choice(value)
@@ -103,7 +103,7 @@ def _set_logprob(logprob: object) -> Edit:
 
 
 def _set_id(token: object) -> Edit:
-    """Put ``token`` in the place of the first sampled id."""
+    """Replace the first sampled id by ``token``."""
 
     def edit(value: dict[str, Any]) -> None:
         choice = _choice(value)
@@ -163,7 +163,7 @@ def _drop_prompt_ids(value: dict[str, Any]) -> None:
 
 
 def _change_prompt_id(value: dict[str, Any]) -> None:
-    """One id in the middle of the reported prompt is its neighbour."""
+    """Change one id in the middle of the reported prompt."""
     for holder in (value, _choice(value)):
         ids = holder.get("prompt_token_ids")
         if ids:
@@ -171,7 +171,7 @@ def _change_prompt_id(value: dict[str, Any]) -> None:
 
 
 def _change_output_copy(value: dict[str, Any]) -> None:
-    """``response_token_ids`` that are not the ids which the logprobs belong to."""
+    """Send ``response_token_ids`` that differ from the ids of the logprobs."""
     choice = _choice(value)
     entries = choice.get("meta_info", {}).get("output_token_logprobs", [])
     ids = [entry[1] for entry in entries] or choice.get("token_ids") or [0]
@@ -179,7 +179,7 @@ def _change_output_copy(value: dict[str, Any]) -> None:
 
 
 def _change_prompt_copy(value: dict[str, Any]) -> None:
-    """The prompt's ids stand at the top and on the choice; one place has a token less."""
+    """Send the prompt's ids in two places, the reply and the choice; one copy lacks the last token."""
     choice = _choice(value)
     ids = value.get("prompt_token_ids") or choice.get("prompt_token_ids") or [0]
     here, there = (value, choice) if value.get("prompt_token_ids") is None else (choice, value)
@@ -187,7 +187,7 @@ def _change_prompt_copy(value: dict[str, Any]) -> None:
 
 
 def _miscount_prompt(where: str) -> Edit:
-    """``prompt_tokens`` is one too many, in ``usage`` or in SGLang's ``meta_info``."""
+    """Add one to ``prompt_tokens``, in ``usage`` or in SGLang's ``meta_info``."""
 
     def edit(value: dict[str, Any]) -> None:
         home = _choice(value).get("meta_info", value["usage"]) if where == "meta_info" else value["usage"]
@@ -197,7 +197,7 @@ def _miscount_prompt(where: str) -> Edit:
 
 
 def _repeat_key(key: str) -> Spoil:
-    """A key of the reply or its choice stands twice, first with a list that says nothing."""
+    """Repeat a key of the reply or its choice; the first value is an empty list."""
 
     def spoil(reply: Reply, order: FaultOrder) -> Reply:
         found = b'"' + key.encode() + b'":['
@@ -211,7 +211,7 @@ def _nest_deeply(value: dict[str, Any]) -> None:
 
 
 def _duplicate_meta_key(reply: Reply, order: FaultOrder) -> Reply:
-    """A completion has no ``meta_info``; what it tells of its tokens is in ``logprobs``."""
+    """Repeat a key in ``meta_info``; in a completion, which has none, in ``logprobs``."""
     body = reply.body
     if b'"object":"text_completion"' in body:
         return reply.with_body(body.replace(b'"logprobs":{', b'"logprobs":{"token_logprobs":[-1.0],', 1))
@@ -220,7 +220,7 @@ def _duplicate_meta_key(reply: Reply, order: FaultOrder) -> Reply:
 
 
 def _experts_holder(value: dict[str, Any]) -> dict[str, Any]:
-    """The object that holds, or would hold, ``routed_experts``."""
+    """The object where ``routed_experts`` belongs."""
     if "sglext" in value:
         holder: dict[str, Any] = value["sglext"]
         return holder
@@ -298,35 +298,36 @@ FAULTS: dict[str, Fault] = {
 
 
 class UnknownFault(Exception):
-    """No fault has that name; the message lists those there are."""
+    """There is no fault with that name; the message lists the known ones."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"unknown fault {name[:40]!r}; known: {', '.join(sorted(FAULTS))}")
 
 
 class FaultQueue:
-    """Faults waiting for a request; a request's own wish comes first."""
+    """Faults queued for the next requests. A fault that a request asks for comes first."""
 
     def __init__(self) -> None:
         self._waiting: deque[FaultOrder] = deque()
 
     def add(self, order: FaultOrder) -> None:
-        """Queue ``order`` for its next ``count`` requests."""
+        """Queue ``order`` for the next ``count`` requests. Raises :class:`UnknownFault`."""
         if order.fault not in FAULTS:
             raise UnknownFault(order.fault)
         self._waiting.extend(replace_count(order) for _ in range(order.count))
 
     def take(self, sim: Sim | None) -> FaultOrder | None:
-        """The fault due for a request with these wishes."""
-        wish = sim.fault if sim else None
-        if wish is not None:
-            order = FaultOrder(wish) if isinstance(wish, str) else wish
+        """The fault for a request, or None. Raises :class:`UnknownFault`."""
+        requested = sim.fault if sim else None
+        if requested is not None:
+            order = FaultOrder(requested) if isinstance(requested, str) else requested
             if order.fault not in FAULTS:
                 raise UnknownFault(order.fault)
             return order
         return self._waiting.popleft() if self._waiting else None
 
     def names(self) -> list[str]:
+        """The names of the queued faults, in order."""
         return [order.fault for order in self._waiting]
 
     def clear(self) -> None:
@@ -334,4 +335,5 @@ class FaultQueue:
 
 
 def replace_count(order: FaultOrder) -> FaultOrder:
+    """A copy of ``order`` for a single request."""
     return msgspec.structs.replace(order, count=1)

@@ -1,4 +1,4 @@
-"""The policy: what the pretended model says, and how a limit or abort cuts it."""
+"""The policy: decides what the simulated model answers, and cuts answers at limits, stop strings and aborts."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A sampled answer: the message and the ids it was parsed from.
+    """A sampled answer: the ids, and the message parsed from them.
 
-    ``ids`` ends with the end token where ``finish`` is ``stop`` or
-    ``tool_calls`` and then ``text`` (which lacks it) is what the ids decode to.
-    ``stop_text`` is the stop string that ended it; ``ids`` then ends with
-    the token that completed it, and ``text`` before it began. ``cuts`` is how often
-    an abort cut the answer of which this is what is left.
+    ``ids`` ends with the end token if ``finish`` is ``stop`` or ``tool_calls``; ``text`` is their text without it. If a
+    stop string ended the answer, it is in ``stop_text``; then ``ids`` ends with the token that completes it, and
+    ``text`` ends before it. ``cuts`` is the number of aborts that cut the answer before this rest of it.
     """
 
     text: str
@@ -63,14 +61,14 @@ class Draft:
 
 
 class Policy:
-    """Seeded: the same messages, asked the same number of times, say the same."""
+    """Draws answers from a seed: the same messages get the same answer at the same repetition."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prose = Prose(tokenizer, config.seed)
         self._seed = config.seed.to_bytes(16, "little", signed=True)
-        self._asked: Lru[bytes, int] = Lru(200_000)
+        self._answers_given: Lru[bytes, int] = Lru(200_000)
         self._unfinished: Lru[bytes, Draft] = Lru(10_000)
         self._end = tokenizer.special_ids[IM_END]
         self._glue = {
@@ -85,22 +83,25 @@ class Policy:
         return self._tokenizer.ids("\n</think>\n\n" + follower)[:-1]
 
     def forget(self) -> None:
-        """Start counting earlier generations anew."""
-        self._asked.clear()
+        """Forget how often each conversation was answered, and the rests of aborted answers."""
+        self._answers_given.clear()
         self._unfinished.clear()
 
     def draft(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
-        """Sample an answer to ``conversation``, within ``request``'s limits; as `whole`."""
+        """Sample an answer to ``conversation`` within ``request``'s limits. The arguments are those of `whole`."""
         return self.within(self.whole(conversation, request, continuing), request)
 
     def whole(self, conversation: Conversation, request: Request, continuing: bool) -> Draft:
-        """Sample an answer to ``conversation``, no longer than shows that it passes ``request``'s limit.
+        """Sample an answer to ``conversation``. If it exceeds ``request``'s limit, it is generated up to one token
+        more.
 
         ``continuing``: the prompt ends inside an assistant turn.
         """
-        asked = self._asked.get(conversation.digest) or 0
-        self._asked.put(conversation.digest, asked + 1)
-        key = hashlib.blake2b(self._seed + conversation.digest + asked.to_bytes(8, "little"), digest_size=16).digest()
+        repetition = self._answers_given.get(conversation.digest) or 0
+        self._answers_given.put(conversation.digest, repetition + 1)
+        key = hashlib.blake2b(
+            self._seed + conversation.digest + repetition.to_bytes(8, "little"), digest_size=16
+        ).digest()
         rng = random.Random(key)
         sim = request.sim or Sim()
         calls: tuple[Call, ...] = ()
@@ -109,7 +110,7 @@ class Policy:
         return self._compose(sim, calls, rng, _limit(request), continuing, key.hex())
 
     def within(self, draft: Draft, request: Request) -> Draft:
-        """``draft`` as far as ``request`` lets it go."""
+        """``draft``, cut at ``request``'s limits."""
         sim, limit = request.sim or Sim(), _limit(request)
         if limit is not None and len(draft.ids) > limit:
             draft = self.cut(draft, limit, "length", exact=True)
@@ -150,10 +151,10 @@ class Policy:
         continuing: bool,
         digest: str,
     ) -> Draft:
-        named = [(call.name, call.arguments) for call in calls]
+        call_texts = [(call.name, call.arguments) for call in calls]
         tail: list[int] = []
         if calls:
-            tail = self._tokenizer.ids(assistant_text("", None, named))
+            tail = self._tokenizer.ids(assistant_text("", None, call_texts))
         wanted = sim.completion_tokens
         total = wanted if wanted is not None else rng.randint(40, 60)
         offset = rng.getrandbits(30)
@@ -161,22 +162,22 @@ class Policy:
             return self._exact(sim, sim.text, offset, digest)
         whole = total if limit is None or total <= limit else limit + 1
         room = max(whole - 1 - len(tail), 0)
-        thinks = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
+        has_reasoning = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
         overhead = len(self._think) + len(self._glue[False])
-        reasoning, thought = None, list[int]()
-        if thinks and not continuing and room >= overhead + 6:
-            reasoning, thought = self._prose.draw(rng, (room - overhead) // 3)
-            room -= len(thought) + overhead
+        reasoning, reasoning_ids = None, list[int]()
+        if has_reasoning and not continuing and room >= overhead + 6:
+            reasoning, reasoning_ids = self._prose.draw(rng, (room - overhead) // 3)
+            room -= len(reasoning_ids) + overhead
         if calls and (room < 2 or (wanted is None and rng.random() < 0.5)):
             room = 0
         if calls and room:
             room -= len(self._newline)
-        content, said = self._prose.draw(rng, room, opening=not continuing)
-        ids = [*self._think, *thought, *self._glue[bool(calls) and not content]] if reasoning else []
-        ids += said
+        content, content_ids = self._prose.draw(rng, room, opening=not continuing)
+        ids = [*self._think, *reasoning_ids, *self._glue[bool(calls) and not content]] if reasoning else []
+        ids += content_ids
         if calls:
             ids += [*self._newline, *tail] if content else tail
-        text = assistant_text(content, reasoning, named)
+        text = assistant_text(content, reasoning, call_texts)
         self._tokenizer.remember(text, ids)
         finish = "tool_calls" if calls else "stop"
         return Draft(text, content, reasoning, calls, [*ids, self._end], finish, offset, digest)
@@ -190,8 +191,8 @@ class Policy:
     def cut(self, draft: Draft, count: int, finish: str, exact: bool = False) -> Draft:
         """``draft`` after ``count`` tokens.
 
-        Unless ``exact``, up to a few tokens fewer, where that makes the ids the
-        canonical encoding of their text (an abort may come at any token).
+        Without ``exact``, up to _CUT_TRIES tokens fewer, if that makes the ids the canonical encoding of their text (an
+        abort may come at any token).
         """
         kept = max(0, min(count, len(draft.ids)))
         if kept and draft.ids[kept - 1] == self._end:
@@ -202,14 +203,14 @@ class Policy:
         text = self._tokenizer.decode(ids)
         for fewer in range(0 if exact else min(_CUT_TRIES, kept)):
             shorter = draft.ids[: kept - fewer]
-            shown = self._tokenizer.decode(shorter)
-            if self._tokenizer.ids(shown) == shorter:
-                ids, text = shorter, shown
+            shorter_text = self._tokenizer.decode(shorter)
+            if self._tokenizer.ids(shorter_text) == shorter:
+                ids, text = shorter, shorter_text
                 break
         return draft.saying(text, draft.calls, ids=ids, finish=finish, stop_text=None)
 
     def leave(self, prompt: bytes, whole: Draft, kept: int) -> None:
-        """An abort cut ``whole`` after ``kept`` tokens; who sends them behind ``prompt`` gets the rest."""
+        """Store the rest of ``whole``, which an abort cut after ``kept`` tokens, for a request that continues there."""
         ids = whole.ids[kept:]
         text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._end] else ids)
         calls = whole.calls[len(whole.calls) - text.count("<tool_call>") :]
@@ -219,11 +220,11 @@ class Policy:
         self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
 
     def unfinished(self, prompt: bytes) -> Draft | None:
-        """What is left to say behind ``prompt``, of an answer that an abort cut there."""
+        """The rest of an answer that an abort cut, if ``prompt`` ends where it was cut."""
         return self._unfinished.get(_digest(prompt))
 
     def stopped(self, draft: Draft, stops: list[str]) -> Draft:
-        """``draft`` up to the first of these strings in its text, as engines cut one."""
+        """``draft`` up to the first stop string in its text, cut as engines do."""
         ids = draft.ids[:-1] if draft.ids[-1:] == [self._end] else draft.ids
         pieces = [self._tokenizer.token_bytes[token] for token in ids]
         whole = b"".join(pieces)
@@ -238,8 +239,8 @@ class Policy:
 
 
 def _limit(request: Request) -> int | None:
-    wished = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    return request.max_tokens if wished is None else wished
+    limit = request.max_completion_tokens if isinstance(request, ChatRequest) else None
+    return request.max_tokens if limit is None else limit
 
 
 def _digest(ids: bytes) -> bytes:
@@ -247,10 +248,9 @@ def _digest(ids: bytes) -> bytes:
 
 
 def parse(text: str, planned: tuple[Call, ...]) -> tuple[str | None, str, tuple[Call, ...]]:
-    """Reasoning, content and whole tool calls of a text that may be cut.
+    """The reasoning, content and complete tool calls of a text that may be cut.
 
-    A call that is cut stays in the content as it was written, which is what
-    engines do when their tool parser fails.
+    If a call is cut, all calls stay in the content as text, as in engines when their tool parser fails.
     """
     reasoning: str | None = None
     if text.startswith("<think>"):

@@ -1,4 +1,4 @@
-"""A finished generation, and the parts that both dialects write alike."""
+"""A finished generation, and the parts of its reply that both dialects share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 
 @dataclass(frozen=True, slots=True)
 class Generation(Generic[R]):
-    """All that a reply is written from."""
+    """All data from which a reply is written."""
 
     id: str
     created: int
@@ -48,16 +48,17 @@ class Generation(Generic[R]):
 
     @property
     def weight_version(self) -> str:
-        """The version at the end, which is the one an engine reports."""
+        """The last weight version, which an engine reports."""
         return self.versions[-1].version
 
     @property
     def sim(self) -> Sim:
+        """The request's ``sim`` field, or its defaults."""
         return self.request.sim or Sim()
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens, the end token included."""
+        """Number of sampled tokens, including the end token."""
         return len(self.draft.ids)
 
     @property
@@ -72,12 +73,12 @@ class Generation(Generic[R]):
 
     @property
     def ended_itself(self) -> bool:
-        """Whether the end token was sampled, and not a stop string found or a limit met."""
+        """Whether the end token ended the generation, and not a stop string or a limit."""
         return self.draft.finish in ("stop", "tool_calls") and self.draft.stop_text is None
 
 
 class ReplyWriter:
-    """Tables from token ids to their wire form; the hot path only joins."""
+    """Writes parts of replies. Tables hold the wire form of each token, so that a reply only joins them."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:
         self.config = config
@@ -94,7 +95,7 @@ class ReplyWriter:
         ]
 
     def logprobs(self, draft: Draft) -> list[bytes]:
-        """One JSON number a sampled token: negative, finite, full precision."""
+        """A JSON number for each sampled token: negative, finite, full precision."""
         numbers = self._numbers
         start = draft.logprob_offset % _LOGPROBS
         wanted = len(draft.ids)
@@ -119,8 +120,8 @@ class ReplyWriter:
     def token_logprobs(self, ids: list[int], numbers: list[bytes], counted: bool, alternatives: bool) -> bytes:
         """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
 
-        ``numbers`` has ``null`` where there is none. Offsets are ``counted`` in characters, or -1;
-        ``alternatives`` names for each token the one there is, itself.
+        ``numbers`` has ``null`` for a token without a logprob. With ``counted``, offsets are in characters, else -1.
+        With ``alternatives``, each token lists one alternative, which is itself.
         """
         known = len(self._tokenizer.texts)
         lengths = [len(self._tokenizer.texts[token]) if token < known else 0 for token in ids]
@@ -135,36 +136,36 @@ class ReplyWriter:
         )
 
     def text_of(self, ids: list[int]) -> str:
-        """What ids stand for, as an echoed prompt."""
+        """The text of ids, for an echoed prompt."""
         return self._tokenizer.decode(ids)
 
-    def experts(self, generation: Generation[R], asked: bool, start: int, npy: bool = False) -> bytes | None:
-        """The ``routed_experts`` value, or ``None`` where none is due."""
-        wish = generation.sim.experts
-        if not asked and not (wish and wish.unasked):
+    def experts(self, generation: Generation[R], is_requested: bool, start: int, npy: bool = False) -> bytes | None:
+        """The ``routed_experts`` value, or ``None`` if it was not requested."""
+        options = generation.sim.experts
+        if not is_requested and not (options and options.unasked):
             return None
         layers, top_k, experts = self.config.experts
-        wish = wish or Experts()
-        shape = Shape(wish.layers or layers, wish.top_k or top_k, wish.experts or experts)
-        return self._payload(generation, shape, wish, start, npy)
+        options = options or Experts()
+        shape = Shape(options.layers or layers, options.top_k or top_k, options.experts or experts)
+        return self._payload(generation, shape, options, start, npy)
 
     def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
-        """The ``indexer_topk`` value, or ``None`` where none is due."""
-        wish = generation.sim.indexer_topk
-        if not generation.request.return_indexer_topk and wish is None:
+        """The ``indexer_topk`` value, or ``None`` if it was not requested."""
+        options = generation.sim.indexer_topk
+        if not generation.request.return_indexer_topk and options is None:
             return None
         layers, top_k = self.config.indexer
-        wish = wish or Experts()
-        return self._payload(generation, Shape(wish.layers or layers, wish.top_k or top_k, 0), wish, 0, False)
+        options = options or Experts()
+        return self._payload(generation, Shape(options.layers or layers, options.top_k or top_k, 0), options, 0, False)
 
-    def _payload(self, generation: Generation[R], shape: Shape, wish: Experts, start: int, npy: bool) -> bytes:
+    def _payload(self, generation: Generation[R], shape: Shape, options: Experts, start: int, npy: bool) -> bytes:
         stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
-        write = self.payloads.nested if wish.nested else self.payloads.npy if npy else self.payloads.base64
+        write = self.payloads.nested if options.nested else self.payloads.npy if npy else self.payloads.base64
         head = generation.prompt.packed[:64] + array("i", generation.draft.ids[:16]).tobytes()
         return write(shape, min(start, stop), stop, head)
 
     def padded(self, parts: list[bytes], wanted: int | None) -> tuple[bytes, ...]:
-        """``parts`` of an object less its closing brace, closed and padded."""
+        """Close the object in ``parts``, and pad it to ``wanted`` bytes."""
         missing = (wanted or 0) - sum(map(len, parts)) - len(b',"padding":}')
         if missing < 2:
             return (b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}")
@@ -172,7 +173,7 @@ class ReplyWriter:
 
 
 def message_json(draft: Draft, empty_content: bytes) -> bytes:
-    """The assistant message; ``empty_content`` stands for a missing text."""
+    """The assistant message; ``empty_content`` is the JSON value for an empty text."""
     parts = [
         b'{"role":"assistant","content":',
         encode(draft.content) if draft.content else empty_content,
@@ -185,28 +186,28 @@ def message_json(draft: Draft, empty_content: bytes) -> bytes:
 
 
 def tool_calls(draft: Draft) -> list[dict[str, object]]:
-    """The calls as OpenAI's objects, numbered."""
+    """The calls in OpenAI's format, with their indexes."""
     return [
         {
             "id": call.id,
-            "index": place,
+            "index": index,
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for place, call in enumerate(draft.calls)
+        for index, call in enumerate(draft.calls)
     ]
 
 
 def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
-    """The message cut into stream deltas."""
+    """The message as a list of stream deltas."""
     found: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
     for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
         found += [{field: text[at : at + size]} for at in range(0, len(text), size)]
-    for place, call in enumerate(draft.calls):
+    for index, call in enumerate(draft.calls):
         named = {"name": call.name, "arguments": ""}
-        found.append({"tool_calls": [{"id": call.id, "index": place, "type": "function", "function": named}]})
+        found.append({"tool_calls": [{"id": call.id, "index": index, "type": "function", "function": named}]})
         found += [
-            {"tool_calls": [{"index": place, "function": {"arguments": call.arguments[at : at + size]}}]}
+            {"tool_calls": [{"index": index, "function": {"arguments": call.arguments[at : at + size]}}]}
             for at in range(0, len(call.arguments), size)
         ]
     return found

@@ -1,4 +1,4 @@
-"""One bounded cache for everything the simulator remembers."""
+"""A bounded cache, used for everything the simulator remembers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ V = TypeVar("V")
 
 
 class Lru(Generic[K, V]):
-    """Least-recently-used map, bounded by the sum of its entries' weights.
+    """A least-recently-used map, bounded by the sum of its entries' weights.
 
-    A long benchmark must not grow the simulator, or its memory would be taken
-    for the server's.
+    The simulator's memory must not grow in a long benchmark, since it would be counted as the server's.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -22,7 +21,7 @@ class Lru(Generic[K, V]):
         self._items: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """The value, now the most recently used; ``None`` where absent."""
+        """The value, which becomes the most recently used; ``None`` if absent."""
         found = self._items.get(key)
         if found is None:
             return None
@@ -30,9 +29,9 @@ class Lru(Generic[K, V]):
         return found[0]
 
     def put(self, key: K, value: V, weight: int = 1) -> V:
-        """Store ``value`` and drop the oldest entries past the capacity.
+        """Store ``value`` and drop the least recently used entries over the capacity. Returns ``value``.
 
-        An entry heavier than the whole cache is handed back, not stored.
+        An entry heavier than the whole cache is not stored.
         """
         old = self._items.pop(key, None)
         if old is not None:
@@ -47,6 +46,5 @@ class Lru(Generic[K, V]):
         return value
 
     def clear(self) -> None:
-        """Forget everything."""
         self._items.clear()
         self._total = 0

@@ -1,8 +1,7 @@
-"""Replay payloads and padding, drawn from tables and kept by shape.
+"""Replay payloads and padding, drawn from tables and cached.
 
-A row depends on its position and on how the prompt begins, not on the turn: a
-longer turn of the same conversation repeats the rows of the shorter one, as an
-engine with a warm cache would, and another conversation gets other rows.
+A row depends on its position and on the beginning of the prompt, not on the turn. So a longer turn of a conversation
+repeats the rows of the shorter one, as an engine with a warm cache does, and another conversation has other rows.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _CACHE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``[rows, layers, top_k]`` less the rows.
+    """The shape ``[rows, layers, top_k]`` without the rows.
 
-    ``experts`` is the exclusive bound of an id; 0 stands for positions, which
-    are bounded by the row they are in (``indexer_topk``).
+    ``experts`` is the exclusive bound of an id. 0 means that ids are positions, bounded by their row
+    (``indexer_topk``).
     """
 
     layers: int
@@ -41,7 +40,7 @@ class Shape:
 
 
 class Payloads:
-    """Encoded payloads by shape and rows; each is made once."""
+    """Draws payloads and caches their encoded form."""
 
     def __init__(self, seed: int) -> None:
         self._seed = abs(seed)
@@ -52,7 +51,7 @@ class Payloads:
     def rows(self, shape: Shape, start: int, stop: int, sequence: bytes) -> npt.NDArray[np.int32]:
         """Rows ``[start, stop)`` as int32 ``[rows, layers, top_k]``.
 
-        ``sequence`` is prompt and output, packed; its first 16 ids choose the rows.
+        ``sequence`` is the packed prompt and output; its first 16 ids choose the rows.
         """
         return self._slice(shape, start, stop, self._shift(sequence))
 
@@ -69,7 +68,7 @@ class Payloads:
         return self._kept(shape, start, stop, sequence, "nested")
 
     def padding(self, size: int) -> list[bytes]:
-        """A JSON string of ``size`` bytes, quotes included, as parts that are shared."""
+        """A JSON string of ``size`` bytes, including the quotes, as a list of shared parts."""
         blocks, rest = divmod(size - 2, len(self._block))
         return [b'"', *[self._block] * blocks, self._block[:rest], b'"']
 
@@ -112,7 +111,7 @@ class Payloads:
 
 
 def _positions(shape: Shape, start: int, stop: int, shift: int) -> npt.NDArray[np.int32]:
-    """Row r holds positions in ``[0, r]``, as a sparse attention would pick."""
+    """Row r holds positions in ``[0, r]``, as sparse attention would select."""
     row = np.arange(start, stop, dtype=np.int64)[:, None, None]
     cell = np.arange(shape.cells, dtype=np.int64).reshape(1, shape.layers, shape.top_k)
     return ((row * 7_919 + cell * 104_729 + shift) % (row + 1)).astype("<i4")

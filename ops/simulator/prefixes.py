@@ -1,7 +1,7 @@
-"""The engine's prefix cache: what was prefilled or sampled here is not prefilled again, whichever session sends it.
+"""The engine's prefix cache: a prefix that was prefilled or sampled before needs no prefill, in any session.
 
-A radix tree over token ids, as in SGLang with pages of one token. Where a sequence goes on behind a leaf the leaf
-grows, so a session is one node behind what it shares with others, and finding it again is a comparison of memory.
+It is a radix tree over token ids, like SGLang's with pages of one token. If a sequence continues after a leaf, the leaf
+grows. So a session has one node after the part that it shares with others, and finding it is a memory comparison.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WIDTH = 4
 
 
 class _Node:
-    """Packed ids between two branchings; children by their first id."""
+    """Packed ids between two branches of the tree, with the children by their first id."""
 
     __slots__ = ("children", "ids", "parent")
 
@@ -26,10 +26,10 @@ class _Node:
 
 
 class PrefixCache:
-    """Bounded to ``tokens``; the ends of the sequences that were served longest ago go first.
+    """A cache of at most ``tokens`` tokens. The least recently used sequences are shortened from their end.
 
-    ``_order`` has a node behind all of its children, because a sequence is touched from its end to its beginning: the
-    first node in it is always a leaf.
+    ``_order`` has each node after all of its children, because a sequence is touched from its end to its beginning. So
+    the first node in it is always a leaf.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -37,22 +37,24 @@ class PrefixCache:
         self.clear()
 
     def clear(self) -> None:
+        """Remove everything."""
         self._root = _Node(b"", None)
         self._order: OrderedDict[_Node, None] = OrderedDict()
         self._size = 0
 
     @property
     def tokens(self) -> int:
-        """How many it holds."""
+        """The number of cached tokens."""
         return self._size // _WIDTH
 
     def cached(self, prompt: bytes) -> int:
-        """How many leading ids of ``prompt`` need no prefill; never all, since the last one's logits are wanted."""
+        """The number of leading ids of ``prompt`` that need no prefill. It excludes the last id, whose logits are
+        needed."""
         _, at, child, shared = self._find(prompt)
         return max(0, min((at + (shared if child else 0)) // _WIDTH, len(prompt) // _WIDTH - 1))
 
     def served(self, sequence: bytes) -> None:
-        """Remember a prompt and what was sampled after it."""
+        """Add a prompt and the ids sampled after it."""
         node, at, child, shared = self._find(sequence)
         if child is not None:
             node, at = self._split(child, shared), at + shared
@@ -68,7 +70,8 @@ class PrefixCache:
             self._drop(self._size - self._capacity)
 
     def _find(self, sequence: bytes) -> tuple[_Node, int, _Node | None, int]:
-        """The last node that ``sequence`` has whole, where that ends in it; and a child it has in part, how much."""
+        """The last node that ``sequence`` contains completely, and its end in ``sequence``; then a child that it
+        contains partly, and how many bytes of it."""
         node, at = self._root, 0
         while (child := node.children.get(sequence[at : at + _WIDTH])) is not None:
             if not sequence.startswith(child.ids, at):
@@ -77,7 +80,7 @@ class PrefixCache:
         return node, at, None, 0
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """The new node of ``node``'s beginning."""
+        """Split ``node`` at byte ``at``; returns the new node of its first part."""
         assert node.parent is not None
         head = _Node(node.ids[:at], node.parent)
         node.parent.children[head.ids[:_WIDTH]] = head
@@ -92,7 +95,7 @@ class PrefixCache:
             node = node.parent
 
     def _drop(self, excess: int) -> None:
-        """Take up to ``excess`` bytes from the end of the oldest leaf."""
+        """Remove up to ``excess`` bytes from the end of the oldest leaf."""
         leaf = next(iter(self._order))
         if len(leaf.ids) > excess:
             leaf.ids = leaf.ids[:-excess]
@@ -104,7 +107,7 @@ class PrefixCache:
 
 
 def _shared(ids: bytes, sequence: bytes, at: int) -> int:
-    """Bytes of the whole ids that ``ids`` and ``sequence`` from ``at`` begin with alike."""
+    """Length in bytes of the common prefix of ``ids`` and ``sequence[at:]``, in whole ids."""
     count = min(len(ids), len(sequence) - at) // _WIDTH
     differ = np.frombuffer(ids, np.int32, count) != np.frombuffer(sequence, np.int32, count, at)
     return (int(differ.argmax()) if differ.any() else count) * _WIDTH

@@ -1,4 +1,4 @@
-"""Start a simulator as a process of its own: for tests, the demo, benchmarks."""
+"""Runs a simulator as a separate process, for tests, the demo and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ops.server import PORT, ROOT, OwnProcess, ServerDidNotStart
 class SimulatorProcess(OwnProcess):
     """A running ``python -m ops.simulator``, as a context manager.
 
-    ``arguments`` are its command line, as in ``SimulatorProcess("--dialect", "vllm", "--seed", "7")``.
-    Naming a ``port`` lets a test bring an engine back where it was.
+    ``arguments`` are its command line, as in ``SimulatorProcess("--dialect", "vllm", "--seed", "7")``. With a ``port``,
+    a test can restart an engine at the same address.
     """
 
     def __init__(self, *arguments: str, port: int = 0, start_timeout_s: float = 20.0) -> None:
@@ -31,7 +31,7 @@ class SimulatorProcess(OwnProcess):
         )
 
     def start(self) -> Self:
-        """Start and wait until it says that it listens: `/health` may be told to fail. Raises ServerDidNotStart."""
+        """Start and wait for the line that it listens, since `/health` may be set to fail. Raises ServerDidNotStart."""
         process = self.spawn(self._command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE)
         self._process = process
         assert process.stdout is not None

@@ -1,7 +1,7 @@
-"""Text of an exact number of tokens whose ids are known without encoding.
+"""Generates text with an exact number of tokens, whose ids are known without encoding.
 
-Every unit begins at a boundary of the pre-tokenizer, so ids of units joined
-are the canonical ids of the joined text, wherever a limit cuts it.
+Every unit begins at a pre-tokenizer boundary. So the joined ids of units are the canonical ids of the joined text, even
+if a limit cuts it between units.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Unit = tuple[str, tuple[int, ...]]
 
 
 class Prose:
-    """Draws prose from a pool of ready blocks and single-token words."""
+    """Draws text from prepared blocks and single-token words."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         rng = random.Random(f"prose {seed}")
@@ -44,7 +44,7 @@ class Prose:
         return text, ids
 
     def draw(self, rng: random.Random, count: int, opening: bool = True) -> tuple[str, list[int]]:
-        """``count`` tokens; ``opening`` starts a text, else one is continued."""
+        """Text of ``count`` tokens, and their ids. With ``opening`` it begins a text, else it continues one."""
         texts: list[str] = []
         ids: list[int] = []
         if opening and count:

@@ -1,4 +1,4 @@
-"""What the simulator has seen: bodies and counters."""
+"""Records of the simulator: the requests it received, and counters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 import pybase64
 
 PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused"})
-"""Routes that are asked all the time: they are counted, and push no other request out of the log."""
+"""Routes that are called constantly. They are only counted, so that they displace no other request from the log."""
 
 
 @dataclass(slots=True)
-class Seen:
+class ReceivedRequest:
     """One request as it arrived.
 
-    ``number`` counts from 1 in the order of arrival, since the process began. ``arrived`` and ``answered`` are of the
-    host's monotonic clock, in seconds: they compare between engines. ``answered`` is when the last byte of the reply
-    was handed to the socket; 0.0 until then, and where the client left before.
+    ``number`` counts requests from 1 since the process started. ``arrived`` and ``answered`` are seconds of the host's
+    monotonic clock, so they can be compared between engines. ``answered`` is when the last byte of the reply was passed
+    to the socket; 0.0 before that, and if the client disconnected first.
     """
 
     path: str
@@ -32,7 +32,7 @@ class Seen:
     answered: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Path, headers, order and the body's hash."""
+        """The path, headers, number, times, and the body's hash."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
         return {
             "path": self.path,
@@ -44,7 +44,7 @@ class Seen:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The summary and the body, parsed where it is JSON and to the byte."""
+        """The summary and the body, decoded if it is JSON, and as base64."""
         try:
             parsed = msgspec.json.decode(self.body)
         except (msgspec.DecodeError, RecursionError):
@@ -53,18 +53,18 @@ class Seen:
 
 
 class RequestLog:
-    """The last bodies, bounded in number and bytes. ``probes`` counts the requests of each such route."""
+    """The last requests, bounded by number and bytes. ``probes`` counts the requests to each of PROBES."""
 
     def __init__(self, count: int, size: int) -> None:
         self._count = count
         self._size = size
         self._total = 0
         self._number = 0
-        self._seen: deque[Seen] = deque()
+        self._seen: deque[ReceivedRequest] = deque()
         self.probes: Counter[str] = Counter()
 
-    def add(self, seen: Seen) -> None:
-        """Keep and number ``seen``, drop the oldest past the bounds."""
+    def add(self, seen: ReceivedRequest) -> None:
+        """Number and store ``seen``; drop the oldest requests over the bounds."""
         self._number += 1
         seen.number = self._number
         self._seen.append(seen)
@@ -72,8 +72,8 @@ class RequestLog:
         while len(self._seen) > self._count or (self._total > self._size and len(self._seen) > 1):
             self._total -= len(self._seen.popleft().body)
 
-    def last(self, count: int) -> list[Seen]:
-        """The newest ``count``, oldest first."""
+    def last(self, count: int) -> list[ReceivedRequest]:
+        """The newest ``count`` requests, oldest first."""
         return list(self._seen)[-count:] if count > 0 else []
 
     def clear(self) -> None:
@@ -84,9 +84,10 @@ class RequestLog:
 
 @dataclass(slots=True)
 class Counters:
-    """Generations since the last reset. ``prefix_hit_tokens`` of all ``prompt_tokens`` were in the prefix cache.
+    """Counters of generations since the last reset.
 
-    ``sampled_tokens`` are those of the generations that finished.
+    ``prefix_hit_tokens`` is the part of ``prompt_tokens`` found in the prefix cache. ``sampled_tokens`` are those of
+    finished generations.
     """
 
     started: int = 0

@@ -1,4 +1,4 @@
-"""Generations in flight: waiting, pausing, aborting, and who hung up."""
+"""Generations in flight: their duration, pauses, aborts and disconnected clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 class Run:
     """One generation in flight.
 
-    ``versions`` lists ``(share done, version)`` for each weight version it has
-    seen. ``prefill`` is the time before its first token, ``duration`` that of
-    its tokens. ``gone`` is set when the client hung up, ``aborted`` when it was
-    told to stop; ``wake`` ends its wait.
+    ``versions`` lists ``(share done, version)`` for each weight version it has used. ``prefill`` is the time in seconds
+    before its first token, and ``duration`` the time of its tokens. ``gone`` is set when the client disconnected, and
+    ``aborted`` when the generation was aborted. ``wake`` ends its wait.
     """
 
     rid: str
@@ -38,7 +37,7 @@ class Run:
 
 
 class Runs:
-    """The registry of runs, and the pause gate before and behind them."""
+    """The generations in flight, and the pause gate before and after them."""
 
     def __init__(self) -> None:
         self._runs: dict[int, Run] = {}
@@ -58,7 +57,7 @@ class Runs:
         return [run.rid for run in self._runs.values()]
 
     def abort(self, rid: str, everything: bool) -> int:
-        """Stop the runs whose id begins with ``rid``; how many there were."""
+        """Abort the generations whose request id begins with ``rid``; returns their number."""
         found = [run for run in self._runs.values() if everything or (rid and run.rid.startswith(rid))]
         for run in found:
             run.aborted = True
@@ -66,7 +65,7 @@ class Runs:
         return len(found)
 
     def new_version(self, version: str) -> None:
-        """Runs in flight go on under another weight version."""
+        """Continue the generations in flight under another weight version."""
         now = asyncio.get_running_loop().time()
         for run in self._runs.values():
             run.versions.append((run.progress(now), version))
@@ -84,9 +83,9 @@ class Runs:
         await self._idle.wait()
 
     async def hold(self, run: Run, hung_up: Callable[[], Awaitable[None]]) -> float:
-        """Let ``run`` take its time; the share of it that was generated.
+        """Wait for the duration of ``run``; returns the share of it that was generated.
 
-        Returns at once where it takes none, so a benchmark pays for no task.
+        Returns at once if the duration is 0, so that a benchmark needs no task for it.
         """
         if run.prefill + run.duration <= 0 and not self.paused:
             return 1.0

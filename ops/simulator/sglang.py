@@ -1,4 +1,4 @@
-"""Replies in the shape of SGLang 0.5.23."""
+"""Replies in the format of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
 
 
 def adapter(request: Request, config: Config) -> str | None:
-    """The adapter that generates: one in ``model``, as ``base:adapter``, comes before ``lora_path``.
+    """The adapter of a request. A name in ``model``, as ``base:adapter``, takes precedence over ``lora_path``.
 
     Raises :class:`BadRequest`.
     """
@@ -49,7 +49,7 @@ def check_start(request: Request, prompt_tokens: int) -> None:
 
 
 def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    """The whole reply, large payloads in parts of their own."""
+    """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
     numbers = writer.logprobs(draft) if request.logprobs else []
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_start_len)

@@ -1,13 +1,11 @@
 """The chat template: ChatML with tools, tool results and kept reasoning.
 
-Rendering follows Qwen3's layout with one difference: reasoning that a client
-sends back stays in the prompt in every turn, so a history that comes back as
-it was given is a token prefix of the next prompt.
+It renders like Qwen3's with one difference: reasoning that a client sends back stays in the prompt in every turn. So a
+history that is sent back unchanged is a token prefix of the next prompt.
 
-Each message is rendered and encoded by itself. That equals encoding the whole
-prompt, because a special token or a letter/newline edge stands at every seam
-(but for an assistant text that begins with white space, where the seam behind
-``assistant\\n`` is kept on purpose, as a sampled token never merges with it).
+Each message is rendered and encoded separately. The ids equal those of the whole prompt, because at every border is a
+special token or a letter next to a newline. The exception is an assistant text that begins with white space: the border
+after ``assistant\n`` is kept on purpose, since a sampled token never merges with it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ TOOLS_OUTRO = (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """One message: its role, its text in pieces encoded apart, and a digest."""
+    """A message: its role, its text in separately encoded pieces, and a digest."""
 
     role: str
     pieces: tuple[str, ...]
@@ -45,7 +43,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of a request and their part of the system message."""
+    """The tools of a request, and their text in the system message."""
 
     tools: tuple[Tool, ...]
     text: str
@@ -53,10 +51,10 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the policy looks at: digests, and how far the current task is.
+    """A conversation as the policy uses it: the digests, and the progress of the current task.
 
-    ``digest`` covers all messages, ``task_digest`` those up to the last user
-    message, ``tool_results`` counts the tool messages behind it.
+    ``digest`` covers all messages, and ``task_digest`` those up to the last user message. ``tool_results`` is the
+    number of tool messages after it.
     """
 
     messages: tuple[Rendered, ...]
@@ -67,16 +65,16 @@ class Conversation:
 
 
 def call_text(name: str, arguments: str) -> str:
-    """A tool call as the model writes it; ``arguments`` verbatim."""
+    """A tool call as the model writes it, with ``arguments`` unchanged."""
     quoted = json.dumps(name, ensure_ascii=False)
     return f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>'
 
 
 def assistant_text(content: str, reasoning: str | None, calls: list[tuple[str, str]]) -> str:
-    """The text an assistant turn stands for, without its end token."""
+    """The text of an assistant turn, without its end token."""
     text = f"<think>\n{reasoning}\n</think>\n\n{content}" if reasoning else content
-    for place, (name, arguments) in enumerate(calls):
-        text += "\n" + call_text(name, arguments) if content or place else call_text(name, arguments)
+    for index, (name, arguments) in enumerate(calls):
+        text += "\n" + call_text(name, arguments) if content or index else call_text(name, arguments)
     return text
 
 
@@ -108,7 +106,7 @@ def _pieces(message: SentMessage) -> tuple[str, ...]:
 
 
 class Template:
-    """Renders conversations to prompts, remembering every message seen."""
+    """Renders conversations to prompts, and caches every rendered message."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -134,7 +132,7 @@ class Template:
         return Conversation(rendered, self._toolbox(bytes(tools)), whole.digest(), task, results)
 
     def prompt(self, conversation: Conversation) -> Encoded:
-        """The ids of the prompt, generation prompt included."""
+        """The ids of the prompt, including the generation prompt."""
         encode = self.tokenizer.encode
         parts = [encode(piece) for piece in self.pieces(conversation)]
         return Encoded(
@@ -144,7 +142,7 @@ class Template:
         )
 
     def pieces(self, conversation: Conversation) -> list[str]:
-        """The prompt's text, cut where it is encoded apart."""
+        """The prompt's text, in separately encoded pieces."""
         messages = conversation.messages
         pieces: list[str] = []
         if conversation.toolbox.text:

@@ -1,7 +1,7 @@
-"""A small byte-level BPE, trained at start-up on text made here.
+"""A small byte-level BPE tokenizer, trained at start-up on generated text.
 
-Every simulator trains the same vocabulary whatever its seed, so token ids of
-several engines of one fleet agree, and nothing has to be downloaded.
+Every simulator trains the same vocabulary, whatever its seed. So the token ids of several engines of a fleet agree, and
+nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _VOCABULARY = 2048
 
 
 def _corpus() -> list[str]:
-    """Prose, JSON and a little Unicode: what chats with tools are made of."""
+    """Training text: prose, JSON and some Unicode, as in chats with tools."""
     rng = random.Random(_CORPUS_SEED)
     lines = [" " + word for word in WORDS for _ in range(12)]
     lines += [word.capitalize() for word in WORDS for _ in range(4)]
@@ -110,15 +110,15 @@ def _byte_of_char() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     table = {chr(value): value for value in printable}
-    table.update({chr(256 + place): value for place, value in enumerate(others)})
+    table.update({chr(256 + index): value for index, value in enumerate(others)})
     return table
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids in the two forms replies and comparisons are made of.
+    """Token ids in the two forms used in replies and comparisons.
 
-    ``json`` is ``b"1,2,3"`` without brackets, ``packed`` native int32.
+    ``json`` is ``b"1,2,3"`` without brackets, ``packed`` is native int32.
     """
 
     json: bytes
@@ -134,7 +134,7 @@ class Encoded:
 
 
 class Tokenizer:
-    """Encodes, decodes and knows how each token looks on the wire."""
+    """Encodes and decodes text, and has the wire form of each token."""
 
     def __init__(self) -> None:
         self.bpe = _train()
@@ -150,21 +150,22 @@ class Tokenizer:
         self._cache: Lru[str, Encoded] = Lru(96 * 2**20)
 
     def ids(self, text: str) -> list[int]:
+        """The canonical ids of ``text``, with special tokens recognised."""
         found: list[int] = self.bpe.encode(text, add_special_tokens=False).ids
         return found
 
     def encode(self, text: str) -> Encoded:
-        """``ids`` in wire form, remembered."""
+        """``ids`` in wire form, cached."""
         found = self._cache.get(text)
         return found if found is not None else self.remember(text, self.ids(text))
 
     def remember(self, text: str, ids: list[int]) -> Encoded:
-        """Note ids already known to be canonical, and spare the encoding."""
+        """Cache ids that are known to be canonical, which saves the encoding."""
         encoded = Encoded.of(ids)
         return self._cache.put(text, encoded, 200 + 2 * len(text) + 10 * encoded.count)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of ``ids``; broken UTF-8 at a cut becomes U+FFFD as in engines."""
+        """The text of ``ids``. Incomplete UTF-8 at a cut becomes U+FFFD, as in engines."""
         table = self.token_bytes
         size = len(table)
         return b"".join([table[number] for number in ids if number < size]).decode("utf-8", "replace")

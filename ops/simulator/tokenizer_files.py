@@ -1,8 +1,9 @@
-"""``python -m ops.simulator.tokenizer_files DIR``: the simulator's tokenizer and template as a Hugging Face folder.
+"""Writes the simulator's tokenizer and chat template as a Hugging Face folder.
 
-``transformers.AutoTokenizer`` loads it, and ``apply_chat_template`` with a generation prompt gives the ids that the
-simulator's own template gives. One difference is in the nature of it: an assistant text that begins with white space
-is encoded together with the newline before it, where :mod:`ops.simulator.template` keeps the seam that sampling left.
+Run it with ``python -m ops.simulator.tokenizer_files DIR``. ``transformers.AutoTokenizer`` loads the folder.
+``apply_chat_template`` with a generation prompt returns the ids of the simulator's own template, with one exception: an
+assistant text that begins with white space is encoded together with the newline before it, while
+:mod:`ops.simulator.template` keeps the border at which sampling began.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def chat_template() -> str:
 
 
 def write(folder: Path, tokenizer: Tokenizer | None = None) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder``, which is made. Raises OSError."""
+    """Create ``folder`` and write ``tokenizer.json`` and ``tokenizer_config.json`` into it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or Tokenizer()).bpe.save(str(folder / "tokenizer.json"))
     config = {

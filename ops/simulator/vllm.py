@@ -1,4 +1,4 @@
-"""Replies in the shape of vLLM's OpenAI server."""
+"""Replies in the format of vLLM's OpenAI server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
 
 
 def adapter(request: Request, config: Config) -> str | None:
-    """The adapter that generates, which ``model`` alone can name. Raises :class:`UnknownModel`."""
+    """The adapter of a request, which only ``model`` can name. Raises :class:`UnknownModel`."""
     if request.model in config.adapters:
         return request.model
     if config.adapters and request.model != config.model:
@@ -29,7 +29,7 @@ def adapter(request: Request, config: Config) -> str | None:
 
 
 def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes:
-    """``choices[].logprobs``; an explicit null ``top_logprobs`` empties it."""
+    """``choices[].logprobs``; empty if ``top_logprobs`` is an explicit null."""
     request = generation.request
     if not request.logprobs:
         return b"null"
@@ -39,7 +39,7 @@ def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes
 
 
 def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    """The whole reply, large payloads in parts of their own."""
+    """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
     experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
     head = [
@@ -76,12 +76,12 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     pieces = deltas(draft)
     share = -(-len(draft.ids) // max(len(pieces) - 1, 1))
     events = []
-    for place, delta in enumerate(pieces):
+    for index, delta in enumerate(pieces):
         choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        first: dict[str, object] = {} if place else {"prompt_token_ids": None}
+        first: dict[str, object] = {} if index else {"prompt_token_ids": None}
         if request.return_token_ids:
-            choice["token_ids"] = draft.ids[(place - 1) * share : place * share] if place else None
-            first = {} if place else {"prompt_token_ids": generation.prompt.ids()}
+            choice["token_ids"] = draft.ids[(index - 1) * share : index * share] if index else None
+            first = {} if index else {"prompt_token_ids": generation.prompt.ids()}
         events.append(event({**common, "choices": [choice], **first}))
     last: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": draft.finish, "stop_reason": None}
     if request.return_token_ids and len(pieces) == 1:

@@ -1,6 +1,6 @@
-"""What requests look like, and the reply every handler hands back.
+"""The request formats, and the reply type that every handler returns.
 
-Fields a simulator does not act on are accepted and ignored, as engines do.
+Fields that the simulator does not use are accepted and ignored, as in engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 Headers = tuple[tuple[bytes, bytes], ...]
 
 MAX_ID = 2**31 - 1
-"""The largest token id there can be."""
+"""The largest possible token id."""
 
 
 class ToolFunction(Struct):
@@ -35,7 +35,7 @@ class CalledFunction(Struct):
 
 
 class SentToolCall(Struct):
-    """A tool call in a message, sent back or about to be."""
+    """A tool call in a message of the history."""
 
     function: CalledFunction
     id: str | None = None
@@ -49,7 +49,7 @@ class SentMessage(Struct):
 
 
 class Experts(Struct, forbid_unknown_fields=True):
-    """Shape of a routing payload; ``unasked`` sends it without being asked."""
+    """The shape of a routing payload; with ``unasked`` it is sent without a request for it."""
 
     layers: int | None = None
     top_k: int | None = None
@@ -59,11 +59,11 @@ class Experts(Struct, forbid_unknown_fields=True):
 
 
 class FaultOrder(Struct, forbid_unknown_fields=True):
-    """A fault to commit ``count`` times; the other fields shape some faults.
+    """A fault to apply ``count`` times; the other fields are parameters of some faults.
 
-    ``delay_s`` and ``pieces`` shape ``drip``, ``at_byte`` is where ``reset``
-    cuts, ``retry_after`` belongs to ``status_429`` and ``location`` to
-    ``redirect``. ``tokens`` is after how many ``abort`` ends the generation.
+    ``delay_s`` and ``pieces`` belong to ``drip``, ``at_byte`` (where the reply ends) to ``reset``, ``retry_after`` to
+    ``status_429`` and ``location`` to ``redirect``. ``tokens`` is the number of tokens after which ``abort`` ends the
+    generation.
     """
 
     fault: str
@@ -78,11 +78,10 @@ class FaultOrder(Struct, forbid_unknown_fields=True):
 
 
 class Sim(Struct, forbid_unknown_fields=True):
-    """The ``sim`` field of a request: wishes a real engine would ignore.
+    """The ``sim`` field of a request: instructions to the simulator, which a real engine ignores.
 
-    ``abort_at`` is after how many tokens an abort finds the generation, instead of
-    where its time says; the second number is for the generation of what the first
-    abort left, and so on.
+    ``abort_at`` is the number of tokens after which an abort cuts the generation, instead of the number that its time
+    determines. The second number is for the generation that continues after the first abort, and so on.
     """
 
     completion_tokens: int | None = None
@@ -105,7 +104,7 @@ class StreamOptions(Struct):
 
 
 class Request(Struct, kw_only=True):
-    """What chat requests and completions have in common, in both dialects."""
+    """The fields that chat and completion requests of both dialects share."""
 
     model: str = "default"
     stream: bool | None = None
@@ -125,7 +124,7 @@ class Request(Struct, kw_only=True):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat request, both dialects; messages stay raw as cache keys."""
+    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys."""
 
     messages: list[Raw]
     tools: Raw = Raw(b"")
@@ -140,7 +139,8 @@ class ChatRequest(Request, kw_only=True):
 
 
 class CompletionRequest(Request, kw_only=True):
-    """The body of a completion, both dialects. ``logprobs`` is how many alternatives a token gets, 0 being none."""
+    """The body of a completion in both dialects. ``logprobs`` is the number of alternatives for each token; 0 means
+    none."""
 
     prompt: Raw
     max_tokens: int | None = 16
@@ -149,13 +149,13 @@ class CompletionRequest(Request, kw_only=True):
 
 
 class BadRequest(Exception):
-    """The request is not one an engine would run; the text goes to the client."""
+    """An engine would refuse the request; the message is sent to the client."""
 
     status = 400
 
 
 class UnknownModel(BadRequest):
-    """vLLM has neither a model nor an adapter of this name."""
+    """vLLM has no model and no adapter with this name."""
 
     status = 404
 
@@ -171,7 +171,7 @@ class Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response; large bodies stay in parts, so that nothing copies 50 MiB."""
+    """A response. Large bodies stay in parts, so that 50 MiB are not copied."""
 
     parts: tuple[bytes, ...] = ()
     status: int = 200
@@ -186,7 +186,7 @@ class Reply:
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
     def with_body(self, body: bytes) -> Reply:
-        """The same response around another body."""
+        """The same response with another body."""
         return replace(self, parts=(body,))
 
 

@@ -1,7 +1,7 @@
-"""`python -m ops.verify`: does the store hold what its log says?
+"""Checks that the store holds what its log says: `turnlog verify` or `python -m ops.verify`.
 
-The log is the truth: everything else that is stored is checked against a fold of it. Nothing is written and no lock is
-taken, so it may run beside a server; each session, and each page of groups, is read as of one moment.
+The log is the truth: all other stored data is compared with a fold of it. The check writes nothing and takes no lock,
+so a server may run. Each session and each page of groups is read as a consistent state.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "v
 
 
 async def verify(
-    database: Database, acknowledged: Iterable[Acknowledged] = (), tell: Callable[[str], None] = silent
+    database: Database, acknowledged: Iterable[Acknowledged] = (), progress: Callable[[str], None] = silent
 ) -> Report:
-    """Check every session of a database, which need not be open, and what spans sessions.
+    """Check every session of a database, and the data that belongs to no session. The database need not be open.
 
-    `acknowledged` turns must be in the log, with the reply that the client got. `tell` hears how far the check is.
-    Raises AppError where the store cannot be read.
+    The `acknowledged` turns must be in the log, with the reply that the client received. `progress` is called with the
+    progress. Raises AppError if the store cannot be read.
     """
     report = Report()
     async for session_id in _session_ids(database, report):
@@ -42,32 +42,32 @@ async def verify(
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
-        tell(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
-    await acknowledged_turns.check(database, acknowledged, report, tell)
-    tell("the file")
+        progress(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
+    await acknowledged_turns.check(database, acknowledged, report, progress)
+    progress("the file")
     await check_file(database, report)
     for what, check in (("order of events", check_order), ("groups", check_groups), ("log of the fleet", check_fleet)):
         try:
-            await check(database, report, tell)
+            await check(database, report, progress)
         except StoreDamaged as error:
-            report.found(STORE, f"the {what} cannot be checked to the end: {error}")
+            report.found(STORE, f"the check of the {what} was not finished: {error}")
     return report
 
 
 async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]:
-    """All of them in their order; where a page that lists them is damaged, those that another one names."""
+    """All session ids in order. If the pages that list them are damaged, also the ids that other tables name."""
     seen: set[str] = set()
     after = ""
     try:
         while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
             for session_id in ids:
                 if session_id in seen:
-                    raise StoreDamaged(f"session {session_id} comes twice")
+                    raise StoreDamaged(f"session {session_id} is listed twice")
                 seen.add(session_id)
                 yield session_id
             after = ids[-1]
     except StoreDamaged as error:
-        report.found(STORE, f"the sessions cannot be listed, those that are known are checked: {error}")
+        report.found(STORE, f"the sessions cannot be listed, only the known ones are checked: {error}")
     else:
         return
     for session_id in await database.read(partial(damaged.session_ids, tables=TABLES)):
@@ -79,19 +79,20 @@ def _check_session(connection: Connection, session_id: str, report: Report) -> N
     SessionCheck(connection, session_id, report).run()
 
 
-async def verify_url(url: str, tell: Callable[[str], None] = silent) -> Report:
-    """As `verify`, of the store at `url`. Raises AppError, StartupError where it cannot be read."""
+async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
+    """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
     database = Database(url)
     try:
         await heads.require_revision(database)
-        return await verify(database, tell=tell)
+        return await verify(database, progress=progress)
     finally:
         await database.close()
 
 
 def perform(database_url: str | None, *, as_json: bool = False) -> int:
-    """The command; None: the store of the service's settings. Its exit codes are those of `ops.keeping`."""
+    """Run the command and return its exit code (see `ops.keeping`). If `database_url` is None, it uses the store from
+    the service's settings."""
     return run("verify", lambda: _checked(database_url), interrupted="nothing was changed", as_json=as_json)
 
 

@@ -1,8 +1,8 @@
-"""The command; see `ops.keeping` for its exit codes."""
+"""Runs `turnlog verify`; `ops.keeping` lists the exit codes."""
 
 from __future__ import annotations
 
-from ops.keeping import as_turnlog
+from ops.keeping import run_as_turnlog
 
 if __name__ == "__main__":
-    as_turnlog("verify")
+    run_as_turnlog("verify")

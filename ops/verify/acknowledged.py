@@ -1,4 +1,4 @@
-"""Turns that clients were told are on disk: each is in the log once, and its reply can be given again to the byte."""
+"""Checks acknowledged turns: each is in the log once, and its stored reply equals the client's, byte for byte."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from ops.verify.report import Acknowledged, Report
 
 
 async def check(
-    database: Database, acknowledged: Iterable[Acknowledged], report: Report, tell: Callable[[str], None]
+    database: Database, acknowledged: Iterable[Acknowledged], report: Report, progress: Callable[[str], None]
 ) -> int:
-    """Look for acknowledged turns, and put into the report what is not as it was acknowledged.
+    """Look up the acknowledged turns, and report each one that is missing or different.
 
-    How many keys of their sessions were committed more than once.
+    Returns the number of idempotency keys in their sessions under which more than one turn was committed.
     """
-    held: dict[str, list[Acknowledged]] = {}
-    for one in acknowledged:
-        held.setdefault(one.session_id, []).append(one)
+    turns_of: dict[str, list[Acknowledged]] = {}
+    for turn in acknowledged:
+        turns_of.setdefault(turn.session_id, []).append(turn)
     doubled = 0
-    for session_id, turns in held.items():
-        doubled += await _check_session(database, session_id, turns, report)
-        tell(f"acknowledged turns, at {session_id}")
+    for session_id, acknowledged_turns in turns_of.items():
+        doubled += await _check_session(database, session_id, acknowledged_turns, report)
+        progress(f"acknowledged turns, at {session_id}")
     return doubled
 
 
-async def _check_session(database: Database, session_id: str, held: Sequence[Acknowledged], report: Report) -> int:
+async def _check_session(
+    database: Database, session_id: str, acknowledged_turns: Sequence[Acknowledged], report: Report
+) -> int:
     try:
         log = await database.read(
             lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
-        log = None  # the session's own check has said why
-    for one in sorted(held, key=lambda one: one.turn):
-        wrong = await _wrong(database, log, one, report)
-        if wrong is not None:
-            report.missing.append(one)
-            report.found(session_id, f"turn {one.turn} was acknowledged, {wrong}")
+        log = None  # the check of the session has already reported the reason
+    for turn in sorted(acknowledged_turns, key=lambda turn: turn.turn):
+        difference = await _difference(database, log, turn, report)
+        if difference is not None:
+            report.missing.append(turn)
+            report.found(session_id, f"turn {turn.turn} was acknowledged, {difference}")
     events = () if log is None else (entry.event for entry in log.events)
     keys = Counter(event.retry_key for event in events if isinstance(event, TurnCommitted) and event.retry_key)
     doubled = [key for key, count in keys.items() if count > 1]
@@ -55,38 +57,39 @@ async def _check_session(database: Database, session_id: str, held: Sequence[Ack
     return len(doubled)
 
 
-async def _wrong(database: Database, log: FoldedLog | None, one: Acknowledged, report: Report) -> str | None:
-    if log is None or not 1 <= one.turn <= len(log.session.turns):
+async def _difference(database: Database, log: FoldedLog | None, turn: Acknowledged, report: Report) -> str | None:
+    if log is None or not 1 <= turn.turn <= len(log.session.turns):
         return "but is not in the log"
     session = log.session
-    if one.retry_key not in (None, _committed(log, session, one.turn).retry_key):
-        return "but under another key"
-    if one.reply_sha256 is None:
+    if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):
+        return "but with another key"
+    if turn.reply_sha256 is None:
         return None
     if session.status == "erased":
         report.not_compared += 1
         return None
     try:
-        for kinds in _choices([payload.kind for payload in session.payloads.get(one.turn, ())]):
-            _, _, body = await stored_reply(database, session, one.turn, kinds)
-            if hashlib.sha256(body).hexdigest() == one.reply_sha256:
+        for kinds in _kind_combinations([payload.kind for payload in session.payloads.get(turn.turn, ())]):
+            _, _, body = await stored_reply(database, session, turn.turn, kinds)
+            if hashlib.sha256(body).hexdigest() == turn.reply_sha256:
                 return None
     except SessionUnreadable as error:
         return f"but cannot be read: {error}"
-    if _tombstoned(log, session, one.turn):
+    if _tombstoned(log, session, turn.turn):
         report.not_compared += 1
         return None
     return "with another reply"
 
 
-def _choices(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
-    """What a client may have asked for of a reply's payloads: all of them, some, none."""
+def _kind_combinations(kinds: Sequence[ReplayKind]) -> Iterator[tuple[ReplayKind, ...]]:
+    """The payload kinds that the client may have requested, all combinations: all of them first, then fewer, then
+    none."""
     for count in range(len(kinds), -1, -1):
         yield from combinations(kinds, count)
 
 
 def _tombstoned(log: FoldedLog, session: Session, number: int) -> bool:
-    """Did the reply bring a payload that can no longer be read?"""
+    """Whether the reply had a payload that has been tombstoned since."""
     return len(_committed(log, session, number).payloads) > len(session.payloads.get(number, ()))
 
 

@@ -1,4 +1,4 @@
-"""What is of no session: the fleet's log, and the engines that clients bound by name."""
+"""Checks the fleet's log, and the affinities: the names by which clients bound engines."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from app.store.schema import affinities, fleet_events, sessions
 from ops.verify.report import STORE, Report
 
 EVENTS = 5000
-"""Events of the fleet's log, and affinities, looked at in one read."""
+"""Events of the fleet's log, or affinities, read in one query."""
 
 _Row = tuple[int, str, str, int, float, bytes]
 
 
-async def check_fleet(database: Database, report: Report, tell: Callable[[str], None]) -> None:
-    """Every event of the fleet's log is readable, in its place, and follows from those before it."""
+async def check_fleet(database: Database, report: Report, progress: Callable[[str], None]) -> None:
+    """Check that every event of the fleet's log is readable, has the next number, and agrees with the events before
+    it."""
     log = _Log(report)
     while rows := await database.read(partial(_rows, after=log.seq)):
         for row in rows:
             log.take(row)
-        tell(f"{log.seq} events of the fleet")
+        progress(f"{log.seq} events of the fleet")
     after = ""
     while names := await database.read(partial(_check_affinities, after=after, report=report)):
         after = names[-1]
-        tell(f"affinities up to {after}")
+        progress(f"affinities up to {after}")
 
 
 def _rows(connection: Connection, after: int) -> Sequence[_Row]:
@@ -43,7 +44,7 @@ def _rows(connection: Connection, after: int) -> Sequence[_Row]:
 
 
 class _Log:
-    """The fleet's log as far as it was read. `seq` is that of the last row."""
+    """The state of the fleet's log up to event `seq`, the last one read."""
 
     def __init__(self, report: Report) -> None:
         self.seq = 0
@@ -53,7 +54,7 @@ class _Log:
     def take(self, row: _Row) -> None:
         seq, key, name, version, at, data = row
         if seq != self.seq + 1:
-            self._found(seq, f"stands behind event {self.seq}")
+            self._found(seq, f"follows event {self.seq}")
         self.seq = seq
         try:
             event = upcast.decode(name, version, data)
@@ -69,7 +70,7 @@ class _Log:
         self._fleet = apply(self._fleet, Placed(seq, at, event))
 
     def _closings(self, seq: int, event: FleetEvent) -> None:
-        """A gate that was open is one closing further when it is shut, and otherwise where it was."""
+        """Check the counter of closings: it is one higher when an open gate is closed, and otherwise unchanged."""
         match event:
             case AdapterPaused() | AdapterResumed():
                 gate = self._fleet.gates(event.name)[1]
@@ -93,7 +94,7 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def _check_affinities(connection: Connection, after: str, report: Report) -> list[str]:
-    """Each is in a state that there is, and was made by a session that there is; the names that were looked at."""
+    """Check that each affinity has a known state and an existing session; returns the names that were checked."""
     query = (
         select(
             affinities.c.control_id,
@@ -110,9 +111,9 @@ def _check_affinities(connection: Connection, after: str, report: Report) -> lis
     for one in found:
         what = f"affinity {one.control_id}"
         if one.state not in get_args(State):
-            report.found(STORE, f"{what} is {one.state}, which no affinity can be")
+            report.found(STORE, f"{what} is {one.state}, which is not a state of an affinity")
         elif one.state != "bound" and not one.worker_session:
             report.found(STORE, f"{what} is {one.state}, but no engine has a session of it")
         if not one.has_session:
-            report.found(STORE, f"{what} is of a session that there is not")
+            report.found(STORE, f"{what} belongs to a session that does not exist")
     return [one.control_id for one in found]

@@ -1,18 +1,18 @@
-"""What a verification was told, and what it found."""
+"""The input and the result of a verification."""
 
 from __future__ import annotations
 
 import msgspec
 
 STORE = "(store)"
-"""Stands for a session's id in a problem that is no single session's; no id has parentheses."""
+"""Takes the place of a session id in a problem that concerns no single session; a real id has no parentheses."""
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
-    """A turn that a client holds a 200 for. `reply_sha256`: hex, of the body as it got it; None: not compared.
+    """A turn for which a client received a 200. `reply_sha256` is the hex hash of the body; None: not compared.
 
-    The body of a streamed reply is made from the stored one and has no bytes of its own to compare. `retry_key` is what
-    the log keeps of the request's Idempotency-Key; None: not compared.
+    The body of a streamed reply is generated from the stored one, so its bytes are not compared. `retry_key` is the
+    form in which the log keeps the request's Idempotency-Key; None: not compared.
     """
 
     session_id: str
@@ -27,13 +27,13 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct):
-    """What was looked at, and everything that is not as the log says.
+    """The counts of what was checked, and all problems found.
 
-    `missing` are acknowledged turns that are not in the log, or whose reply is another by now; each is a problem too.
-    `not_compared` counts those in the log whose reply cannot be put together any more: payloads that were tombstoned,
-    sessions that were erased. Of the `groups` there are `noted_groups` that a note says are still to be brought up to
-    date, which happens when the feed is asked: what is stored of those is not compared. Of `unreadable` sessions there
-    are rows, and of `damaged_tables` pages, that the database cannot read.
+    `missing` are acknowledged turns that are not in the log or whose reply differs; each is also a problem.
+    `not_compared` counts acknowledged turns whose reply cannot be restored, because payloads were tombstoned or the
+    session was erased. `noted_groups` of the `groups` have changed and their rows are updated at the next read of the
+    feed, so they were not compared. `unreadable` are sessions with rows, and `damaged_tables` tables with pages, that
+    the database cannot read.
     """
 
     sessions: int = 0
@@ -51,7 +51,7 @@ class Report(msgspec.Struct):
         self.problems.append(Problem(session_id, what))
 
     def damage(self) -> list[str]:
-        """The lines that sum up what the database cannot read."""
+        """Lines that summarize what the database cannot read."""
         tables = [f"damaged tables: {', '.join(self.damaged_tables)}"] if self.damaged_tables else []
         sessions = [f"sessions with unreadable rows: {', '.join(self.unreadable)}"] if self.unreadable else []
         return tables + sessions

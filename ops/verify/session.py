@@ -1,4 +1,4 @@
-"""A session: what is stored of it against a fold of its log."""
+"""Checks one session: compares its stored rows with a fold of its log."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ _CHUNK = (
 )
 
 TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
-"""A session may be stored in parts only."""
+"""The tables with rows of sessions. A damaged store may have a session in some of them only."""
 
 PAGE = 500
-"""Sessions listed at a time."""
+"""Sessions listed in one query."""
 
 TURNS_AT_ONCE = 100
-"""Turns whose content is in memory at a time."""
+"""Turns whose content is in memory at the same time."""
 
 LOGPROB_BYTES = 8
 
 MAX_TRIM = 1
-"""The most tokens of its parent's end that a turn leaves out."""
+"""A turn leaves out at most this many tokens at the end of its parent."""
 
 _Chains = dict[tuple[int, int], tuple[int, Any]]
-"""By turn and how many of its last tokens are left out: how many tokens there are then, and their hash so far."""
+"""Key: a turn and how many of its last tokens are left out. Value: the number of tokens up to there, and their hash."""
 
 
 def check_damaged(connection: Connection, session_id: str, report: Report) -> None:
-    """A session whose check met a damaged page: which of its tables cannot be read, each for itself."""
+    """Report which tables of a session cannot be read, after its check met a damaged page."""
     why: dict[str, str] = {}
     for table in TABLES:
         query = select(table).where(table.c.session_id == session_id)
@@ -80,7 +80,7 @@ def check_damaged(connection: Connection, session_id: str, report: Report) -> No
 
 
 class SessionCheck:
-    """One session against its log, in one transaction."""
+    """Compares one session with its log, in one transaction."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
@@ -97,12 +97,12 @@ class SessionCheck:
         self._report.events += len(self._log)
         self._derived(log)
         self._order()
-        self._fences()
+        self._fences(session)
         self._retry_keys()
         self._bindings()
         self._snapshot(session)
         if session.status == "erased":
-            self._nothing_left()
+            self._check_erased()
         else:
             self._blobs()
             self._content()
@@ -113,15 +113,15 @@ class SessionCheck:
     def _found(self, what: str) -> None:
         self._report.found(self._session_id, what)
 
-    def _must(self, good: bool, what: str) -> None:
-        if not good:
+    def _expect(self, holds: bool, what: str) -> None:
+        if not holds:
             self._found(what)
 
     def _rows(self, table: Any, *columns: Any) -> Sequence[Any]:
         return self._connection.execute(select(*columns).where(table.c.session_id == self._session_id)).all()
 
     def _folded(self) -> FoldedLog | None:
-        """The log without a gap, each event readable, folded."""
+        """The folded log; None, and a problem reported, if it has a gap or an unreadable event."""
         try:
             log = heads.read_log(AlchemyTx(self._connection), self._session_id)
         except UnknownEvent as error:
@@ -136,22 +136,28 @@ class SessionCheck:
             self._found(str(difference))
 
     def _order(self) -> None:
-        """Within a transaction, and so in all of an SQLite store, places in the order of events grow with the log.
+        """Check that positions in the global order grow with the log, within each transaction, and so in a whole SQLite
+        store.
 
-        On PostgreSQL a transaction that got its number first may still append last.
+        On PostgreSQL, a transaction with a lower number may append later.
         """
         last: dict[int, int] = {}
         columns = (events.c.seq, events.c.tx, events.c.position)
         for seq, tx, position in sorted(self._rows(events, *columns)):
-            self._must(position > last.get(tx, 0), f"event {seq} stands before an earlier one in the order of events")
+            self._expect(position > last.get(tx, 0), f"event {seq} comes before an earlier one in the order of events")
             last[tx] = position
 
-    def _fences(self) -> None:
-        """Every turn that ended was opened under the fence that it names, ended once, and in order."""
+    def _fences(self, session: Session) -> None:
+        """Check that every turn that ended was opened under the fence it names, ended once, and in the order of
+        fences. A turn copied by a fork was never opened: its fence is its own event's number."""
+        copied = 0 if session.fork is None else session.fork.turns
         opened: dict[int, int] = {}
         last = 0
         for recorded in self._log:
             match recorded.event:
+                case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
+                    self._expect(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
+                    last = max(last, fence)
                 case TurnOpened(turn=turn):
                     opened[recorded.seq] = turn
                 case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
@@ -159,16 +165,16 @@ class SessionCheck:
                     last = max(last, ended.fence)
 
     def _ended(self, opened: dict[int, int], last: int, turn: int, fence: int, seq: int) -> None:
-        self._must(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")
-        self._must(fence >= last, f"event {seq} has fence {fence} after fence {last}")
+        self._expect(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")
+        self._expect(fence >= last, f"event {seq} has fence {fence} after fence {last}")
 
     def _retry_keys(self) -> None:
         keys = [turn.retry_key for turn in self._committed() if turn.retry_key is not None]
         twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
-        self._must(not twice, f"committed twice under one retry key: {twice}")
+        self._expect(not twice, f"committed twice under one retry key: {twice}")
 
     def _bindings(self) -> None:
-        """While it was bound to an engine, each turn of the session came from there.
+        """Check that each turn came from the session's engine while the session was bound to one.
 
         A turn whose client released the binding commits without one.
         """
@@ -181,29 +187,32 @@ class SessionCheck:
                     engine = None
                 case TurnCommitted() if engine is not None:
                     event = recorded.event
-                    self._must(event.engine == engine, f"turn {event.turn} came from another engine than its session's")
+                    self._expect(
+                        event.engine == engine, f"turn {event.turn} came from an engine that was not its session's"
+                    )
 
     def _snapshot(self, session: Session) -> None:
-        """One whose last event a crash of the database took back is passed over when a session is read, and here."""
+        """Check the snapshot. One whose last event was lost in a crash of the database is ignored here and by
+        readers."""
         start = reads.load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
-        self._must(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
+        self._expect(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
 
     def _committed(self) -> Iterator[TurnCommitted]:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
-    def _nothing_left(self) -> None:
+    def _check_erased(self) -> None:
         for table in (turns, blobs, chunks, refused_replies, snapshots):
             left = self._rows(table, func.count())[0][0]
-            self._must(left == 0, f"erased, but {left} rows are left in {table.name}")
+            self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:
-            bare = not isinstance(recorded.event, RewardAssigned) or not recorded.event.components
-            self._must(bare, f"erased, but the reward of event {recorded.seq} still has components")
+            is_bare = not isinstance(recorded.event, RewardAssigned) or not recorded.event.components
+            self._expect(is_bare, f"erased, but the reward of event {recorded.seq} still has components")
 
     def _blobs(self) -> None:
-        """Every blob of the log is stored and is what it was; every turn's are among them."""
+        """Check that every blob of the log is stored unchanged, and that turns name only these blobs."""
         refs: dict[int, BlobRef] = {}
         for recorded in self._log:
             match recorded.event:
@@ -214,13 +223,13 @@ class SessionCheck:
         stored = {
             row[0]: row for row in self._rows(blobs, blobs.c.number, blobs.c.kind, blobs.c.location, blobs.c.data)
         }
-        self._must(stored.keys() == refs.keys(), f"blobs {sorted(stored)} are stored, the log has {sorted(refs)}")
+        self._expect(stored.keys() == refs.keys(), f"blobs {sorted(stored)} are stored, the log has {sorted(refs)}")
         for number, ref in refs.items():
             if number in stored and stored[number][2] is None:
                 self._blob(ref, *stored[number][1::2])
         for turn in self._committed():
             needed = {turn.params} | ({turn.tools} - {None})
-            self._must(needed <= refs.keys(), f"turn {turn.turn} names blobs {needed}, which the log does not have")
+            self._expect(needed <= refs.keys(), f"turn {turn.turn} names blobs {needed}, which the log does not have")
 
     def _blob(self, ref: BlobRef, kind: str, data: bytes | None) -> None:
         try:
@@ -228,18 +237,19 @@ class SessionCheck:
         except CorruptContent as error:
             self._found(f"blob {ref.number}: {error}")
             return
-        self._must(kind == ref.kind, f"blob {ref.number} is {kind}, the log says {ref.kind}")
+        self._expect(kind == ref.kind, f"blob {ref.number} is {kind}, the log says {ref.kind}")
         same = len(raw) == ref.size and hashlib.sha256(raw).hexdigest() == ref.hash
-        self._must(same, f"blob {ref.number} is not what was stored")
+        self._expect(same, f"blob {ref.number} differs from the log")
 
     def _content(self) -> None:
-        """Each committed turn's rows, and the hash of all tokens up to it, taken on from its parent's."""
+        """Check the rows of each committed turn, and the hash of all tokens up to it, which continues that of its
+        parent."""
         committed = list(self._committed())
         self._report.turns += len(committed)
         columns = (turns.c.turn, turns.c.parent_turn, turns.c.segment, turns.c.choice_index)
         stored = sorted(tuple(row) for row in self._rows(turns, *columns))
         expected = sorted((turn.turn, turn.parent, turn.segment, turn.choice_index) for turn in committed)
-        self._must(stored == expected, f"{len(stored)} turns are stored, not as the log's {len(expected)}")
+        self._expect(stored == expected, f"{len(stored)} turns are stored, which differ from the log's {len(expected)}")
         chains: _Chains = {(0, 0): (0, hashlib.sha256())}
         for start in range(0, len(committed), TURNS_AT_ONCE):
             part = committed[start : start + TURNS_AT_ONCE]
@@ -263,7 +273,7 @@ class SessionCheck:
             "logprobs": (len(tokens.logprobs), turn.output_tokens * LOGPROB_BYTES),
         }
         for name, (size, said) in sizes.items():
-            self._must(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
+            self._expect(size == said, f"turn {turn.turn}: {name} has {size} bytes, the log says {said}")
         length, hasher = chains.get((turn.parent, turn.trimmed) if turn.base_tokens else (0, 0), (-1, None))
         if hasher is None or length != turn.base_tokens:
             raise CorruptContent(f"it continues {turn.base_tokens} tokens of turn {turn.parent}, which has {length}")
@@ -274,10 +284,11 @@ class SessionCheck:
             part, own = own[: len(own) - trimmed], own[len(own) - trimmed :]
             hasher.update(token_text(part))
             chains[turn.turn, trimmed] = (total - trimmed, hasher.copy())
-        self._must(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash is another")
+        self._expect(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash differs from the log")
 
     def _chunks(self, session: Session) -> None:
-        """Every chunk of the log is there, whole or as a tombstone; one that a payload needs is whole."""
+        """Check that every chunk of the log is stored, with its data or as a tombstone, and with data if a payload
+        needs it."""
         brought = [chunk for turn in self._committed() for ref in turn.payloads for chunk in ref.chunks]
         refs = {(chunk.fence, chunk.number): chunk for chunk in brought}
         needed = {key for live in session.payloads.values() for payload in live for key in keys_of(payload)}
@@ -285,32 +296,35 @@ class SessionCheck:
         rows = {(row[0], row[1]): row[2:] for row in self._rows(chunks, *_CHUNK)}
         held = None if session.open_turn is None else session.open_turn.fence
         orphans = sorted(key for key in rows.keys() - refs.keys() if key[0] != held)
-        self._must(not orphans, f"chunks {orphans[:5]} belong to no turn")
+        self._expect(not orphans, f"chunks {orphans[:5]} belong to no turn")
         for key, ref in refs.items():
             size, digest, by, live = rows.get(key, (None, None, None, False))
-            self._must((size, digest) == (ref.size, ref.hash), f"chunk {key} is not the one in the log")
-            self._must(live or key not in needed, f"chunk {key} is gone, but a payload needs it")
-            # The bytes of a closed session's tombstones are freed behind the event, in steps.
-            self._must(key in needed or not live or session.status != "open", f"chunk {key} should be gone")
-            self._must(live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is none")
+            self._expect((size, digest) == (ref.size, ref.hash), f"chunk {key} is not the one in the log")
+            self._expect(live or key not in needed, f"chunk {key} is gone, but a payload needs it")
+            # The data of a closed session's tombstones is freed in steps after the event.
+            self._expect(key in needed or not live or session.status != "open", f"chunk {key} should be gone")
+            self._expect(
+                live or by in tombstones, f"chunk {key} was tombstoned by event {by}, which is not a tombstone event"
+            )
             if live:
                 self._chunk(key, ref)
 
     def _payloads(self, session: Session) -> None:
-        """The chunks of a payload follow each other; rows that are taken from a parent are those of its tokens."""
+        """Check that the chunks of a payload have no gaps, and that rows taken from the parent belong to the parent's
+        tokens."""
         bases = {turn.turn: turn.base_tokens for turn in self._committed()}
         for number, live in session.payloads.items():
             for payload in live:
                 at = payload.start
                 for chunk in payload.chunks:
-                    self._must(chunk.start == at, f"turn {number}: {payload.kind} has a gap at row {at}")
+                    self._expect(chunk.start == at, f"turn {number}: {payload.kind} has a gap at row {at}")
                     at = chunk.start + chunk.rows
-                self._must(at == payload.stop, f"turn {number}: {payload.kind} ends at row {at}, not {payload.stop}")
+                self._expect(at == payload.stop, f"turn {number}: {payload.kind} ends at row {at}, not {payload.stop}")
                 own = bases[number] > 0 or payload.start == payload.sent
-                self._must(own, f"turn {number}: {payload.kind} begins with rows of other tokens")
+                self._expect(own, f"turn {number}: {payload.kind} begins with rows of other tokens")
 
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
-        """One at a time: they are large."""
+        """Check one chunk. Chunks are large, so only one is in memory."""
         frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
         try:
             payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
@@ -319,10 +333,10 @@ class SessionCheck:
 
     def _wire(self, turn: TurnCommitted, wire: Wire) -> None:
         sent = len(wire.messages)
-        self._must(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
+        self._expect(sent == turn.new_messages, f"turn {turn.turn}: {sent} messages, the log says {turn.new_messages}")
 
     def _refused(self) -> None:
-        """Every kept reply is of a turn that the log says was rejected."""
+        """Check that every stored refused reply belongs to a turn that the log says was rejected."""
         rejected = {recorded.event.fence for recorded in self._log if isinstance(recorded.event, TurnRejected)}
         kept = {row[0] for row in self._rows(refused_replies, refused_replies.c.fence)}
-        self._must(kept <= rejected, f"refused replies {sorted(kept - rejected)[:5]} belong to no rejected turn")
+        self._expect(kept <= rejected, f"refused replies {sorted(kept - rejected)[:5]} belong to no rejected turn")

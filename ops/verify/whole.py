@@ -1,4 +1,4 @@
-"""What belongs to no single session: the order of all events, and the groups."""
+"""Checks what belongs to no single session: SQLite's file, the order of all events, and the groups."""
 
 from __future__ import annotations
 
@@ -18,32 +18,30 @@ from app.store.reads import decode_events
 from app.store.schema import events, group_changes, groups, sessions
 from ops.verify.report import STORE, Report
 
-PLACES = 50_000
-"""Places in the order of events looked at in one read."""
+POSITIONS = 50_000
+"""Positions in the order of events read in one query."""
 
 GROUPS = 200
-"""Groups looked at in one read."""
+"""Groups read in one query."""
 
-MEASURED = 16
-"""Groups whose logs are read at a time."""
+LOGS_READ = 16
+"""Groups whose logs are read at the same time."""
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 
 
-SHOWN = 20
-"""Of what SQLite finds wrong with its file."""
+MAX_PROBLEMS = 20
+"""Problems that SQLite reports about its file, at most."""
 
 
 async def check_file(database: Database, report: Report) -> None:
-    """SQLite's pages and indexes are sound; PostgreSQL has `pg_amcheck` for that."""
+    """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    said = await database.read(
-        _file_problems, or_else=lambda connection: ["a page that leads to all others is damaged"]
-    )
-    for one in said:
+    reported = await database.read(_file_problems, or_else=lambda connection: ["a page at the root is damaged"])
+    for one in reported:
         report.found(STORE, f"the file: {one}")
-    if said:
+    if reported:
         for table in await database.read(_tables):
             await database.read(
                 partial(_check_table, table=table, report=report),
@@ -52,8 +50,8 @@ async def check_file(database: Database, report: Report) -> None:
 
 
 def _file_problems(connection: Connection) -> list[str]:
-    said = connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})").scalars()
-    return [one for one in said if one != "ok"]
+    reported = connection.exec_driver_sql(f"PRAGMA integrity_check({MAX_PROBLEMS})").scalars()
+    return [one for one in reported if one != "ok"]
 
 
 def _tables(connection: Connection) -> list[str]:
@@ -63,9 +61,9 @@ def _tables(connection: Connection) -> list[str]:
 
 
 def _check_table(connection: Connection, table: str, report: Report) -> None:
-    """A table and its indexes by themselves, so that the damage has a name."""
-    said = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
-    if said != ["ok"]:
+    """Check one table and its indexes, so that the report can name the damaged table."""
+    reported = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
+    if reported != ["ok"]:
         report.damaged_tables.append(table)
 
 
@@ -73,33 +71,33 @@ def _cannot_check(connection: Connection, table: str, report: Report) -> None:
     report.damaged_tables.append(table)
 
 
-async def check_order(database: Database, report: Report, tell: Callable[[str], None]) -> None:
-    """No two events have the same place, and none has one of a transaction that is still to come."""
+async def check_order(database: Database, report: Report, progress: Callable[[str], None]) -> None:
+    """Check that no two events have the same position, and that no event names a transaction that has not begun."""
     newest, ahead = await database.read(restored.newest_tx)
     if ahead:
         report.found(STORE, f"events of transaction {newest}, which this server has not begun yet: run ops.restore")
-    after: Place = (0, 0)
+    after: Position = (0, 0)
     seen = 0
-    while len(page := await database.read(partial(_places, since=after))) > 1:
-        for before, place in pairwise(page):
-            if before >= place:
-                stand = "two events stand" if before == place else "an event stands out of order"
-                report.found(STORE, f"{stand} at transaction {place[0]}, position {place[1]}")
+    while len(page := await database.read(partial(_positions, since=after))) > 1:
+        for before, position in pairwise(page):
+            if before >= position:
+                problem = "two events are" if before == position else "an event is out of order"
+                report.found(STORE, f"{problem} at transaction {position[0]}, position {position[1]}")
                 return
         seen += len(page)
-        tell(f"the order of {seen} events")
+        progress(f"the order of {seen} events")
         after = page[-1]
 
 
-def _places(connection: Connection, since: Place) -> list[Place]:
-    """The place `since`, if there is an event, and the next ones."""
-    place = tuple_(events.c.tx, events.c.position)
-    query = select(events.c.tx, events.c.position).where(place >= since).order_by(events.c.tx, events.c.position)
-    return [(row[0], row[1]) for row in connection.execute(query.limit(PLACES))]
+def _positions(connection: Connection, since: Position) -> list[Position]:
+    """The position `since`, if an event has it, and the next ones."""
+    position = tuple_(events.c.tx, events.c.position)
+    query = select(events.c.tx, events.c.position).where(position >= since).order_by(events.c.tx, events.c.position)
+    return [(row[0], row[1]) for row in connection.execute(query.limit(POSITIONS))]
 
 
 class _Members(msgspec.Struct, frozen=True):
-    """Of a group's rollouts: how many there are, are erased, and lack their close or reward."""
+    """Counts of a group's rollouts: those present, those erased, and those without a close or a reward."""
 
     present: int = 0
     erased: int = 0
@@ -107,7 +105,7 @@ class _Members(msgspec.Struct, frozen=True):
 
 
 class _Row(msgspec.Struct, frozen=True):
-    """What is stored of a group."""
+    """The stored row of a group."""
 
     sessions: int
     erased: int
@@ -117,17 +115,17 @@ class _Row(msgspec.Struct, frozen=True):
     oldest_version: int | None
 
 
-async def check_groups(database: Database, report: Report, tell: Callable[[str], None]) -> None:
-    """What is stored of each group is what its sessions say, unless a note says that it is still to be counted."""
+async def check_groups(database: Database, report: Report, progress: Callable[[str], None]) -> None:
+    """Check each group's row against its sessions, except for groups that are noted as changed and not updated yet."""
     after = ""
     while ids := await database.read(partial(_group_ids, after=after)):
         await database.read(partial(_check_page, ids=ids, report=report), one_moment=True)
-        tell(f"{report.groups} groups")
+        progress(f"{report.groups} groups")
         after = ids[-1]
 
 
 def _group_ids(connection: Connection, after: str) -> list[str]:
-    """The next groups that sessions name or of which there is a row."""
+    """The next group ids, from the sessions and from the groups table."""
     parts = [
         select(table.c.group_id).where(table.c.group_id > after).distinct().order_by(table.c.group_id).limit(GROUPS)
         for table in (sessions, groups)
@@ -145,15 +143,15 @@ def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> N
         _check_counts(group_id, row, members.get(group_id, _Members()), report)
     measured = {group_id: row for group_id, row in stored.items() if row is not None and row.measured}
     names = list(measured)
-    for start in range(0, len(names), MEASURED):
-        part = names[start : start + MEASURED]
+    for start in range(0, len(names), LOGS_READ):
+        part = names[start : start + LOGS_READ]
         logs = group_reads.turn_events(connection, part)
         for group_id in part:
             _check_age(group_id, measured[group_id], logs, report)
 
 
 def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None]:
-    """Those of the groups that no note is about, and their row, if there is one."""
+    """The row, or None, of each group that is not noted as changed."""
     noted = set(connection.execute(select(group_changes.c.group_id).where(group_changes.c.group_id.in_(ids))).scalars())
     stored: dict[str, _Row | None] = dict.fromkeys(group_id for group_id in ids if group_id not in noted)
     columns = [groups.c[name] for name in _Row.__struct_fields__]
@@ -163,7 +161,8 @@ def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None
 
 
 def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
-    """Rollouts, by their roots. One is unfinished while any of its sessions is open, or has not got its reward."""
+    """Counts of rollouts by root session. A rollout is unfinished if any of its sessions is open or has no reward
+    yet."""
     erased = sessions.c.status == "erased"
     roots, others = sessions.alias("roots"), sessions.alias("others")
     its_own_root = ~exists().where(roots.c.session_id == sessions.c.root_id)
@@ -189,18 +188,18 @@ def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Re
         return
     found = _Members(row.sessions, row.erased, row.unfinished)
     if found != members:
-        report.found(STORE, f"group {group_id}: stored are {_said(found)}; its sessions say {_said(members)}")
+        report.found(STORE, f"group {group_id}: stored are {_counts(found)}; its sessions say {_counts(members)}")
     complete = members.present > 0 and members.unfinished == 0
     if complete != (row.completed_at is not None):
         report.found(STORE, f"group {group_id} is {'complete' if complete else 'incomplete'}, its row says otherwise")
 
 
-def _said(members: _Members) -> str:
+def _counts(members: _Members) -> str:
     return f"{members.present} sessions, {members.erased} erased, {members.unfinished} unfinished"
 
 
 def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
-    """The oldest weight version that was measured is that of the logs, where those can be read."""
+    """Check that the stored oldest weight version is that of the logs, if they can be read."""
     try:
         oldest = min(_oldest(logs, group_id), default=None)
     except UnknownEvent:

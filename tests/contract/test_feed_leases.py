@@ -10,27 +10,20 @@ from typing import Any
 import pytest
 from helpers.groups import Groups
 from helpers.log import rolled_back
-from helpers.store import Store
+from helpers.store import Store, two_stores
 
 from app.domain.events import VersionSpan
 from app.export.exporter import Exporter
 from app.export.feed import Feed, FeedQuery
 from app.lazy_import import LazyImport
-from app.store.engine import Database
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
 async def pair(postgres_url: str) -> AsyncIterator[tuple[Groups, Groups]]:
-    """Two processes' stores on one database."""
-    first, second = Database(postgres_url), Database(postgres_url)
-    await first.open()
-    await second.open()
-    async with Store.over(first) as one, Store.over(second) as other:
+    async with two_stores(postgres_url) as (one, other):
         yield Groups(one), Groups(other)
-    await first.close()
-    await second.close()
 
 
 async def test_two_processes_never_lease_one_group_at_once(pair: tuple[Groups, Groups]) -> None:

@@ -96,4 +96,4 @@ async def test_the_newest_messages_are_shown_and_the_others_counted(
     monkeypatch.setattr(conversation, "MAX_BYTES", 99)
     short = await conversations.at("s", None, None)
     assert [one.message is None for one in short.messages[-2:]] == [False, True]
-    assert short.messages[-1].error == "100 bytes are too many to be shown"
+    assert short.messages[-1].error == "100 bytes are too many to show"

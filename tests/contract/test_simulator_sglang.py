@@ -43,11 +43,6 @@ ASKS = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="module")
 def protocol() -> Iterator[ModuleType]:
     """SGLang's protocol module, with its one import of its own stubbed."""

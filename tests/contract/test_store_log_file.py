@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+from helpers.databases import database_at
 from helpers.store import Store
 from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 
 from app.store import sqlite
-from app.store.engine import Database
 from app.store.log import StoredBlob
 from app.store.schema import events
 
@@ -58,17 +58,12 @@ async def test_the_log_file_begins_anew_though_somebody_always_reads(
     monkeypatch.setattr(sqlite, "CHECKPOINT_BYTES", MIB)
     monkeypatch.setattr(sqlite, "LONG_LOG_BYTES", 2 * MIB)
     path = make_url(sqlite_url).database or ""
-    database = Database(sqlite_url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            with always_read(path):
-                for number in range(64):
-                    blob = StoredBlob(0, "metadata", BLOB_BYTES, f"{number:064}", os.urandom(BLOB_BYTES))
-                    await store.create(f"s{number}", blob=blob)
+    async with database_at(sqlite_url) as database, Store.over(database) as store:
+        with always_read(path):
+            for number in range(64):
+                blob = StoredBlob(0, "metadata", BLOB_BYTES, f"{number:064}", os.urandom(BLOB_BYTES))
+                await store.create(f"s{number}", blob=blob)
         assert 2 * MIB < (database.log_file_bytes() or 0) < 6 * MIB, "of 16 MiB that were written"
-    finally:
-        await database.close()
 
 
 async def test_a_read_that_is_cut_off_keeps_nothing_open(sqlite_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,11 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
-from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward
+from helpers.store import Store, add_incarnation, claim, commit, create, end_incarnation, reward, two_stores
 from sqlalchemy.util import await_only
 
 from app.store import reads
 from app.store.dialect import Tx
-from app.store.engine import Database
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Existing
 from app.store.log_turns import AbandonDead, Busy, Stale
@@ -24,14 +23,8 @@ ROUNDS = 40
 
 @pytest.fixture
 async def pair(postgres_url: str) -> AsyncIterator[tuple[Store, Store]]:
-    """Two processes' stores on one database."""
-    first, second = Database(postgres_url), Database(postgres_url)
-    await first.open()
-    await second.open()
-    async with Store.over(first) as one, Store.over(second) as other:
-        yield one, other
-    await first.close()
-    await second.close()
+    async with two_stores(postgres_url) as made:
+        yield made
 
 
 async def test_of_two_processes_that_claim_one_session_one_wins(pair: tuple[Store, Store]) -> None:

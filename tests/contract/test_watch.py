@@ -53,7 +53,7 @@ class Watched:
 
     async def told(self, listener: Listener) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            while not listener.has_news:
+            while not listener.has_changes:
                 await listener.wait(1.0)
 
 
@@ -105,7 +105,7 @@ async def test_who_comes_back_hears_what_was_missed_and_nothing_else(watched: Wa
     await watched.store.submit(reward("missed", 1.0))
     await watched.heard(again, {"missed": 2})
     assert not again.take_reset()
-    assert again.began.encode() == cursor
+    assert again.start_cursor.encode() == cursor
     again.close()
 
 
@@ -136,7 +136,7 @@ async def test_who_missed_too_much_begins_anew(watched: Watched, monkeypatch: py
     await watched.store.create("e")
     late = await watched.watch.listen(cursor)
     assert late.take_reset()
-    assert late.cursor != late.began
+    assert late.cursor != late.start_cursor
     for one in (just, late):
         one.close()
 

@@ -124,6 +124,21 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     assert page.evaluate("location.hash") == _at(talk)
 
 
+def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk()
+    for text in ("one", "two"):
+        talk.say(text, sim=NOW)
+    made = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    watched = watch(stand.server.base_url)
+    page = watched.open(_at(stand.known(made[0]["session_id"])))
+    page.locator(".said[data-role=user]", has_text="one").wait_for()
+    told = next(text for text in _texts(watched, ".sessionfacts div") if "Forked from" in text)
+    assert told.endswith(f"{talk.id} after turn 1 its turns are context")
+    page.locator(".sessionfacts a", has_text=talk.id).click()
+    until(lambda: page.evaluate("location.hash").startswith(_at(talk, turn=1)))
+    page.locator(".timeline tbody tr").nth(1).wait_for()
+
+
 def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
     talk = stand.talk()
     watched = watch(stand.server.base_url)

@@ -74,11 +74,11 @@ DAMAGE = {
     ),
     "two events in one place": (
         "UPDATE events SET position = 3 WHERE session_id = 'filled-1' AND seq = 2",
-        "two events stand at transaction 0, position 3",
+        "two events are at transaction 0, position 3",
     ),
     "events out of order": (
         "UPDATE events SET position = 1000000 WHERE session_id = 'filled-1' AND seq = 2",
-        "event 3 stands before an earlier one",
+        "event 3 comes before an earlier one",
     ),
     "a chunk of no turn": (
         "INSERT INTO chunks SELECT session_id, 77, number, kind, size, hash, NULL, NULL, data FROM chunks "
@@ -106,9 +106,9 @@ DAMAGE = {
     "another engine than the session's": (
         f"UPDATE events SET data = x'{encode(AffinityBound('http://elsewhere')).hex()}' "
         "WHERE session_id = 'rich' AND type = 'AffinityBound'",
-        "came from another engine than its session's",
+        "came from an engine that was not its session's",
     ),
-    "a gap in the fleet's log": (fleet_event(2, FleetPaused(1, 2.0)), "event 2 of the fleet: stands behind event 0"),
+    "a gap in the fleet's log": (fleet_event(2, FleetPaused(1, 2.0)), "event 2 of the fleet: follows event 0"),
     "an unreadable event of the fleet": (
         "INSERT INTO fleet_events VALUES (1, 'fleet', 'FleetPaused', 1, 1.0, x'7b7d')",
         "event 1 of the fleet: cannot be read",
@@ -119,12 +119,18 @@ DAMAGE = {
         "is about fleet, its row says adapter:a",
     ),
     "closings that were lost": (fleet_event(1, FleetResumed(2)), "counts 2 closings after 0"),
-    "an affinity in no state": (affinity("lost", "rich", worker_session=True), "is lost, which no affinity can be"),
+    "an affinity in no state": (
+        affinity("lost", "rich", worker_session=True),
+        "is lost, which is not a state of an affinity",
+    ),
     "an affinity that nobody can end": (
         affinity("closing", "rich", worker_session=False),
         "is closing, but no engine has a session of it",
     ),
-    "an affinity of nobody": (affinity("bound", "orphan", worker_session=False), "of a session that there is not"),
+    "an affinity of nobody": (
+        affinity("bound", "orphan", worker_session=False),
+        "belongs to a session that does not exist",
+    ),
 }
 
 

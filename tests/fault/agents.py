@@ -6,7 +6,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -220,3 +220,14 @@ class Health:
                 self.slowest = max(self.slowest, time.monotonic() - began)
                 self.asked += 1
                 time.sleep(0.01)
+
+
+def turns(wish: Mapping[str, Any], leaves: float = 0.0, **session: Any) -> Callable[[Agent], None]:
+    """A step that takes one turn; with the probability `leaves` in a new session."""
+
+    def step(agent: Agent) -> None:
+        if not agent.messages or agent.rng.random() < leaves:
+            agent.begin(**session)
+        agent.say(f"Turn {agent.requests}", sim=wish)
+
+    return step

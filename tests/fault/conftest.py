@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers.clusters import Cluster, running
 from integration.stand import Stand, serving
 
 from fault.damaged_pages import Whole, filled
 from ops.simulator.process import SimulatorProcess
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL server of the module's own."""
+    with running() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

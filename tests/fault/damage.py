@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+from helpers.databases import connected
 from helpers.looking import change
 from sqlalchemy import text
 
 from app.domain.upcast import CHECK_BYTES
-from app.store.engine import create_engine
 from app.store.schema import metadata
 from workers import codec
 from workers.codec import CorruptContent
@@ -78,10 +78,8 @@ def choose(url: str, rng: random.Random, place: tuple[str, str]) -> Damage:
 
 def _rows(url: str, query: str) -> list[tuple[Any, ...]]:
     async def read() -> list[tuple[Any, ...]]:
-        engine = create_engine(url)
-        async with engine.connect() as connection:
+        async with connected(url) as connection:
             found = [tuple(row) for row in await connection.execute(text(query))]
-        await engine.dispose()
         return sorted(found)
 
     return asyncio.run(read())

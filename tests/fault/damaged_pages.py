@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.databases import database_at
 from helpers.pages import NEEDED, How, Kept, Page, kept, lost, overwrite, pages, primary_key
 from integration.reading import read
 from integration.routing import BOTH
@@ -18,7 +19,6 @@ from integration.stand import serving
 
 from app.export.exporter import Exporter
 from app.export.query import ExportQuery
-from app.store.engine import Database
 from fault.test_damage import is_older
 
 SESSIONS = 200
@@ -46,13 +46,9 @@ def exported(path: Path, **wanted: Any) -> list[Row]:
     """All rows of an export by a server of its own, without what depends on when it was asked."""
 
     async def run() -> bytes:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
             started = await Exporter(database, "test").start(ExportQuery(explain=True, **wanted), None)
             return b"".join([piece async for piece in started.pieces])
-        finally:
-            await database.close()
 
     return read(wanted.get("format", "ndjson"), asyncio.run(run()))
 

@@ -1,8 +1,4 @@
-"""The table of faults: what the marked tests tried, and what came of it, printed once at the end of a run.
-
-A pytest plugin: numbers travel in the tests' reports, so that they are one table also where several processes ran the
-tests (pytest-xdist).
-"""
+"""The table of faults: what the marked tests tried, and what came of it."""
 
 from __future__ import annotations
 
@@ -11,11 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
-
-PROPERTY = "fault"
-"""Names the entry in a report's `user_properties`; its value is JSON."""
-
-HEADINGS = ("fault", "what", "tried", "acknowledged", "lost", "doubled", "slowest recovery")
+from helpers.tables import Table
 
 
 @dataclass
@@ -65,47 +57,34 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     try:
         result = yield
     finally:
-        item.user_properties.append((PROPERTY, {"number": number, "title": title, **asdict(counted)}))
+        item.user_properties.append((FaultTable.key, {"number": number, "title": title, **asdict(counted)}))
     assert counted.tried > 0, "no fault was tried"
     assert (counted.lost, counted.doubled) == (0, 0), "turns were lost or taken twice"
     return result
 
 
-class FaultTable:
+class FaultTable(Table):
     """Sums what the reports tell, by fault and title."""
+
+    title, key, left = "faults", "fault", (1,)
+    headings = ("fault", "what", "tried", "acknowledged", "lost", "doubled", "slowest recovery")
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, str], Tally] = {}
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def add(self, report: pytest.TestReport, value: Any) -> None:
         if report.when == "call":
-            for name, value in report.user_properties:
-                if name == PROPERTY and isinstance(value, dict):
-                    self.count(value)
+            counts = dict(value)
+            row = self.rows.setdefault((counts.pop("number"), counts.pop("title")), Tally())
+            row.add(Tally(**counts))
 
-    def count(self, entry: dict[str, Any]) -> None:
-        counts = dict(entry)
-        row = self.rows.setdefault((counts.pop("number"), counts.pop("title")), Tally())
-        row.add(Tally(**counts))
-
-    def lines(self) -> list[str]:
-        cells: list[tuple[str, ...]] = [HEADINGS]
+    def cells(self) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = []
         for (number, title), row in sorted(self.rows.items()):
             slowest = f"{max(row.recoveries):.2f} s" if row.recoveries else "-"
             counts = (row.tried, row.acknowledged, row.lost, row.doubled)
-            cells.append((str(number), title, *map(str, counts), slowest))
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return ["  ".join(_aligned(place, cell, widths[place]) for place, cell in enumerate(line)) for line in cells]
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.rows:
-            terminalreporter.section("faults")
-            for line in self.lines():
-                terminalreporter.write_line(line.rstrip())
-
-
-def _aligned(place: int, cell: str, width: int) -> str:
-    return cell.ljust(width) if place == 1 else cell.rjust(width)
+            found.append((str(number), title, *map(str, counts), slowest))
+        return found
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -193,6 +193,32 @@ def test_a_creation(site: Site, tally: Tally, point: CrashPoint) -> None:
 
 
 @pytest.mark.fault(2, TITLE)
+@pytest.mark.parametrize("point", ["in_fork", "after_fork"])
+def test_a_fork(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """Killed at the second of three new sessions: those that there are are whole, and a retry makes the rest."""
+    group, headers = f"forks-{point}", {"idempotency-key": f"fork {point}"}
+    body = {"turn": 1, "count": 3, "group_id": group}
+    with site.armed(point, 2) as stand:
+        talk = stand.talk()
+        site.acknowledge(talk, talk.say("First", sim=LARGE, return_routed_experts=True))
+        with pytest.raises(httpx.TransportError):
+            stand.http.post(f"{talk.path}/fork", json=body, headers=headers)
+        tally.tried += 1
+    with site.after() as stand:
+        [tokens] = (row["tokens"] for row in stand.known(talk.id).rows())
+        made = {row["session_id"]: row["tokens"] for row in stand.rows(group_id=group)}
+        assert list(made.values()) == [tokens] * (2 if point == "after_fork" else 1)
+        again = stand.http.post(f"{talk.path}/fork", json=body, headers=headers)
+        assert again.status_code == 200, again.text
+        ids = [one["session_id"] for one in again.json()["sessions"]]
+        assert set(made) < set(ids) == {row["session_id"] for row in stand.rows(group_id=group)}
+        fork = stand.known(ids[2])
+        fork.messages = talk.messages
+        site.acknowledge(fork, fork.say("Second"))
+        verified(site.url, site.acknowledged[-2:], tally)
+
+
+@pytest.mark.fault(2, TITLE)
 @pytest.mark.parametrize("point", ["in_reward", "after_reward"])
 def test_a_reward(site: Site, tally: Tally, point: CrashPoint) -> None:
     with site.armed(point, 1) as stand:
@@ -336,6 +362,7 @@ def in_files(url: str, content: bytes) -> bool:
 def test_every_point_is_tried() -> None:
     tests = (
         test_a_creation,
+        test_a_fork,
         test_a_reward,
         test_a_close,
         test_an_erasure,

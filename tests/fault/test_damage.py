@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.databases import database_at
 from integration.places import Place
 from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, error_of, serving, user
@@ -21,7 +22,6 @@ from sqlalchemy.exc import DBAPIError
 from app.errors import AppError, StartupError
 from app.export.exporter import Exporter
 from app.export.query import ExportQuery
-from app.store.engine import Database
 from fault.agents import Agent
 from fault.damage import LOG, PLACES, Damage, choose, flipped
 from fault.table import Tally
@@ -186,13 +186,9 @@ def whole_export(path: Path) -> dict[str, Row] | None:
     """The content of each session's row; None where the file cannot be exported, or a row says why it is not there."""
 
     async def exported() -> bytes:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
             started = await Exporter(database, "test").start(ExportQuery(explain=True, replay=True), None)
             return b"".join([piece async for piece in started.pieces])
-        finally:
-            await database.close()
 
     try:
         rows = [json.loads(line) for line in asyncio.run(exported()).splitlines()]

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
+from helpers.databases import database_at
 from helpers.pages import HOWS, PAGE_BYTES, How, kept, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
 from integration.stand import Stand, error_of, serving, until, user
+from sqlalchemy import Connection
 
 from app.errors import SessionUnreadable, StoreDamaged, StoreUnavailable
-from app.store import damaged, reads
+from app.store import damaged, reads, survey
 from app.store.engine import Database
 from app.store.log import Appended
 from fault.damaged_pages import (
@@ -42,6 +47,8 @@ from ops.verify import verify_url
 
 pytestmark = pytest.mark.long
 
+T = TypeVar("T")
+
 
 @pytest.mark.parametrize("how", [HOWS[0], *(pytest.param(how, marks=pytest.mark.long) for how in HOWS[1:])])
 @pytest.mark.parametrize("replay", [False, True])
@@ -53,6 +60,16 @@ def test_six_damaged_pages_are_their_sessions_business(whole: Whole, tmp_path: P
     expected = whole.with_replay if replay else whole.exported
     left_out = others_are_whole(expected, exported(damaged.path, replay=replay), lost)
     assert left_out == lost or how == "flipped"
+
+
+def looked(path: Path, read: Callable[[Connection], T]) -> T:
+    """What `read` finds in the file."""
+
+    async def look() -> T:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
+            return await database.read(read)
+
+    return asyncio.run(look())
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +138,17 @@ def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     path = tmp_path / "turnlog.db"
     path.write_bytes(content)
 
-    async def look() -> list[str]:
-        database = Database(f"sqlite+aiosqlite:///{path}")
-        await database.open()
-        try:
-            return await database.read(damaged.session_ids)
-        finally:
-            await database.close()
+    assert looked(path, damaged.session_ids) == whole.session_ids
 
-    assert asyncio.run(look()) == whole.session_ids
+
+@pytest.mark.parametrize("column", ["tx", "position"])
+def test_a_place_that_is_no_number_is_its_sessions_business(whole: Whole, tmp_path: Path, column: str) -> None:
+    path = Path(shutil.copyfile(whole.path, tmp_path / "turnlog.db"))
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f"UPDATE events SET {column} = x'00' WHERE session_id = 'session-003' AND seq = 1")
+    upto, types = reads.Position(0, 1 << 40), ("SessionCreated", "TurnCommitted")
+    places = looked(path, lambda connection: survey.last_places(connection, whole.session_ids, upto, types))
+    assert set(whole.session_ids) - {"session-003"} <= set(places)
 
 
 FORGETFUL = {**BOTH, "TURNLOG_CACHE_BYTES": "0"}

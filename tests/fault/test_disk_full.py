@@ -215,7 +215,7 @@ def test_a_full_tablespace_is_507_until_there_is_room(
 
 
 @pytest.mark.fault(4, "a full disk under PostgreSQL's log")
-@pytest.mark.parametrize("down_s", [1.0, pytest.param(15.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("down_s", [1.0, pytest.param(15.0, marks=pytest.mark.untimed)])
 def test_postgresql_that_panics_for_want_of_log_space_is_503_until_it_runs_again(
     engine: SimulatorProcess, cluster: Cluster, small: Volume, tmp_path: Path, tally: Tally, down_s: float
 ) -> None:

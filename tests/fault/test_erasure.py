@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import run_module
+from helpers.databases import database_at, run_module
 from helpers.store import Store, claim, commit, reward, stage
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, error_of, serving, user
@@ -20,7 +20,7 @@ from sqlalchemy import select, text
 
 from app.domain.events import RewardAssigned, TurnRejected
 from app.store import reads
-from app.store.engine import Database, create_engine
+from app.store.engine import create_engine
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import AssignReward, SaveSnapshot
 from app.store.log_turns import Reject
@@ -196,14 +196,9 @@ def test_a_reward_from_before_there_was_a_limit_is_read_exported_and_erased(alon
 
 async def assign(url: str, session_id: str, components: dict[str, float]) -> None:
     """Straight into the store, which sets no limit."""
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            event = RewardAssigned(1.0, components)
-            assert isinstance(await store.submit(AssignReward(session_id, 4.0, event)), Appended)
-    finally:
-        await database.close()
+    async with database_at(url) as database, Store.over(database) as store:
+        event = RewardAssigned(1.0, components)
+        assert isinstance(await store.submit(AssignReward(session_id, 4.0, event)), Appended)
 
 
 @pytest.mark.parametrize("point", ["after_tombstones", "after_components", "in_erase", "after_erase"])

@@ -156,7 +156,7 @@ def check_row(row: Row, states: list[State], asked: Exported) -> None:
 
 
 @pytest.mark.fault(12, CONSISTENT)
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(20.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(20.0, marks=pytest.mark.untimed)])
 def test_exports_during_writes_are_consistent(servers: list[ServerProcess], tally: Tally, seconds: float) -> None:
     urls = [server.base_url for server in servers]
     with Agents(urls, CLIENTS, Author.act, kind=Author) as authors, Reader(authors, urls) as reader:

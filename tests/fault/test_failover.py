@@ -12,7 +12,7 @@ import pytest
 from helpers.clusters import Cluster, Forwarder, folder_of_server, running, started
 from integration.stand import until
 
-from fault.agents import Agent
+from fault.agents import turns
 from fault.processes import crowd, serving
 from fault.table import Tally
 from fault.verified import verified
@@ -25,10 +25,7 @@ TITLE = "PostgreSQL fails over to a synchronous standby under load"
 WISH = {"latency_s": 0.03, "completion_tokens": 8}
 
 
-def step(agent: Agent) -> None:
-    if not agent.messages:
-        agent.begin()
-    agent.say(f"Turn {agent.requests}", sim=WISH)
+step = turns(WISH)
 
 
 def until_following(primary: Cluster, state: str) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import aiohttp
 import httpx
 import pytest
-from helpers.clusters import Cluster, running
+from helpers.clusters import Cluster
 from integration.stand import error_of, user
 
 from fault import linearizable
@@ -184,12 +184,6 @@ def _reply(request: Request, response: aiohttp.ClientResponse, body: bytes) -> R
     events = [json.loads(line) for line in body.splitlines()]
     committed = [(event["parent"], event["body_hash"]) for event in events if event["type"] == "TurnCommitted"]
     return Told(tuple(committed), any(event["type"] == "SessionClosed" for event in events))
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

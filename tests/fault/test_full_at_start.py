@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.clusters import ROLE, Cluster, running
+from helpers.clusters import ROLE, Cluster
 from helpers.databases import run_module
 from integration.stand import Stand, Talk, error_of, serving, until, user
 
@@ -181,12 +181,6 @@ def test_a_schema_that_must_change_is_told_that_there_is_no_room(own: Stand, sma
     small.clear()
     own.server.start()
     verified(own)
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running() as made:
-        yield made
 
 
 @pytest.mark.fault(4, READ_ONLY)

@@ -105,7 +105,7 @@ def test_a_lock_on_sqlites_file_is_waited_for(sqlite_stand: Stand, tally: Tally)
 @pytest.mark.fault(5, REFUSES)
 def test_a_lock_on_sqlites_file_that_stays_is_503(sqlite_stand: Stand, tally: Tally) -> None:
     lock = file_locked(sqlite_stand.server.environment["TURNLOG_DATABASE_URL"])
-    under_lock(sqlite_stand, lock, 30.0, tally, refused=True)
+    under_lock(sqlite_stand, lock, 14.0, tally, refused=True)
 
 
 @pytest.mark.fault(5, REFUSES)
@@ -182,11 +182,11 @@ def test_a_lock_on_postgresqls_table_is_waited_for(postgres_stand: Stand, postgr
 @pytest.mark.long
 @pytest.mark.fault(5, REFUSES)
 def test_a_lock_on_postgresqls_table_that_stays_is_503(postgres_stand: Stand, postgres_url: str, tally: Tally) -> None:
-    under_lock(postgres_stand, locked(postgres_url, EVENTS), 30.0, tally, refused=True)
+    under_lock(postgres_stand, locked(postgres_url, EVENTS), 14.0, tally, refused=True)
 
 
 @pytest.mark.fault(5, "a locked session does not hold up others")
-@pytest.mark.parametrize("held_s", [2.0, pytest.param(20.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("held_s", [2.0, pytest.param(11.0, marks=pytest.mark.long)])
 def test_a_lock_on_one_sessions_row_keeps_that_session_alone_waiting(
     postgres_stand: Stand, postgres_url: str, tally: Tally, held_s: float
 ) -> None:
@@ -202,9 +202,9 @@ def test_a_lock_on_one_sessions_row_keeps_that_session_alone_waiting(
             began = time.monotonic()
             meanwhile(stand, held_s)
             assert agents.all_served(began), "others waited as well"
-            assert call.done() == (held_s > 15), "a row's lock is waited for some seconds"
+            assert call.done() == (held_s > 10), "a row's lock is waited for some seconds"
         response = call.result(30)
-    if held_s > 15:
+    if held_s > 10:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "store_unavailable")
         assert response.headers["retry-after"]
     else:

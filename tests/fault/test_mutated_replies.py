@@ -35,7 +35,7 @@ async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Pa
 
 
 @pytest.mark.anyio
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(6, "an engine's replies are mutated")
 async def test_many_mutated_replies(tmp_path: Path, tally: Tally) -> None:
     await mutated(Plan(2000, seed=1, folder=tmp_path), tally)

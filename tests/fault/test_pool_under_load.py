@@ -121,7 +121,7 @@ def test_harm_to_the_pool_costs_no_turn(pooled: Stand, tally: Tally) -> None:
     harmed_under_load(pooled, tally, 3, 1)
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(3, "a child of the worker pool is killed, hangs, runs out of memory")
 @pytest.mark.parametrize("seed", range(2))
 def test_much_harm_does_so_too(pooled: Stand, tally: Tally, seed: int) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import asyncpg
 import httpx
 import pytest
-from helpers.clusters import Cluster, running
+from helpers.clusters import Cluster
 from helpers.databases import migrate
 from integration.stand import until
 
-from fault.agents import Agent
+from fault.agents import turns
 from fault.pooler import Pooler
 from fault.processes import Processes, crowd, serving
 from fault.table import Tally
@@ -24,12 +24,6 @@ from ops.simulator.process import SimulatorProcess
 POOLED = "?prepared_statement_cache_size=0"
 TITLE = "behind a pooler in transaction mode, which ends transactions"
 WISH = {"latency_s": 0.01, "completion_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with running() as made:
-        yield made
 
 
 @pytest.fixture
@@ -107,10 +101,7 @@ def test_migrations_run_through_it(pooler: Pooler, cluster: Cluster) -> None:
     assert cluster.sql("SELECT count(*) FROM alembic_version", "pooled") == "1"
 
 
-def step(agent: Agent) -> None:
-    if not agent.messages:
-        agent.begin(group_id="pooled")
-    agent.say(f"Turn {agent.requests}", sim=WISH)
+step = turns(WISH, group_id="pooled")
 
 
 @pytest.mark.fault(14, TITLE)

@@ -18,7 +18,7 @@ import pytest
 from helpers.clusters import ROLE, Cluster, Forwarder, running
 from integration.stand import error_of, until, user
 
-from fault.agents import Agent, Agents, Answer, Health
+from fault.agents import Agent, Agents, Answer, Health, turns
 from fault.processes import Processes, crowd, serving
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
@@ -56,10 +56,7 @@ def processes(
         yield made
 
 
-def step(agent: Agent) -> None:
-    if not agent.messages or agent.rng.random() < 0.1:
-        agent.begin()
-    agent.say(f"Turn {agent.requests}", sim=WISH)
+step = turns(WISH, 0.1)
 
 
 def is_clear(answer: Answer) -> bool:

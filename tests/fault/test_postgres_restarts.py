@@ -17,7 +17,7 @@ import pytest
 from helpers.clusters import Cluster, Mode, running
 from integration.stand import until, user
 
-from fault.agents import Agent, Health
+from fault.agents import Health, turns
 from fault.processes import Processes, crowd, serving
 from fault.table import Tally
 from fault.verified import verified
@@ -45,11 +45,7 @@ def processes(
         yield made
 
 
-def step(agent: Agent) -> None:
-    """One turn; after some of them a new session."""
-    if not agent.messages or agent.rng.random() < 0.1:
-        agent.begin()
-    agent.say(f"Turn {agent.requests}", sim=WISH)
+step = turns(WISH, 0.1)
 
 
 def restarted(cluster: Cluster, processes: Processes, tally: Tally, modes: list[Mode]) -> None:

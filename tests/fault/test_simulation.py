@@ -29,7 +29,7 @@ def test_every_promise_is_kept(tally: Tally) -> None:
     simulate(1, SCHEDULES, tally)
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(9, TITLE)
 def test_every_promise_is_kept_for_any_seed(tally: Tally) -> None:
     first = secrets.randbelow(1 << 40)

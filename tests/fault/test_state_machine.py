@@ -169,10 +169,13 @@ class Machine(RuleBasedStateMachine):
         """The last reply again, to the byte, whichever process is asked."""
         if not model.live:
             return
-        last = model.live[-1]
+        last, at = model.live[-1], self.any_node(node)
+        if model.flight is not None and model.flight.lost and model.flight.node is at:
+            # The process does not know yet that its turn was taken over: a retry waits there for its end.
+            return
 
         async def taken() -> TurnReply:
-            return await self.any_node(node).take(model, last.messages[:-1], last.key)
+            return await at.take(model, last.messages[:-1], last.key)
 
         if model.status != "open":
             self.refused(SessionClosed, taken())

@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from integration.stand import Talk, until, user
+from integration.stand import Api, Talk, until, user
 
-from fleet.stands import Api, Fleet
+from fleet.stands import Fleet
 
 SLOW_S = 30.0
 """Longer than any test: such a generation ends by being aborted."""

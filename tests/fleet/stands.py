@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import httpx
 from fault.processes import Processes
 from fault.processes import serving as processes_serving
-from integration.stand import TIMEOUT_S, Talk
+from integration.stand import CHAT, TIMEOUT_S, Api, engine_requests, engine_stats
 
 from ops.simulator.process import SimulatorProcess
 
@@ -26,42 +25,13 @@ class Engine:
         self.sim = httpx.Client(base_url=process.base_url, timeout=TIMEOUT_S)
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.sim.get("/sim/stats").json()
-        return found
+        return engine_stats(self.sim)
 
     def seen(self, path: str | None = None, session_id: str | None = None) -> list[dict[str, Any]]:
-        """Its last requests, oldest first: those of a route, those of a session."""
-        found: list[dict[str, Any]] = self.sim.get("/sim/requests", params={"last": 256}).json()
-        return [
-            one
-            for one in found
-            if (path is None or one["path"] == path)
-            and (session_id is None or one["headers"].get("x-smg-routing-key") == session_id)
-        ]
+        return engine_requests(self.sim, path, session_id)
 
     def chats(self, session_id: str | None = None) -> list[dict[str, Any]]:
-        return self.seen("/v1/chat/completions", session_id)
-
-
-class Api:
-    """One API process; what `integration.stand.Talk` needs of a stand."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
-
-    def talk(self, **body: Any) -> Talk:
-        response = self.http.post("/sessions", json=body)
-        assert response.status_code == 200, response.text
-        return self.known(response.json()["session_id"])
-
-    def known(self, session_id: str) -> Talk:
-        return Talk(self, session_id)  # type: ignore[arg-type]
-
-    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
-        response = self.http.get("/export", params=parameters)
-        assert response.status_code == 200, response.text
-        return [json.loads(line) for line in response.text.splitlines()]
+        return self.seen(CHAT, session_id)
 
 
 class Fleet:

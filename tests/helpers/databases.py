@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from app.store.engine import Database, create_engine
 from helpers.warm import ROOT, popen
 
 
@@ -81,3 +83,23 @@ def run_module(*arguments: str, environment: Mapping[str, str]) -> subprocess.Co
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@asynccontextmanager
+async def database_at(url: str) -> AsyncIterator[Database]:
+    """An open database of the test's own."""
+    made = Database(url)
+    await made.open()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def connected(url: str, *, writes: bool = False) -> AsyncIterator[AsyncConnection]:
+    """A connection past the service; what it `writes` is committed at the end."""
+    engine = create_engine(url)
+    async with engine.begin() if writes else engine.connect() as connection:
+        yield connection
+    await engine.dispose()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from app.domain.events import (
@@ -25,11 +26,11 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def int32(ids: list[int]) -> bytes:
+def int32(ids: Sequence[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
-def float64(values: list[float]) -> bytes:
+def float64(values: Sequence[float]) -> bytes:
     return array("d", values).tobytes()
 
 

@@ -7,18 +7,15 @@ from typing import Any
 
 from sqlalchemy import text
 
-from app.store.engine import create_engine
+from helpers.databases import connected
 
 
 def value(url: str, query: str, **parameters: Any) -> Any:
     """The first column of the only row."""
 
     async def run() -> Any:
-        engine = create_engine(url)
-        async with engine.connect() as connection:
-            found = (await connection.execute(text(query), parameters)).scalar_one()
-        await engine.dispose()
-        return found
+        async with connected(url) as connection:
+            return (await connection.execute(text(query), parameters)).scalar_one()
 
     return asyncio.run(run())
 
@@ -27,10 +24,9 @@ def vacuum(url: str) -> None:
     """Give back what was deleted. SQLite's server does so by itself."""
 
     async def run() -> None:
-        engine = create_engine(url).execution_options(isolation_level="AUTOCOMMIT")
-        async with engine.connect() as connection:
+        async with connected(url) as connection:
+            await connection.execution_options(isolation_level="AUTOCOMMIT")
             await connection.execute(text("VACUUM FULL"))
-        await engine.dispose()
 
     if not url.startswith("sqlite"):
         asyncio.run(run())
@@ -40,10 +36,8 @@ def change(url: str, statement: str, **parameters: Any) -> int:
     """How many rows were changed."""
 
     async def run() -> int:
-        engine = create_engine(url)
-        async with engine.begin() as connection:
+        async with connected(url, writes=True) as connection:
             changed: int = (await connection.execute(text(statement), parameters)).rowcount
-        await engine.dispose()
-        return changed
+            return changed
 
     return asyncio.run(run())

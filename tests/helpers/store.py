@@ -23,6 +23,7 @@ from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
+from helpers.databases import database_at
 from helpers.log import BODY, committed, created, float64, int32, opened
 from workers import codec
 from workers.codec import Facts, Wire
@@ -205,6 +206,18 @@ class Store:
         """Damage: the event is gone."""
         gone = delete(events).where(events.c.session_id == session_id, events.c.seq == seq)
         await self.database.write(lambda tx: tx.run(gone, {}), durable=True)
+
+
+@asynccontextmanager
+async def two_stores(url: str) -> AsyncIterator[tuple[Store, Store]]:
+    """Two processes' stores on one database."""
+    async with (
+        database_at(url) as one,
+        database_at(url) as other,
+        Store.over(one) as first,
+        Store.over(other) as second,
+    ):
+        yield first, second
 
 
 async def add_incarnation(database: Database, host: str = "elsewhere") -> int:

@@ -1,53 +1,43 @@
-"""The table of threats: what the marked tests tried, and whether it was fended off, printed once at the end of a run.
-
-A pytest plugin, as `fault.table`: what it needs travels in the tests' reports, also out of other processes.
-"""
+"""The table of threats: what the marked tests tried, and whether it was fended off."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
-PROPERTY = "threat"
-HEADINGS = ("threat", "tries", "result")
+from helpers.tables import Table
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
     for mark in item.iter_markers("threat"):
-        item.user_properties.append((PROPERTY, mark.args[0]))
+        item.user_properties.append((ThreatTable.key, mark.args[0]))
     return (yield)
 
 
-class ThreatTable:
+class ThreatTable(Table):
     """Counts tests by the threat they try."""
+
+    title, key, headings, left = "threats", "threat", ("threat", "tries", "result"), (0, 2)
 
     def __init__(self) -> None:
         self._tries: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def add(self, report: pytest.TestReport, value: Any) -> None:
         """A test that is skipped has tried nothing; one that failed anywhere has not fended it off."""
-        for name, value in report.user_properties:
-            if name == PROPERTY and (report.when == "call" or report.failed):
-                self._tries[str(value)] += report.when == "call" and not report.skipped
-                self._failures[str(value)] += report.failed
+        if report.when == "call" or report.failed:
+            self._tries[str(value)] += report.when == "call" and not report.skipped
+            self._failures[str(value)] += report.failed
 
-    def lines(self) -> list[str]:
-        rows = [HEADINGS]
-        for threat in sorted(self._tries):
-            failures = self._failures[threat]
-            rows.append((threat, str(self._tries[threat]), f"FAILED {failures}" if failures else "fended off"))
-        width = max(len(row[0]) for row in rows)
-        return [f"{what.ljust(width)}  {tries.rjust(5)}  {result}" for what, tries, result in rows]
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._tries:
-            terminalreporter.section("threats")
-            for line in self.lines():
-                terminalreporter.write_line(line)
+    def cells(self) -> list[tuple[str, ...]]:
+        return [
+            (threat, str(tries), f"FAILED {self._failures[threat]}" if self._failures[threat] else "fended off")
+            for threat, tries in sorted(self._tries.items())
+        ]
 
 
 def pytest_configure(config: pytest.Config) -> None:

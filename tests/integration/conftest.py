@@ -16,6 +16,7 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_export",
+        "test_fork",
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from helpers.databases import connected, database_at
 from helpers.log import rolled_back
 from helpers.store import Store, claim, create, end_incarnation, reward
 
 from app.domain.events import BlobsTombstoned
-from app.store.engine import Database, create_engine
+from app.store.engine import Database
 from app.store.log_sessions import CloseIdle, FreeReplay
 
 
@@ -41,19 +42,13 @@ async def fill(database: Database) -> None:
 
 
 async def opened(url: str, function: Callable[[Database], Any]) -> Any:
-    database = Database(url)
-    await database.open()
-    try:
+    async with database_at(url) as database:
         return await function(database)
-    finally:
-        await database.close()
 
 
 def execute(url: str, statement: str) -> None:
     async def run() -> None:
-        engine = create_engine(url)
-        async with engine.begin() as connection:
+        async with connected(url, writes=True) as connection:
             await connection.exec_driver_sql(statement)
-        await engine.dispose()
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ from ops.simulator.process import SimulatorProcess
 from tests.tools.real_engine import weather
 
 TIMEOUT_S = 20.0
+CHAT = "/v1/chat/completions"
 
 FIRST_TURN = ("TurnOpened", "AffinityBound", "TurnCommitted")
 LATER_TURN = ("TurnOpened", "TurnCommitted")
@@ -43,11 +44,11 @@ def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None
 class Talk:
     """One session from a client's side: its history as an honest client keeps it."""
 
-    def __init__(self, stand: Stand, session_id: str) -> None:
+    def __init__(self, stand: Api, session_id: str) -> None:
         self._stand = stand
         self.id = session_id
         self.path = f"/sessions/{session_id}"
-        self.chat_path = f"{self.path}/v1/chat/completions"
+        self.chat_path = f"{self.path}{CHAT}"
         self.messages: list[Message] = []
 
     def chat(
@@ -90,15 +91,52 @@ class Talk:
 
     def generations(self) -> int:
         """How many chat requests of this session the engine has seen."""
+        assert isinstance(self._stand, Stand)
         return len(self._stand.engine_requests(self.id))
 
 
-class Stand:
+class Api:
+    """A server that sessions are made and read at."""
+
+    def __init__(self, base_url: str) -> None:
+        self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
+
+    def talk(self, **body: Any) -> Talk:
+        response = self.http.post("/sessions", json=body)
+        assert response.status_code == 200, response.text
+        return self.known(response.json()["session_id"])
+
+    def known(self, session_id: str) -> Talk:
+        """A session that need not exist."""
+        return Talk(self, session_id)
+
+    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
+        response = self.http.get("/export", params=parameters)
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
+
+
+def engine_stats(sim: httpx.Client) -> dict[str, Any]:
+    found: dict[str, Any] = sim.get("/sim/stats").json()
+    return found
+
+
+def engine_requests(sim: httpx.Client, path: str | None, session_id: str | None) -> list[dict[str, Any]]:
+    """The engine's last requests, oldest first: those of a route, those of a session."""
+    seen: list[dict[str, Any]] = sim.get("/sim/requests", params={"last": 256}).json()
+    return [
+        one
+        for one in seen
+        if path in (None, one["path"]) and session_id in (None, one["headers"].get("x-smg-routing-key"))
+    ]
+
+
+class Stand(Api):
     """A server, an engine (where there is one) and clients for both."""
 
     def __init__(self, server: ServerProcess, engine_url: str) -> None:
+        super().__init__(server.base_url)
         self.server = server
-        self.http = httpx.Client(base_url=server.base_url, timeout=TIMEOUT_S)
         self.sim = httpx.Client(base_url=engine_url or "http://127.0.0.1:9", timeout=TIMEOUT_S)
         self._threads = ThreadPoolExecutor(16)
 
@@ -112,34 +150,17 @@ class Stand:
         self.http.close()
         self.sim.close()
 
-    def talk(self, **body: Any) -> Talk:
-        response = self.http.post("/sessions", json=body)
-        assert response.status_code == 200, response.text
-        return Talk(self, response.json()["session_id"])
-
-    def known(self, session_id: str) -> Talk:
-        """A session that need not exist."""
-        return Talk(self, session_id)
-
     def meanwhile(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
         return self._threads.submit(call, *arguments, **named)
 
     def stats(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.sim.get("/sim/stats").json()
-        return found
+        return engine_stats(self.sim)
 
-    def engine_requests(self, session_id: str, path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
-        """The engine's last requests of one session, oldest first."""
-        seen: list[dict[str, Any]] = self.sim.get("/sim/requests", params={"last": 256}).json()
-        return [one for one in seen if one["path"] == path and one["headers"].get("x-smg-routing-key") == session_id]
+    def engine_requests(self, session_id: str, path: str = CHAT) -> list[dict[str, Any]]:
+        return engine_requests(self.sim, path, session_id)
 
     def until_generating(self, talk: Talk, count: int = 1) -> None:
         until(lambda: talk.generations() >= count)
-
-    def rows(self, **parameters: Any) -> list[dict[str, Any]]:
-        response = self.http.get("/export", params=parameters)
-        assert response.status_code == 200, response.text
-        return [json.loads(line) for line in response.text.splitlines()]
 
 
 @contextlib.contextmanager

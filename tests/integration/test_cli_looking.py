@@ -63,6 +63,23 @@ def test_a_session_is_shown_as_it_is_and_as_it_was(cli: Stand) -> None:
     assert "session_not_found" in complaint("show", "never-seen")
 
 
+def test_forks_are_made_and_shown(cli: Stand) -> None:
+    talk = cli.talk()
+    talk.say("One")
+    made = answer("fork", talk.id, "--turn", "1", "--count", "2", "--metadata", '{"try": 1}', "--key", talk.id)[
+        "sessions"
+    ]
+    assert len(made) == 2
+    printed = run("fork", talk.id, "--turn", "1", "--count", "2", "--metadata", '{"try": 1}', "--key", talk.id)
+    assert [line.split() for line in printed.stdout.splitlines()[1:]] == [
+        [one["session_id"], one["base_url"]] for one in made
+    ]
+    shown = run("show", made[0]["session_id"]).stdout.splitlines()
+    assert f"forked from {talk.id} after turn 1: its turns are context" in shown
+    assert "not_found" in complaint("fork", talk.id, "--turn", "2")
+    assert "--metadata is not a JSON object" in complaint("fork", talk.id, "--turn", "1", "--metadata", "[]", code=2)
+
+
 def test_a_refused_turn_is_among_the_failed(cli: Stand) -> None:
     talk = cli.talk()
     assert cli.sim.post("/sim/faults", json={"fault": "not_json"}).status_code == 200

@@ -228,6 +228,29 @@ def test_a_reply_that_was_lost_is_no_error(client: Turnlog, stand: Stand) -> Non
         made = broken.create_session(group_id=group)
         assert relay.made == 2
     assert [one["session_id"] for one in client.sessions(group_id=group)] == [made.id]
+    converse(client.attach(made.id), "One")
+    with CuttingRelay(stand.server.port, 10) as relay, Turnlog(relay.base_url) as broken:
+        forks = broken.attach(made.id).fork(1, count=3, group_id=(tries := uuid.uuid4().hex))
+        assert relay.made == 2
+    assert {one["session_id"] for one in client.sessions(group_id=tries)} == {one.id for one in forks}
+    assert len(forks) == 3
+
+
+def test_forks_begin_after_a_turn(client: Turnlog) -> None:
+    session = client.create_session(metadata={"task": 1})
+    messages = converse(session, "One", "Two")
+    session.close()
+    first, second = session.fork(1, count=2, metadata={"snapshot": "s"}, key=(key := uuid.uuid4().hex))
+    assert [one.id for one in session.fork(1, metadata={"snapshot": "s"}, key=key)] == [first.id]
+    with second, second.openai() as agent:
+        agent.chat.completions.create(model="simulator", messages=[*messages[:2], user("Else")])
+    [row] = client.export(session_id=second.id)
+    assert (row["metadata"], len(row["turns"])) == ({"snapshot": "s"}, 2)
+    assert 0 < sum(row["loss_mask"]) < sum(row["sampled_mask"])
+    [sample] = session.fork(2, parent_loss=True)[0].samples().samples
+    assert sample.arrays["loss_mask"].any()
+    with pytest.raises(NotFound, match="turn 3 is not committed"):
+        session.fork(3)
 
 
 def test_gates(client: Turnlog) -> None:

@@ -11,17 +11,16 @@ from integration.places import Places
 from integration.stand import FIRST_TURN, Stand, error_of, serving, until, user
 from integration.tito import checked
 from ops.server import free_port
-from ops.simulator.faults import FAULTS
 from ops.simulator.process import SimulatorProcess
 
 STATUSES = {"status_500": 500, "status_503": 503, "status_429": 429, "status_400": 400}
-SOUND = {"drip", "abort", "other_prompt"}
-"""`other_prompt` is drift where Turnlog did not send the prompt's ids: see test_drift."""
-PAYLOADS = {"bad_experts_base64", "misaligned_experts", "wrong_experts_rows"}
-"""Faults in a payload, which this server does not ask engines for."""
-SLOW = {"never"}
-SGLANG_ONLY = {"duplicate_meta_key"}
-MALFORMED = sorted(set(FAULTS) - set(STATUSES) - SOUND - PAYLOADS - SLOW - {"reset"})
+MALFORMED = {
+    "redirect": "answered with a redirect (307)",
+    "empty_200": "malformed reply: the body is not valid JSON",
+    "null_logprob": "malformed reply: choices[0].",
+    "usage_prompt_tokens": "malformed reply: usage.prompt_tokens is",
+}
+"""A fault of each place that refuses a reply, with the message. Every rule of a reply: unit/test_malformed.py."""
 
 
 @pytest.fixture(scope="module", params=["auto/sglang", "sglang/sglang", "auto/vllm", "vllm/vllm"])
@@ -59,16 +58,17 @@ def test_a_session_of_either_dialect_is_recorded_and_exported(dialect: tuple[str
 
 
 @pytest.mark.fault(6, "an engine's reply is malformed in a named way")
-@pytest.mark.parametrize("fault", MALFORMED)
-def test_a_malformed_reply_is_502_and_the_next_turn_works(dialect: tuple[str, Stand], fault: str, tally: Tally) -> None:
-    kind, stand = dialect
-    if fault in SGLANG_ONLY and kind != "sglang":
-        pytest.skip("vLLM has no such field")
+@pytest.mark.parametrize(("fault", "message"), MALFORMED.items())
+def test_a_malformed_reply_is_502_and_the_next_turn_works(
+    dialect: tuple[str, Stand], fault: str, message: str, tally: Tally
+) -> None:
+    _, stand = dialect
     talk = stand.talk()
     talk.say("Hello")
     before = talk.state()["records"]
     response = talk.chat([*talk.messages, user("Again")], sim={"fault": fault})
     assert error_of(response) == (502, "upstream_invalid")
+    assert message in response.json()["error"]["message"]
     assert talk.types()[-2:] == ["TurnOpened", "TurnRejected"]
     assert talk.state()["records"] == before
     talk.say("Again")

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 
-from app.settings import FLAT_ROWS
+from app.settings import FLAT_ROWS_WARNING
 from integration.places import Places
 from integration.routing import EXPERTS, POSITIONS, Recorded, Rows, Session, fetched, problems, recorded, rows_in
 from integration.stand import error_of, serving, user
@@ -136,5 +136,5 @@ def test_a_server_says_that_rows_will_be_flat(
     environment: dict[str, str], warned: bool, sglang: SimulatorProcess, places: Places
 ) -> None:
     with serving(places.new("warned"), sglang.base_url, environment=environment) as made:
-        assert made.http.get("/ready").json()["warnings"] == ([FLAT_ROWS] if warned else [])
-        assert made.server.log_path.read_text().count(FLAT_ROWS) == warned
+        assert made.http.get("/ready").json()["warnings"] == ([FLAT_ROWS_WARNING] if warned else [])
+        assert made.server.log_path.read_text().count(FLAT_ROWS_WARNING) == warned

@@ -57,7 +57,7 @@ def test_replies_are_what_the_document_says(guarded: Stand, tmp_path: Path) -> N
     conform(guarded, tmp_path, "--phases", "examples,coverage,stateful", "--max-examples", "4")
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 def test_replies_are_what_the_document_says_for_long(guarded: Stand, tmp_path: Path) -> None:
     options = ("--max-examples", "40", "--max-time", str(LONG_S), "--continue-on-failure")
     conform(guarded, tmp_path, *options)

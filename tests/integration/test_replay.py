@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.answering import Answer, Answering
 from helpers.looking import change
-from helpers.replies import encode
 from helpers.replies import sglang as sglang_reply
 from helpers.replies import vllm as vllm_reply
 
@@ -208,34 +205,6 @@ def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
     assert error_of(fetch(talk, 2))[0] == 404
 
 
-@contextlib.contextmanager
-def silent_engine(reply: Any) -> Iterator[str]:
-    """An engine that always gives this reply, whatever it is asked for; its URL."""
-    body = encode(reply)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["content-length"]))
-            self.send_response_only(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 @pytest.mark.parametrize(
     ("reply", "kinds", "missing"),
     [(sglang_reply(), KINDS, EXPERTS), (sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
@@ -245,7 +214,11 @@ def test_a_payload_that_was_asked_for_must_come(
 ) -> None:
     """But vLLM has no positions to give."""
     environment = {"TURNLOG_REPLAY": ",".join(kinds)}
-    with silent_engine(reply) as url, serving(places.new("silent"), url, environment=environment) as made:
+    body = json.dumps(reply).encode()
+    with (
+        Answering(lambda asked: Answer(body)) as engine,
+        serving(places.new("silent"), engine.base_url, environment=environment) as made,
+    ):
         talk = session_of(made)
         response = talk.chat([user("Hello")])
         if missing is None:

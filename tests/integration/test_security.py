@@ -80,11 +80,27 @@ def test_a_sessions_token_opens_its_own_routes_and_no_other(guarded: Guarded) ->
         elif path.startswith("/sessions/"):
             assert error_of(reply) == (404, "session_not_found"), path
             own = mine.ask(method, filled(path, mine.id))
+            if path.endswith("/fork"):
+                assert error_of(own) == (403, "forbidden")
+                continue
             assert own.status_code in (200, 204, 400, 404), path
             assert own.status_code != 404 or own.json()["error"]["code"] in ("not_found", "session_closed")
         else:
             assert error_of(reply) == (403, "forbidden"), path
     assert guarded.events(other.id) == before
+
+
+def test_each_fork_has_a_token_of_its_own(guarded: Guarded) -> None:
+    source = guarded.client()
+    assert source.chat_at(source.chat_path).status_code == 200
+    made = guarded.admin.post(f"{source.path}/fork", json={"turn": 1, "count": 2}).json()["sessions"]
+    assert [one["token"].startswith(f"tls.{one['session_id']}.") for one in made] == [True, True]
+    for one in made:
+        asked = [
+            guarded.stranger.get(f"/sessions/{name}", headers=bearer(one["token"])).status_code
+            for name in (one["session_id"], source.id)
+        ]
+        assert asked == [200, 404]
 
 
 def test_the_token_comes_with_the_session_each_time(guarded: Guarded) -> None:

@@ -53,7 +53,7 @@ class Application:
         body: bytes | None = b"ok"
         try:
             if scope["path"] == "/echo":
-                with self.inflight.room(peer=limits.peer_of(scope)) as room:
+                with self.inflight.reserve(peer=limits.peer_of(scope)) as room:
                     body = await read_body(receive, [], LARGEST, room)
         except AppError as error:
             await send_reply(send, *error_parts(error))
@@ -267,14 +267,14 @@ async def test_a_body_that_is_given_up_as_its_end_comes_is_given_up() -> None:
         return {"type": "http.request", "body": part, "more_body": bool(part)}
 
     async def read() -> bytes | None:
-        with inflight.room() as room:
+        with inflight.reserve() as room:
             return await read_body(receive, [], LARGEST, room)
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
     now = limits.HELD_S + 1
     end.set()
-    with inflight.room() as other:
+    with inflight.reserve() as other:
         other.arrive(LARGEST)
         with pytest.raises(BodyGivenUp):
             await reading
@@ -440,7 +440,7 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     assert config.timeout_keep_alive == kept
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.parametrize("kind", [ServerProcess, KeptServer])
 async def test_a_connection_that_rested_is_used_again(
     kind: type[ServerProcess], sqlite_url: str, tmp_path: Path

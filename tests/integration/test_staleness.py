@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering, Asked
 
 from integration.interrupting import interrupted
 from integration.places import Places
@@ -19,49 +18,20 @@ from integration.stand import Stand, Talk, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 
-class Unversioned:
+class Unversioned(Answering):
     """An engine before which somebody cuts the weight versions out of the replies."""
 
     def __init__(self, target: str) -> None:
+        super().__init__(self._passed)
         self.cuts = True
-        between = self
+        self._target = target
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._pass(httpx.get(target + self.path, timeout=20))
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                self._pass(httpx.post(target + self.path, content=body, timeout=20))
-
-            def _pass(self, reply: httpx.Response) -> None:
-                content = reply.content
-                if between.cuts and "/completions" in self.path:
-                    content = json.dumps(without_versions(reply.json())).encode()
-                self.send_response(reply.status_code)
-                self.send_header("Content-Type", reply.headers.get("content-type", "text/plain"))
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Nothing to say."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-
-    def __enter__(self) -> Unversioned:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def _passed(self, asked: Asked) -> Answer:
+        reply = httpx.request(asked.method, self._target + asked.path, content=asked.body, timeout=20)
+        content = reply.content
+        if self.cuts and "/completions" in asked.path:
+            content = json.dumps(without_versions(reply.json())).encode()
+        return Answer(content, [("Content-Type", reply.headers.get("content-type", "text/plain"))], reply.status_code)
 
 
 def without_versions(value: Any) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from array import array
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import looking
-from helpers.replies import Reply, encode
+from helpers.answering import Answer, Answering, Asked
+from helpers.replies import Reply
 from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
@@ -35,34 +34,17 @@ NO_OPENING = (
 """As Mistral's: an answer follows what the user said at once."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Engine
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        reply = sglang_reply(request["input_ids"], self.server.output)
-        self.server.spoil(reply)
-        body = encode(reply)
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-class Engine(ThreadingHTTPServer):
+class Engine(Answering):
     """Samples `output` whatever it is sent, and says of it what `spoil` leaves of a sound reply."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(self._sampled)
         self.reset()
+
+    def _sampled(self, asked: Asked) -> Answer:
+        reply = sglang_reply(json.loads(asked.body)["input_ids"], self.output)
+        self.spoil(reply)
+        return Answer(json.dumps(reply).encode())
 
     def reset(self) -> None:
         self.output = [7, 8]
@@ -92,15 +74,8 @@ def shared_glm(tmp_path_factory: pytest.TempPathFactory, places: Places) -> Iter
     pytest.importorskip("transformers")
     folder = tokenizer_folder(tmp_path_factory, "glm-4.5")
     environment = {"TURNLOG_TOKENIZER": str(folder), "TURNLOG_CACHE_BYTES": "0"}
-    with Engine() as engine:
-        thread = threading.Thread(target=engine.serve_forever)
-        thread.start()
-        try:
-            with serving(places.new("glm"), engine.url, environment=environment) as stand:
-                yield Glm(stand, engine, folder)
-        finally:
-            engine.shutdown()
-            thread.join()
+    with Engine() as engine, serving(places.new("glm"), engine.base_url, environment=environment) as stand:
+        yield Glm(stand, engine, folder)
 
 
 @pytest.fixture

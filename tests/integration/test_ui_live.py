@@ -28,13 +28,14 @@ class Stream:
     """What a browser hears, as (event, data); `cursor` is the last id."""
 
     def __init__(self, response: httpx.Response) -> None:
-        self._lines = response.iter_lines()
+        self._pieces = response.iter_bytes()
+        self._rest = b""
         self.cursor = ""
 
     def next(self) -> tuple[str, Any]:
         name, data = "", ""
-        for line in self._lines:
-            field, _, value = line.partition(": ")
+        for line in self._lines():
+            field, _, value = line.decode().partition(": ")
             match field:
                 case "event":
                     name = value
@@ -45,6 +46,18 @@ class Stream:
                 case "" if name:
                     return name, json.loads(data)
         raise Ended
+
+    def _lines(self) -> Iterator[bytes]:
+        """Not httpx's, which also end at characters that JSON leaves as they are, such as U+2028."""
+        while True:
+            line, newline, rest = self._rest.partition(b"\n")
+            if newline:
+                self._rest = rest
+                yield line
+            elif piece := next(self._pieces, b""):
+                self._rest += piece
+            else:
+                return
 
     def until(self, wanted: str) -> Any:
         """The data of the next event of this name."""

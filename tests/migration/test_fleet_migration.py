@@ -8,7 +8,7 @@ from typing import Any
 
 from alembic import command
 from fault.verified import verified
-from helpers.databases import alembic_config, migrate
+from helpers.databases import alembic_config, database_at, migrate
 from helpers.log import BODY, committed
 from helpers.looking import value
 from helpers.store import Store
@@ -48,13 +48,8 @@ _open_turns = table("open_turns", *map(column, _old_claims))
 
 
 async def over(url: str, work: Any) -> Any:
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            return await work(store)
-    finally:
-        await database.close()
+    async with database_at(url) as database, Store.over(database) as store:
+        return await work(store)
 
 
 def fill(url: str) -> None:

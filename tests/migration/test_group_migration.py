@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from alembic import command
-from helpers.databases import alembic_config, migrate
+from helpers.databases import alembic_config, connected, database_at, migrate
 from helpers.log import BODY, committed, created
 from helpers.store import Store
 from sqlalchemy import Table, column, select, table
@@ -16,7 +16,7 @@ from app.domain import upcast
 from app.domain.events import Event, VersionSpan, name_of
 from app.sessions.groups import settle_groups
 from app.store import group_reads
-from app.store.engine import Database, create_engine
+from app.store.engine import create_engine
 from app.store.schema import groups, sessions
 
 EVENTS = 2500
@@ -81,23 +81,16 @@ async def fill(url: str) -> None:
 
 
 async def found(url: str, which: Table, *names: str) -> list[Any]:
-    engine = create_engine(url)
-    async with engine.connect() as connection:
+    async with connected(url) as connection:
         columns = (which.c[name] for name in names)
         rows = list(await connection.execute(select(*columns).order_by(which.c[names[0]])))
-    await engine.dispose()
     return [tuple(row) for row in rows]
 
 
 async def settled(url: str) -> int | None:
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            await settle_groups(database, store.writer)
-            return await database.read(group_reads.newest_version)
-    finally:
-        await database.close()
+    async with database_at(url) as database, Store.over(database) as store:
+        await settle_groups(database, store.writer)
+        return await database.read(group_reads.newest_version)
 
 
 def as_expected(url: str) -> None:

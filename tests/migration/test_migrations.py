@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from alembic import command
 from alembic.script import ScriptDirectory
-from helpers.databases import alembic_config, migrate, run_module
+from helpers.databases import alembic_config, connected, database_at, migrate, run_module
 from helpers.store import Store
 from sqlalchemy import inspect, select
 from sqlalchemy.engine import make_url
@@ -28,26 +28,19 @@ TABLES = set(metadata.tables)
 
 def tables(url: str) -> set[str]:
     async def look() -> set[str]:
-        engine = create_engine(url)
-        async with engine.connect() as connection:
+        async with connected(url) as connection:
             names = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
-        await engine.dispose()
         return set(names)
 
     return asyncio.run(look())
 
 
 async def _write_and_read(url: str) -> Session | None:
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            if await store.head("s") is None:
-                await store.create("s")
-            await store.take_turn("s")
-            return fold("s", await database.read(lambda c: reads.load_events(c, "s")))
-    finally:
-        await database.close()
+    async with database_at(url) as database, Store.over(database) as store:
+        if await store.head("s") is None:
+            await store.create("s")
+        await store.take_turn("s")
+        return fold("s", await database.read(lambda c: reads.load_events(c, "s")))
 
 
 def test_upgrade_makes_the_tables_and_upgrading_again_changes_nothing(empty_url: str) -> None:
@@ -90,29 +83,18 @@ def test_upgrade_with_data_keeps_it(empty_url: str) -> None:
 
 async def _close_as_the_first_revision_did(url: str) -> None:
     """A session with a turn, closed, its events under the versions that the first revision wrote."""
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            await store.create("old")
-            await store.take_turn("old")
-            await store.close("old")
-    finally:
-        await database.close()
-    engine = create_engine(url)
-    async with engine.begin() as connection:
+    async with database_at(url) as database, Store.over(database) as store:
+        await store.create("old")
+        await store.take_turn("old")
+        await store.close("old")
+    async with connected(url, writes=True) as connection:
         await connection.exec_driver_sql("UPDATE events SET version = 1")
-    await engine.dispose()
 
 
 async def _session_and_times(url: str) -> tuple[Session | None, float | None, float]:
-    database = Database(url)
-    await database.open()
-    try:
+    async with database_at(url) as database:
         rows = await database.read(lambda c: c.execute(select(sessions.c.closed_at, sessions.c.updated_at)).one())
         return fold("old", await database.read(lambda c: reads.load_events(c, "old"))), rows[0], rows[1]
-    finally:
-        await database.close()
 
 
 def test_a_database_of_the_first_revision_is_taken_over(empty_url: str) -> None:
@@ -136,10 +118,8 @@ def test_alembic_check_can_fail(empty_url: str) -> None:
     migrate(empty_url)
 
     async def change() -> None:
-        engine = create_engine(empty_url)
-        async with engine.begin() as connection:
+        async with connected(empty_url, writes=True) as connection:
             await connection.exec_driver_sql("ALTER TABLE snapshots ADD COLUMN more INTEGER")
-        await engine.dispose()
 
     asyncio.run(change())
     with pytest.raises(command.util.CommandError, match="New upgrade operations"):
@@ -165,16 +145,13 @@ def test_the_revisions_are_those_that_alembic_knows(empty_url: str) -> None:
 
 def test_postgres_columns_of_compressed_content_are_not_compressed_again(postgres_url: str) -> None:
     async def look() -> dict[str, str]:
-        engine = create_engine(postgres_url)
-        async with engine.connect() as connection:
+        async with connected(postgres_url) as connection:
             rows = await connection.exec_driver_sql(
                 "SELECT c.relname || '.' || a.attname, a.attstorage::text FROM pg_attribute a "
                 "JOIN pg_class c ON c.oid = a.attrelid WHERE c.relname IN "
                 "('turns', 'blobs', 'snapshots', 'chunks', 'refused_replies')"
             )
-            found = {row[0]: row[1] for row in rows}
-        await engine.dispose()
-        return found
+            return {row[0]: row[1] for row in rows}
 
     storage = asyncio.run(look())
     compressed = ("turns.facts", "turns.wire", "blobs.data", "snapshots.data", "chunks.data", "refused_replies.data")

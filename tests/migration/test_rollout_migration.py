@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from alembic import command
-from helpers.databases import alembic_config, migrate
+from helpers.databases import alembic_config, connected, database_at, migrate
 from helpers.groups import Groups
 from helpers.log import BODY, created
 from helpers.store import Store
@@ -15,7 +15,7 @@ from sqlalchemy import column, select, table
 
 from app.domain import upcast
 from app.store import rollouts
-from app.store.engine import Database, create_engine
+from app.store.engine import create_engine
 from app.store.schema import groups, sessions
 from ops.verify import verify_url
 
@@ -108,17 +108,12 @@ async def fill(url: str) -> None:
 
 
 async def stored(url: str) -> tuple[dict[str, str], dict[str, tuple[int, int, int, bool]]]:
-    database = Database(url)
-    await database.open()
-    try:
-        async with Store.over(database) as store:
-            query = select(sessions.c.session_id, sessions.c.root_id).where(sessions.c.root_id.is_not(None))
-            roots = await database.read(lambda c: {row[0]: row[1] for row in c.execute(query)})
-            counts = {group_id: await Groups(store).counts(group_id) for group_id in ("g", "h", "own", "p")}
-            assert len(await database.read(lambda c: rollouts.members(c, ["root"], status=["open"]))) == MANY + 2
-            return roots, counts
-    finally:
-        await database.close()
+    async with database_at(url) as database, Store.over(database) as store:
+        query = select(sessions.c.session_id, sessions.c.root_id).where(sessions.c.root_id.is_not(None))
+        roots = await database.read(lambda c: {row[0]: row[1] for row in c.execute(query)})
+        counts = {group_id: await Groups(store).counts(group_id) for group_id in ("g", "h", "own", "p")}
+        assert len(await database.read(lambda c: rollouts.members(c, ["root"], status=["open"]))) == MANY + 2
+        return roots, counts
 
 
 def as_expected(url: str) -> None:
@@ -135,10 +130,8 @@ def as_expected(url: str) -> None:
 
 
 async def acked(url: str) -> float | None:
-    engine = create_engine(url)
-    async with engine.connect() as connection:
+    async with connected(url) as connection:
         found = (await connection.execute(select(groups.c.acked_at).where(groups.c.group_id == "p"))).scalar_one()
-    await engine.dispose()
     return None if found is None else float(found)
 
 

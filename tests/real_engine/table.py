@@ -1,15 +1,12 @@
-"""The table of what a real engine's turns were compared with, printed once at the end of a run.
-
-A pytest plugin, as `fault.table`: its lines travel in the tests' reports, also out of other processes.
-"""
+"""The table of what a real engine's turns were compared with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
-
-PROPERTY = "real engine"
+from helpers.tables import Table
 
 
 @dataclass
@@ -32,27 +29,25 @@ class Found:
 def found(request: pytest.FixtureRequest) -> Found:
     """Told as it is when the test ends, whether it passes or not."""
     made = Found()
-    request.node.user_properties.append((PROPERTY, vars(made)))
+    request.node.user_properties.append((FoundTable.key, vars(made)))
     return made
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    cells = [["test", *(name.replace("_", " ") for name in vars(Found()))]]
-    for report in [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]:
-        for name, value in report.user_properties:
-            if name == PROPERTY and report.when == "call":
-                cells.append(
-                    [
-                        report.location[2],
-                        *(f"{one:.1e}" if isinstance(one, float) else str(one) for one in value.values()),
-                    ]
-                )
-    if len(cells) > 1:
-        terminalreporter.section(PROPERTY)
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for line in cells:
-            first, *others = (
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            terminalreporter.write_line("  ".join([first, *others]))
+class FoundTable(Table):
+    title = key = "real engine"
+    headings = ("test", *(name.replace("_", " ") for name in vars(Found())))
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, ...]] = []
+
+    def add(self, report: pytest.TestReport, value: Any) -> None:
+        if report.when == "call":
+            shown = [f"{one:.1e}" if isinstance(one, float) else str(one) for one in value.values()]
+            self._lines.append((report.location[2], *shown))
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return self._lines
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FoundTable(), "found-table")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from helpers.log import float64, int32
+from helpers.replies import known_as
 
 from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
@@ -28,17 +28,8 @@ from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
 from workers.job import WorkerResult
-from workers.parse import KnownTokens, token_text
 
 SESSION = "s"
-
-
-def int32(ids: Sequence[int]) -> bytes:
-    return array("i", ids).tobytes()
-
-
-def float64(values: Sequence[float]) -> bytes:
-    return array("d", values).tobytes()
 
 
 def raw(value: object) -> msgspec.Raw:
@@ -61,10 +52,8 @@ def validated(
     tokens: Sequence[int], base: int, output: int, message_hash: str, finish_reason: str | None = "stop", **rest: Any
 ) -> ValidatedReply:
     """A reply whose prompt and output are `tokens`: `base` of them the parent's, the last `output` sampled."""
-    text = token_text(tokens)
-    sequence = KnownTokens(len(tokens), len(text), hashlib.sha256(text).hexdigest())
     counts = (base, len(tokens) - base - output, output)
-    result = WorkerResult("sglang", b"", *counts, sequence, finish_reason, [], b"", b"", [], [])
+    result = WorkerResult("sglang", b"", *counts, known_as(tokens), finish_reason, [], b"", b"", [], [])
     return ValidatedReply(result, "http://engine", 0.0, message_hash, **rest)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from helpers.log import committed, float64, int32
 from hypothesis import strategies as st
-from making import float64, int32
 
 from app.domain.events import SessionConfig, TurnCommitted, VersionSpan
 from app.domain.samples import TurnTokens, samples
@@ -115,25 +115,15 @@ def raw(value: object) -> bytes:
 def _stored(number: int, turn: Given, turns: Sequence[Given]) -> TurnTokens:
     earlier = [other for other in turns[: number - 1] if other.segment == turn.segment]
     base = len(expected(earlier).tokens) - turn.trimmed
-    event = TurnCommitted(
-        turn=number,
-        parent=number - 1,
-        fence=number,
+    event = committed(
+        number,
+        number - 1,
+        number,
         segment=turn.segment,
-        base_messages=0,
         new_messages=len(turn.messages),
-        message_hashes=(),
-        client_hash="",
         base_tokens=base,
         suffix_tokens=len(turn.prompt),
         output_tokens=len(turn.output),
-        tokens_hash="",
-        tokens_text_bytes=0,
-        body_hash="",
-        content_hash="",
-        params=0,
-        dialect="sglang",
-        engine="http://engine",
         weight_versions=(VersionSpan(turn.version, 0, len(turn.output)),) if turn.output else (),
         requested_at=1_000.0 + number,
         finish_reason=turn.finish_reason,

@@ -285,7 +285,17 @@ ADMINS_ROUTES = [
         for path in ("/sessions", "/export", "/export/groups", "/groups/g", "/metrics", "/engines", "/fleet")
     ),
     *(("GET", path) for path in ("/adapters", "/ui/api/me", "/ui/api/sessions/a", "/nowhere", "", "/", "//sessions/a")),
-    *(("POST", path) for path in ("/sessions", "/engines", "/fleet/pause", "/adapters/x/pause", "/export/groups/ack")),
+    *(
+        ("POST", path)
+        for path in (
+            "/sessions",
+            "/sessions/a/fork",
+            "/engines",
+            "/fleet/pause",
+            "/adapters/x/pause",
+            "/export/groups/ack",
+        )
+    ),
     *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
     *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
 ]

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from helpers.answering import Answer, Answering, Asked
 from typer.testing import CliRunner, Result
 
 from ops.server import free_port
 from turnlog.cli.commands import app
 
-Answer = tuple[int, dict[str, str], bytes]
 
-
-class Sayer:
+class Sayer(Answering):
     """A server that says what it is told to, the last of it for ever, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.answers: list[Answer] = []
+        super().__init__(self._next)
+        self.answers: list[tuple[int, dict[str, str], bytes]] = []
         self.asked: list[tuple[str, str, str | None]] = []
-        sayer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                sayer.asked.append((self.command, self.path, self.headers["authorization"]))
-                status, headers, body = sayer.answers.pop(0) if len(sayer.answers) > 1 else sayer.answers[0]
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_POST = do_DELETE = answer
-
-            def log_message(self, format: str, *args: object) -> None:
-                """The test reads what it was asked instead."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def _next(self, asked: Asked) -> Answer:
+        self.asked.append((asked.method, asked.path, asked.header("authorization")))
+        status, headers, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return Answer(body, list(headers.items()), status)
 
 
 def error(code: str, message: str) -> bytes:
@@ -58,9 +34,8 @@ def error(code: str, message: str) -> bytes:
 
 @pytest.fixture
 def sayer() -> Iterator[Sayer]:
-    made = Sayer()
-    yield made
-    made.close()
+    with Sayer() as made:
+        yield made
 
 
 @pytest.fixture
@@ -106,17 +81,18 @@ def test_a_token_that_no_header_can_hold_is_not_echoed(run: Callable[..., Result
 
 def test_the_servers_error_is_told_with_its_code(run: Callable[..., Result], sayer: Sayer) -> None:
     sayer.answers = [(404, {}, error("session_not_found", "session x\x1b[2J does not exist"))]
-    assert failed(run("--url", sayer.url, "show", "x")) == (
+    assert failed(run("--url", sayer.base_url, "show", "x")) == (
         "turnlog: 404 session_not_found: session x\\x1b[2J does not exist"
     )
     sayer.answers = [(502, {"x-should-retry": "false"}, b"<html>of a proxy</html>")]
     assert (
-        failed(run("--url", sayer.url, "engines")) == "turnlog: 502 without an error of Turnlog's: is this its address?"
+        failed(run("--url", sayer.base_url, "engines"))
+        == "turnlog: 502 without an error of Turnlog's: is this its address?"
     )
     sayer.answers = [(200, {}, b"no json")]
-    assert "is not JSON" in failed(run("--url", sayer.url, "engines"))
+    assert "is not JSON" in failed(run("--url", sayer.base_url, "engines"))
     sayer.answers = [(307, {"location": "http://elsewhere"}, b"")]
-    assert failed(run("--url", sayer.url, "engines")).startswith("turnlog: 307 without")
+    assert failed(run("--url", sayer.base_url, "engines")).startswith("turnlog: 307 without")
 
 
 @pytest.mark.parametrize("command", [("engines",), ("engines", "drain", "http://e:1")], ids=["read", "order"])
@@ -127,13 +103,13 @@ def test_it_asks_again_when_the_server_says(run: Callable[..., Result], sayer: S
     engine = dict.fromkeys(("url", "state", "health", "in_flight", "dialect", "weight_version", "source", "last_error"))
     listed: dict[str, Any] = {"engines": [], "version": 0, **engine, "since": 0}
     sayer.answers = [soon, soon, (200, {}, json.dumps(listed).encode())]
-    result = run("--url", sayer.url, *command, "--json")
+    result = run("--url", sayer.base_url, *command, "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, listed)
     assert len(sayer.asked) == 3
     sayer.asked.clear()
     for answer in (late, (507, {}, error("store_full", "full")), (409, {"x-should-retry": "false"}, error("x", "no"))):
         sayer.answers = [answer]
-        failed(run("--url", sayer.url, *command))
+        failed(run("--url", sayer.base_url, *command))
     assert len(sayer.asked) == 3
 
 
@@ -143,7 +119,7 @@ def test_what_breaks_off_is_asked_for_again_once_the_server_has_answered(
     page = {"sessions": [], "total": 0, "next_cursor": None}
     first = json.dumps({**page, "next_cursor": "more"}).encode()
     sayer.answers = [(200, {}, first), (200, {"content-length": "1000"}, b"{"), (200, {}, json.dumps(page).encode())]
-    result = run("--url", sayer.url, "sessions", "--all", "--json")
+    result = run("--url", sayer.base_url, "sessions", "--all", "--json")
     assert (result.exit_code, json.loads(result.stdout)) == (0, page)
     assert len(sayer.asked) == 3
 
@@ -152,10 +128,10 @@ def test_where_the_token_comes_from(
     run: Callable[..., Result], sayer: Sayer, clean_environment: Callable[..., None]
 ) -> None:
     sayer.answers = [(200, {}, b'{"engines": [], "version": 0}')]
-    run("--url", sayer.url, "engines")
-    clean_environment(ADMIN_TOKEN="current, before", URL=sayer.url)
+    run("--url", sayer.base_url, "engines")
+    clean_environment(ADMIN_TOKEN="current, before", URL=sayer.base_url)
     run("engines")
-    clean_environment(ADMIN_TOKEN="current", TOKEN="own", URL=sayer.url)
+    clean_environment(ADMIN_TOKEN="current", TOKEN="own", URL=sayer.base_url)
     run("engines")
     run("--token", "given", "engines")
     run("--token", "given", "engines", "list", "--token", "behind")
@@ -173,8 +149,8 @@ def test_help_shows_no_token(run: Callable[..., Result], clean_environment: Call
 
 def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Sayer) -> None:
     sayer.answers = [(404, {}, error("session_not_found", "no"))]
-    run("--url", sayer.url, "tail", "../engines?x=1")
-    run("--url", f"{sayer.url}/behind/", "pause", "a/b")
+    run("--url", sayer.base_url, "tail", "../engines?x=1")
+    run("--url", f"{sayer.base_url}/behind/", "pause", "a/b")
     assert [asked[1] for asked in sayer.asked] == [
         "/sessions/..%2Fengines%3Fx%3D1/events?after=0&follow=false",
         "/behind/adapters/a%2Fb/pause",

@@ -13,7 +13,7 @@ def test_the_sync_client_is_current() -> None:
 
 
 def test_nothing_of_it_is_async() -> None:
-    for text in unasync.made().values():
+    for text in unasync.generate().values():
         body = text.removeprefix(unasync.NOTICE)
         assert not any(word in body for word in ("async ", "await ", "Async", "asyncio"))
 

@@ -9,9 +9,9 @@ import random
 import msgspec
 import pytest
 import zstandard
+from helpers.log import int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import int32
 
 from workers.codec import (
     APART,

@@ -7,11 +7,12 @@ import math
 import pytest
 from making import SESSION, Book, assistant, user
 
-from app.domain.decide import assign_reward, open_turn, require_open, token_parent
+from app.domain.decide import assign_reward, open_turn, token_parent
 from app.domain.events import RewardAssigned, RolledBack, SessionClosed, SessionErased, TurnCommitted
 from app.domain.history import Plan
 from app.errors import InvalidRequest, SessionNotFound
 from app.errors import SessionClosed as Closed
+from app.sessions.cache import CacheEntry, require_open
 
 
 def one_turn() -> Book:
@@ -22,13 +23,14 @@ def one_turn() -> Book:
 
 def test_only_an_open_session_takes_a_turn() -> None:
     book = one_turn()
-    assert require_open(book.session, SESSION) is book.session
+    entry = CacheEntry(book.session)
+    assert require_open(entry, SESSION) is entry
     with pytest.raises(SessionNotFound):
         require_open(None, SESSION)
     for event in (SessionClosed(), SessionErased()):
         book.add(event)
         with pytest.raises(Closed):
-            require_open(book.session, SESSION)
+            require_open(CacheEntry(book.session), SESSION)
 
 
 def test_a_turn_gets_the_next_number_also_after_a_rollback() -> None:

@@ -7,16 +7,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.answering import Answer, Answering
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -153,22 +152,11 @@ def test_the_image_starts_what_there_is() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
 def test_the_health_check_tells_a_server_that_answers(status: int, code: int) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status if self.path == "/health" else 404)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nobody reads it."""
-
     check = listed(last("HEALTHCHECK").partition("CMD ")[2])
     assert check[0] == "python"
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.handle_request)
-        thread.start()
+    with Answering(lambda asked: Answer(status=status if asked.path == "/health" else 404)) as server:
         code_text = check[2].replace("8000", str(server.server_port))
         assert subprocess.run([sys.executable, "-I", check[1], code_text], timeout=60, check=False).returncode == code
-        thread.join()
 
 
 def composed() -> dict[str, Any]:

@@ -22,11 +22,6 @@ REPLY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
     made = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
     yield made

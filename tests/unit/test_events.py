@@ -12,9 +12,12 @@ from app.domain.events import (
     TYPES,
     VERSIONS,
     Event,
+    ForkRef,
     RewardAssigned,
     RolledBack,
     SessionClosed,
+    SessionConfig,
+    SessionCreated,
     TurnAbandoned,
     UnknownEvent,
     name_of,
@@ -105,6 +108,18 @@ def test_upcasting_goes_step_by_step() -> None:
             upcast("Made", version, {}, steps=steps, versions=versions)
     with pytest.raises(UnknownEvent, match="Unheard"):
         upcast("Unheard", 1, {}, steps=steps, versions=versions)
+
+
+def test_a_creation_of_before_there_were_forks_is_none_and_an_older_process_refuses_one() -> None:
+    stored = b'{"config":{"rollback_window":1,"parent":"p"},"body_hash":"00"}'
+    before = decode("SessionCreated", 3, stored)
+    assert before == SessionCreated(SessionConfig(1, parent="p"), "00")
+    forked = SessionCreated(SessionConfig(1), "00", fork=ForkRef("source", 3, 2, loss=False))
+    data = encode(forked)
+    assert b'"fork":{"session":"source","turn":3,"turns":2,"loss":false}' in data
+    assert decode("SessionCreated", 4, data) == forked
+    with pytest.raises(UnknownEvent, match="reads up to 3"):
+        upcast("SessionCreated", 4, {}, versions={"SessionCreated": 3})
 
 
 def test_upcasting_leaves_the_stored_fields_alone() -> None:

@@ -1,27 +1,25 @@
-"""The shapes of Turnlog, slime, miles, verl and SkyRL by readers of their documented layout, and the registry."""
+"""What the shapes of Turnlog, slime, miles, verl and SkyRL have of their own, and the registry."""
 
 from __future__ import annotations
 
 import base64
 import json
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given as property_of
-from hypothesis import settings
-from shape_rows import TWO_SEGMENTS, TWO_TURNS, Expected, Given, conversations, expected, experts, rows
+from integration.corpus import identity
+from shape_rows import TWO_SEGMENTS, TWO_TURNS, experts, rows
 
 from app.domain.events import VersionSpan
 from app.errors import InvalidRequest
 from app.export import formats, jsontext
 from app.export.columns import ITEMS, Column, depth
 from app.export.containers.writer import EXCLUSION
-from app.export.row import Routing, Row, Unfit
-from app.export.shapes import miles, skyrl, slime, turnlog, verl
+from app.export.row import Routing, Row
+from app.export.shapes import miles, skyrl, slime, verl
 
 JSON = dict[str, Any]
 
@@ -32,131 +30,6 @@ def read(shape: str, row: Row) -> JSON:
     """As a reader of NDJSON has it."""
     found: JSON = json.loads(jsontext.encode(formats.of_row("ndjson", shape, row)))
     return found
-
-
-@dataclass
-class Response:
-    """What every response-aligned shape says, by its own names."""
-
-    prompt: list[int]
-    response: list[int]
-    mask: list[int]
-    logprobs: list[float]
-
-    def check(self, wanted: Expected) -> None:
-        assert self.prompt + self.response == wanted.tokens
-        assert len(self.prompt) == wanted.first_sampled
-        assert [False] * len(self.prompt) + [bool(one) for one in self.mask] == wanted.sampled
-        assert len(self.logprobs) == len(self.response)
-        assert [0.0] * len(self.prompt) + self.logprobs == pytest.approx(wanted.logprobs, rel=1e-6, abs=1e-38)
-        assert all(value == 0.0 for value, one in zip(self.logprobs, self.mask, strict=True) if not one)
-
-
-@dataclass
-class SlimeSample:
-    """slime's and miles' `Sample`: `from_dict` sets the fields that it knows and keeps any other as an attribute."""
-
-    status: str
-    group_index: int | None = None
-    index: int | None = None
-    tokens: list[int] = field(default_factory=list)
-    response_length: int = 0
-    reward: float | None = None
-    loss_mask: list[int] | None = None
-    weight_versions: list[str] = field(default_factory=list)
-    rollout_log_probs: list[float] | None = None
-    rollout_routed_experts: list[Any] | None = None
-    rollout_indexer_topk: list[Any] | None = None
-    metadata: JSON = field(default_factory=dict)
-    rollout_id: int | None = None
-    adapter: str | None = None
-
-    def validate(self) -> None:
-        """What both check before training."""
-        assert self.status in ("pending", "completed", "truncated", "aborted", "failed")
-        assert 0 <= self.response_length <= len(self.tokens)
-        assert self.loss_mask is not None
-        assert self.rollout_log_probs is not None
-        assert len(self.loss_mask) == len(self.rollout_log_probs) == self.response_length
-        for rows_of in (self.rollout_routed_experts, self.rollout_indexer_topk):
-            assert rows_of is None or len(rows_of) == len(self.tokens) - 1
-        assert all(isinstance(version, str) for version in self.weight_versions)
-
-
-def response(shape: str, found: JSON) -> Response:
-    match shape:
-        case "slime" | "miles":
-            sample = SlimeSample(**found)
-            sample.validate()
-            assert sample.loss_mask is not None
-            assert sample.rollout_log_probs is not None
-            start = len(sample.tokens) - sample.response_length
-            return Response(sample.tokens[:start], sample.tokens[start:], sample.loss_mask, sample.rollout_log_probs)
-        case "verl":
-            return Response(
-                found["prompt_ids"], found["response_ids"], found["response_mask"], found["response_logprobs"]
-            )
-    return Response(found["prompt_token_ids"], found["response_ids"], found["loss_masks"], found["rollout_logprobs"])
-
-
-def identity(shape: str, found: JSON) -> JSON:
-    """Where each shape keeps what an export is resumed by."""
-    match shape:
-        case "slime" | "miles":
-            return dict(found["metadata"]["turnlog"])
-        case "verl":
-            return dict(found["extra_fields"])
-    return found
-
-
-@pytest.mark.parametrize("shape", TRAINERS)
-@settings(max_examples=80, deadline=None)
-@property_of(turns=conversations())
-def test_alignment(shape: str, turns: list[Given]) -> None:
-    (row,) = rows(turns)
-    wanted = expected(turns)
-    if True not in wanted.sampled:
-        with pytest.raises(Unfit, match="no token was sampled"):
-            TRAINERS[shape](row)
-        return
-    response(shape, read(shape, row)).check(wanted)
-
-
-@pytest.mark.parametrize("shape", TRAINERS)
-def test_two_turns_with_a_trimmed_token(shape: str) -> None:
-    """The 4 that the first turn sampled was trimmed; the prompt's 5 stands in the response, masked."""
-    (row,) = rows(TWO_TURNS)
-    found = response(shape, read(shape, row))
-    assert (found.prompt, found.response, found.mask) == ([1, 2], [3, 5, 6], [1, 0, 1])
-    assert found.logprobs == [-0.5, 0.0, -0.125]
-
-
-@pytest.mark.parametrize("shape", TRAINERS)
-def test_who_a_row_is(shape: str) -> None:
-    first, second = rows(TWO_SEGMENTS, group_id="17", attempt=3)
-    for row in (first, second):
-        assert {name: identity(shape, read(shape, row))[name] for name in ("session_id", "group_id", "attempt")} == {
-            "session_id": "s",
-            "group_id": "17",
-            "attempt": 3,
-        }
-    told = [identity(shape, read(shape, row)) for row in (first, second)]
-    assert [one["cursor"] for one in told] == ["after-s-0", "after-s-1"]
-    assert [one["segment"] for one in told] == [0, 1]
-    assert [one["status"] for one in told] == ["completed", "aborted"]
-
-
-@pytest.mark.parametrize("shape", TRAINERS)
-def test_an_advantage_is_handed_on(shape: str) -> None:
-    with_one = identity(shape, read(shape, rows(TWO_TURNS, advantage=-0.5)[0]))
-    without = identity(shape, read(shape, rows(TWO_TURNS)[0]))
-    assert (with_one["advantage"], without.get("advantage")) == (-0.5, None)
-
-
-@pytest.mark.parametrize("shape", [name for name, entry in formats.SHAPES.items() if entry.of_row is not None])
-def test_every_field_has_a_column(shape: str) -> None:
-    (row,) = rows(TWO_TURNS, advantage=0.5, routing=experts(5))
-    assert set(formats.of_row("parquet", shape, row)) <= set(formats.SHAPES[shape].columns)
 
 
 def leaves(column: Column) -> list[str]:
@@ -194,21 +67,6 @@ class TestRouting:
         assert np.array_equal(found, routing.ids)
 
     @pytest.mark.parametrize("shape", TRAINERS)
-    @pytest.mark.parametrize(
-        ("routing", "reason"),
-        [
-            (None, "tombstoned"),
-            (Routing(np.zeros((3, 2, 3), np.uint8), 1), "rows 1 to 4 are there, 4 are needed"),
-            (Routing(np.zeros((3, 2, 3), np.uint8), 0), "rows 0 to 3 are there, 4 are needed"),
-        ],
-    )
-    def test_what_is_not_whole_is_null_with_a_reason(self, shape: str, routing: Routing | None, reason: str) -> None:
-        found = read(shape, rows(TWO_TURNS, routing={"routed_experts": routing})[0])
-        assert found[EXPERTS[shape][0]] is None
-        told = identity(shape, found)
-        assert told["rollout_expert_indices_missing" if shape == "skyrl" else "routed_experts_missing"] == reason
-
-    @pytest.mark.parametrize("shape", TRAINERS)
     def test_rows_of_which_the_shape_is_not_known_are_flat(self, shape: str) -> None:
         routing = Routing(np.arange(24, dtype=np.uint8).reshape(4, 6), 0)
         row = TRAINERS[shape](rows(TWO_TURNS, routing={"routed_experts": routing})[0])
@@ -226,12 +84,6 @@ class TestRouting:
         assert isinstance(found, np.ndarray)
         assert (found.dtype.name, int(found.max())) == (dtype, largest)
 
-    def test_verl_holds_ids_in_int16(self) -> None:
-        ids = np.full((4, 1, 1), 32768, np.uint16)
-        found = read("verl", rows(TWO_TURNS, routing={"routed_experts": Routing(ids, 0)})[0])
-        assert found["routed_experts"] is None
-        assert found["extra_fields"]["routed_experts_missing"] == "an id exceeds 32767"
-
     def test_miles_has_the_indexer_too(self) -> None:
         ids = np.arange(8, dtype=np.uint16).reshape(4, 1, 2)
         found = miles.fields(rows(TWO_TURNS, routing={"indexer_topk": Routing(ids, 0)})[0])["rollout_indexer_topk"]
@@ -244,58 +96,6 @@ class TestRouting:
         assert base64.b64decode(found["routed_experts"]) == ids.tobytes()
         assert (found["row_start"], found["rows"], found["dtype"], found["shape"]) == (1, 3, "uint16", [3, 3])
         assert (found["indexer_topk"], found["tombstoned"]) == (None, ["indexer_topk"])
-
-
-def test_the_row_of_turnlog() -> None:
-    (row,) = rows(TWO_TURNS, group_id="g", attempt=1, metadata={"task": 5})
-    generated = {"engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
-    found = read("turnlog", row)
-    assert found == {
-        "session_id": "s",
-        "segment": 0,
-        "group_id": "g",
-        "attempt": 1,
-        "parent_session_id": None,
-        "adapter": None,
-        "status": "truncated",
-        "final": True,
-        "as_of_seq": 9,
-        "reward": 1.0,
-        "reward_components": {"exact": 1.0},
-        "turn_rewards": {},
-        "advantage": None,
-        "prompt_length": 2,
-        "response_length": 3,
-        "tokens": [1, 2, 3, 5, 6],
-        "loss_mask": [0, 0, 1, 0, 1],
-        "sampled_mask": [0, 0, 1, 0, 1],
-        "logprobs": [0.0, 0.0, -0.5, 0.0, -0.125],
-        "weight_versions": [-1, -1, 3, -1, 4],
-        "weight_version_names": [],
-        "weight_version_regressed": False,
-        "turns": [
-            {"turn": 1, "start": 0, "output_start": 2, "end": 3, "finish_reason": "stop", **generated},
-            {"turn": 2, "start": 3, "output_start": 4, "end": 5, "finish_reason": "length", **generated},
-        ],
-        "segment_cause": None,
-        "messages": [
-            {"role": "user", "content": "ask"},
-            {"role": "assistant", "content": "answer"},
-        ]
-        * 2,
-        "metadata": {"task": 5},
-        "provenance": {
-            "engines": ["http://engine"],
-            "dialects": ["sglang"],
-            "created_at": 1000.0,
-            "committed_at": 2000.0,
-            "turnlog_version": "0.1.0",
-        },
-        "cursor": "after-s-0",
-        "rollout_id": "s",
-    }
-    assert read("turnlog", rows(TWO_TURNS, advantage=0.5)[0])["advantage"] == 0.5
-    assert set(turnlog.fields(row)) < set(turnlog.COLUMNS)
 
 
 class TestSlime:
@@ -316,9 +116,6 @@ class TestSlime:
         assert found["label"] == "x"
         assert found["turnlog"]["session_id"] == "s"
 
-    def test_versions_are_the_engines_names_a_turn(self) -> None:
-        assert read("slime", rows(TWO_TURNS)[0])["weight_versions"] == ["3", "4"]
-
     def test_a_turn_under_two_versions_gives_both(self) -> None:
         (row,) = rows(TWO_TURNS)
         spans = [VersionSpan("a", 2, 3), VersionSpan("b", 4, 5)]
@@ -326,26 +123,14 @@ class TestSlime:
         sample = msgspec.structs.replace(row.sample, version_spans=spans, turns=one_turn)
         assert slime.weight_versions(sample) == ["a", "b"]
 
-    @pytest.mark.parametrize("shape", ["slime", "miles", "verl"])
-    def test_no_reward_is_null(self, shape: str) -> None:
-        found = read(shape, rows(TWO_TURNS, reward=None)[0])
-        assert found["reward_score" if shape == "verl" else "reward"] is None
-
 
 class TestVerl:
     def test_groups_by_uid(self) -> None:
         assert read("verl", rows(TWO_TURNS, group_id="g")[0])["uid"] == "g"
         assert read("verl", rows(TWO_TURNS, group_id=None)[0])["uid"] == "s"
 
-    def test_what_went_in_and_out_counts(self) -> None:
-        assert read("verl", rows(TWO_TURNS)[0])["num_turns"] == 4
-
 
 class TestSkyrl:
-    def test_needs_a_reward(self) -> None:
-        with pytest.raises(Unfit, match="no reward"):
-            skyrl.fields(rows(TWO_TURNS, reward=None)[0])
-
     def test_steps_end_with_the_last_segment(self) -> None:
         found = [read("skyrl", row) for row in rows(TWO_SEGMENTS, attempt=4)]
         assert [one["is_last_step"] for one in found] == [False, True]

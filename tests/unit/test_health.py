@@ -26,11 +26,6 @@ RUNNING = b'{"is_paused":false}'
 Route = tuple[int, bytes] | None
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "TIMEOUT_S", 0.3)

@@ -1,4 +1,4 @@
-"""The room that bodies have: all of them together, a session's share, and an address's for what has not ended."""
+"""Memory of request bodies: the limit of all, the share of a session, and that of an address for incomplete bodies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Held:
         self.rooms = {name: self.begin(name, peer, size) for name, peer, size in bodies}
 
     def begin(self, name: str, peer: str, size: int) -> BodyReservation:
-        room = self.stack.enter_context(self.inflight.room(name, peer))
+        room = self.stack.enter_context(self.inflight.reserve(name, peer))
         room.begin(lambda: self.given_up.append(name))
         room.arrive(size)
         self.now += 1
@@ -32,14 +32,14 @@ class Held:
     def end(self) -> None:
         self.stack.close()
         assert self.inflight.size == 0
-        assert not self.inflight._peers
-        assert not self.inflight._sessions
-        assert not self.inflight._arriving
+        assert not self.inflight.peers
+        assert not self.inflight.sessions
+        assert not self.inflight.arriving
 
 
 def test_all_bodies_together_have_a_limit() -> None:
     inflight = RequestMemory(LIMIT)
-    with inflight.room() as room, inflight.room() as other:
+    with inflight.reserve() as room, inflight.reserve() as other:
         room.arrive(LIMIT - 10)
         other.grow(10)
         with pytest.raises(Overloaded):
@@ -52,7 +52,7 @@ def test_all_bodies_together_have_a_limit() -> None:
 @pytest.mark.threat("unfinished bodies fill the memory for bodies")
 def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
     inflight = RequestMemory(LIMIT)
-    with inflight.room("s", "p") as room, inflight.room("s", "q") as same, inflight.room("t", "p") as other:
+    with inflight.reserve("s", "p") as room, inflight.reserve("s", "q") as same, inflight.reserve("t", "p") as other:
         room.arrive(LIMIT // 4)
         room.arrived()
         same.arrive(SMALL)
@@ -60,7 +60,7 @@ def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
             same.arrive(1)
         other.arrive(LIMIT // 4)
         same.grow(LIMIT // 4)
-    with inflight.room("s") as again:
+    with inflight.reserve("s") as again:
         again.arrive(LIMIT // 4)
     assert inflight.size == 0
 
@@ -69,8 +69,14 @@ def test_a_session_has_a_share_whatever_became_of_its_bodies() -> None:
 def test_an_address_has_a_share_of_what_has_not_ended() -> None:
     """All harnesses may be behind one address: what is whole is not its share, nor is what is small."""
     inflight = RequestMemory(LIMIT)
-    rooms = [inflight.room(None, "p") for _ in range(5)]
-    with rooms[0] as first, rooms[1] as second, rooms[2] as third, rooms[3] as small, inflight.room(None, "q") as far:
+    rooms = [inflight.reserve(None, "p") for _ in range(5)]
+    with (
+        rooms[0] as first,
+        rooms[1] as second,
+        rooms[2] as third,
+        rooms[3] as small,
+        inflight.reserve(None, "q") as far,
+    ):
         first.arrive(LIMIT // 4)
         second.arrive(LIMIT // 4)
         with pytest.raises(Overloaded):
@@ -84,17 +90,17 @@ def test_an_address_has_a_share_of_what_has_not_ended() -> None:
 
 def test_one_request_of_the_largest_size_is_never_too_much_for_a_share() -> None:
     inflight = RequestMemory(LIMIT, LIMIT - 1)
-    with inflight.room("s", "p") as room:
+    with inflight.reserve("s", "p") as room:
         room.arrive(LIMIT - 1)
 
 
 def test_nobody_is_remembered() -> None:
     inflight = RequestMemory(LIMIT)
     for name in ("a", "b"):
-        with inflight.room(name, name) as room:
+        with inflight.reserve(name, name) as room:
             room.arrive(5)
-    assert not inflight._sessions
-    assert not inflight._peers
+    assert not inflight.sessions
+    assert not inflight.peers
 
 
 EIGHTH = LIMIT // 8

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.errors import StoreUnavailable
-from app.logs import CURRENT, About, about_session, formatter
+from app.logs import CURRENT, LogContext, formatter, set_log_session
 from ops.server import ROOT
 
 CANARY = "the-canary-sings-7f3a"
@@ -48,8 +48,8 @@ def lines() -> Lines:
 
 
 @pytest.fixture
-def about() -> Iterator[About]:
-    made = About("req-1", None)
+def about() -> Iterator[LogContext]:
+    made = LogContext("req-1", None)
     token = CURRENT.set(made)
     yield made
     CURRENT.reset(token)
@@ -67,11 +67,11 @@ def test_a_line_is_one_json_object_that_begins_with_when_how_bad_who_and_what(li
     assert CANARY not in lines.text
 
 
-def test_a_line_names_its_request_and_session_until_the_request_has_ended(lines: Lines, about: About) -> None:
+def test_a_line_names_its_request_and_session_until_the_request_has_ended(lines: Lines, about: LogContext) -> None:
     log = lines.of("turnlog.chat")
     log.info("one")
     assert (lines.last["request_id"], "session_id" in lines.last) == ("req-1", False)
-    about_session("s-1")
+    set_log_session("s-1")
     log.info("two")
     assert (lines.last["request_id"], lines.last["session_id"]) == ("req-1", "s-1")
 

@@ -34,8 +34,8 @@ if __name__ == "__main__":
 TOKEN_SESSION = """
 import sys
 from pathlib import Path
-from app.metric_files import Presence
-presence = Presence(Path(sys.argv[1]))
+from app.metric_files import ProcessLock
+presence = ProcessLock(Path(sys.argv[1]))
 print("here", flush=True)
 sys.stdin.read()
 """
@@ -85,7 +85,7 @@ def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytes
 
     flock = fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lock)
-    presence = metric_files.Presence(tmp_path)
+    presence = metric_files.ProcessLock(tmp_path)
     assert list(metric_files.dead(tmp_path)) == []
     presence.close()
     assert (locked, list(metric_files.dead(tmp_path))) == ([True], [os.getpid()])
@@ -120,9 +120,9 @@ def test_only_folders_whose_supervisor_and_workers_are_gone_are_swept(
     for name in names.values():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"counter_{gone.pid}.db").touch()
-    presence = metric_files.Presence(tmp_path / names["orphaned"])
-    metric_files.sweep()
+    presence = metric_files.ProcessLock(tmp_path / names["orphaned"])
+    metric_files.delete_unused()
     assert {path.name for path in tmp_path.iterdir()} == {name for key, name in names.items() if key != "deserted"}
     presence.close()
-    metric_files.sweep()
+    metric_files.delete_unused()
     assert not (tmp_path / names["orphaned"]).exists()

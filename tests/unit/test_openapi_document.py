@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from app.api import engines, exports, fleet, groups, metrics, models, openapi, service, sessions, signin, skyrl
+from app.api import engines, exports, fleet, forks, groups, metrics, models, openapi, service, sessions, signin, skyrl
 from app.api.page import files as ui_files
 from app.api.page import live as ui_live
 from app.api.page import routes as ui
@@ -25,7 +25,22 @@ from app.main import Turnlog, create_app
 from app.settings import Settings
 
 ROUTERS: tuple[APIRouter, ...] = (
-    *(module.router for module in (engines, exports, fleet, groups, metrics, models, service, sessions, signin, skyrl)),
+    *(
+        module.router
+        for module in (
+            engines,
+            exports,
+            fleet,
+            forks,
+            groups,
+            metrics,
+            models,
+            service,
+            sessions,
+            signin,
+            skyrl,
+        )
+    ),
     ui.router,
     ui_live.router,
     ui_files.page_routes(),
@@ -136,9 +151,9 @@ def test_examples_are_what_their_schemas_say(document: dict[str, Any]) -> None:
     assert checked > 10
 
 
-def test_422_is_one_code_of_turns(document: dict[str, Any]) -> None:
+def test_422_is_one_code_of_what_takes_a_key(document: dict[str, Any]) -> None:
     with_422 = {name for name, operation in operations(document).items() if "422" in operation["responses"]}
-    assert with_422 == {name for name in operations(document) if name.endswith("completions")}
+    assert with_422 == {name for name in operations(document) if name.endswith(("completions", "/fork"))}
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 

@@ -1,142 +1,143 @@
-"""A prompt that was sent as ids, cached tokens, and a differing prompt's way out of a worker process."""
+"""What is known of a prompt, a prompt that was sent as ids, and cached tokens."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from typing import Any
 
 import pytest
 from helpers.pools import running
-from replies import SHAPES, body_of, drop, literal, put
+from helpers.replies import CHATS, GONE, SHAPES, Changes, Text, body_of, known_as
 
-from workers.parse import KnownTokens, PromptDiffers, Rejected, Span, parse_reply, token_text
+from workers.parse import MAX_TOKEN_ID, Parsed, PromptDiffers, Rejected, parse_reply, token_text
 
-PROMPT = {"sglang": "choices.0.prompt_token_ids", "vllm": "prompt_token_ids"}
-BOTH = ["sglang", "vllm"]
-
-
-def known_as(ids: list[int]) -> KnownTokens:
-    text = token_text(ids)
-    return KnownTokens(len(ids), len(text), hashlib.sha256(text).hexdigest())
+PROMPT = {shape: "prompt_token_ids" if shape == "vllm" else "choices.0.prompt_token_ids" for shape in SHAPES}
+COUNT = {"sglang": "choices.0.meta_info.prompt_tokens", "vllm": "usage.prompt_tokens"}
+IDS = [1, 2, 3]
 
 
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("absent", [False, None])
-@pytest.mark.parametrize(("known", "base"), [([1, 2, 3], 3), ([1, 2], 2), ([1, 2, 3, 4], 0), ([9], 0), (None, 0)])
-def test_a_sent_prompt_need_not_be_reported(
-    shape: str, absent: bool | None, known: list[int] | None, base: int
+def parsed(shape: str, *changes: Changes, known: list[int] | None = None, sent: list[int] | None = None) -> Parsed:
+    protocol: Any = "completions" if "completion" in shape else "chat"
+    beginning = None if known is None else known_as(known)
+    text = None if sent is None else token_text(sent)
+    return parse_reply(body_of(shape, *changes), "auto", beginning, protocol, text)
+
+
+SPELLINGS = [(",", ""), (", ", ""), (",\n", " "), (",\t", ""), (",\r", ""), (" ,\r\n", "\t")]
+
+
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize(("comma", "padding"), SPELLINGS)
+@pytest.mark.parametrize(
+    ("known", "prompt", "base"),
+    [
+        ([], [1, 2], 0),
+        ([1], [1, 2], 1),
+        ([1, 2], [1, 2], 2),
+        ([1, 2, 3], [1, 2], 0),
+        ([1, 2], [1, 23], 0),
+        ([1, 23], [1, 2, 3], 0),
+        ([2], [1, 2], 0),
+        ([1, 2], [], 0),
+        ([0, 0, MAX_TOKEN_ID], [0, 0, MAX_TOKEN_ID, 7, 8], 3),
+    ],
+)
+def test_what_is_known_of_a_prompt(
+    shape: str, comma: str, padding: str, known: list[int], prompt: list[int], base: int
 ) -> None:
-    """All of it known, as in token-in; or the part that is stored, and the rest is new."""
-    body = body_of(shape, drop(PROMPT[shape]) if absent is False else put(PROMPT[shape], None))
-    parsed = parse_reply(body, "auto", known and known_as(known), sent=token_text([1, 2, 3]))
-    assert parsed.base == base
-    assert array("i", parsed.suffix_ids).tolist() == [1, 2, 3][base:]
-    assert parsed.prompt_text == b""
-    assert parsed.sequence == known_as([1, 2, 3, 10, 11])
+    text = f"[{padding}{comma.join(map(str, prompt))}{padding}]"
+    found = parsed(shape, {PROMPT[shape]: Text(text)}, known=known)
+    assert found.base == base
+    assert array("i", found.suffix_ids).tolist() == prompt[base:]
+    assert found.sequence == known_as([*prompt, 10, 11])
+    assert found.prompt_text == text.encode()
 
 
-@pytest.mark.parametrize("shape", BOTH)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("absent", [GONE, None])
+@pytest.mark.parametrize(("known", "base"), [([1, 2, 3], 3), ([1, 2], 2), ([1, 2, 3, 4], 0), ([9], 0), (None, 0)])
+def test_a_sent_prompt_need_not_be_reported(shape: str, absent: Any, known: list[int] | None, base: int) -> None:
+    """All of it is known, as in token-in; or the part that is stored, and the rest is new."""
+    found = parsed(shape, {PROMPT[shape]: absent}, known=known, sent=IDS)
+    assert found.base == base
+    assert array("i", found.suffix_ids).tolist() == IDS[base:]
+    assert found.prompt_text == b""
+    assert found.sequence == known_as([1, 2, 3, 10, 11])
+
+
+@pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("text", ["[1,2,3]", "[1, 2, 3]", "[ 1,\n2 ,\t3\r]"])
 def test_a_sent_prompt_that_is_reported_is_the_same(shape: str, text: str) -> None:
-    body = literal(shape, PROMPT[shape], text)
-    sent = parse_reply(body, "auto", known_as([1, 2]), sent=token_text([1, 2, 3]))
-    assert sent == parse_reply(body, "auto", known_as([1, 2]))
+    change = {PROMPT[shape]: Text(text)}
+    sent = parsed(shape, change, known=[1, 2], sent=IDS)
+    assert sent == parsed(shape, change, known=[1, 2])
     assert sent.prompt_text == text.encode()
 
 
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("known", [None, [1, 2, 3]])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("known", [None, IDS])
 @pytest.mark.parametrize(
     ("reported", "at"),
     [("[1,2,4]", 2), ("[9,2,3]", 0), ("[1,2]", 2), ("[1,2,3,4]", 3), ("[]", 0), ("[12,3]", 0), ("[1, 23]", 1)],
 )
 def test_another_prompt_than_was_sent(shape: str, known: list[int] | None, reported: str, at: int) -> None:
     with pytest.raises(PromptDiffers) as raised:
-        parse_reply(
-            literal(shape, PROMPT[shape], reported), "auto", known and known_as(known), sent=token_text([1, 2, 3])
-        )
+        parsed(shape, {PROMPT[shape]: Text(reported)}, known=known, sent=IDS)
     assert str(raised.value) == (
         f"{PROMPT[shape].replace('choices.0', 'choices[0]')} is not the prompt that was sent: they differ from token"
         f" {at} on (3 tokens sent, {len(json.loads(reported))} reported)"
     )
 
 
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("text", ['"1,2,3"', "[1,2,-3]", "[1,2,true]", "[1,2,3.0]", "{}", "[[1,2,3]]", "[1,2,3e0]"])
-def test_what_is_no_list_of_ids_is_malformed_rather_than_different(shape: str, text: str) -> None:
-    with pytest.raises(Rejected) as raised:
-        parse_reply(literal(shape, PROMPT[shape], text), "auto", sent=token_text([1, 2, 3]))
-    assert not isinstance(raised.value, PromptDiffers)
-
-
-def test_a_negative_zero_is_not_the_zero_that_was_sent() -> None:
-    with pytest.raises(Rejected, match="negative zero"):
-        parse_reply(literal("vllm", PROMPT["vllm"], "[0,-0]"), "auto", sent=token_text([0, 0]))
-
-
-@pytest.mark.parametrize("shape", BOTH)
-def test_a_sent_prompt_excuses_nothing_else(shape: str) -> None:
-    for body in (body_of(shape, drop("choices.0.message")), literal(shape, "extra", "[" * 150 + "]" * 150), b"{}"):
-        with pytest.raises(Rejected):
-            parse_reply(body, "auto", sent=token_text([1, 2, 3]))
-
-
 def test_a_long_prompt() -> None:
     ids = list(range(50_000, 150_000))
-    other = [*ids[:-1], 7]
-    body = body_of("vllm", put("prompt_token_ids", ids))
-    assert parse_reply(body, "vllm", known_as(ids), sent=token_text(ids)).base == 100_000
+    reported = {"prompt_token_ids": ids}
+    assert parsed("vllm", reported, known=ids, sent=ids).base == 100_000
     with pytest.raises(PromptDiffers, match="from token 99999 on"):
-        parse_reply(body, "vllm", sent=token_text(other))
+        parsed("vllm", reported, sent=[*ids[:-1], 7])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_sent_prompt_that_is_not_reported_must_be_counted(shape: str, count: int) -> None:
+    """An engine that does not know the field with the ids makes a prompt of its own, and says so only here."""
+    with pytest.raises(PromptDiffers, match=f"prompt_tokens is {count}, but 3 tokens were sent"):
+        parsed(shape, {PROMPT[shape]: GONE, COUNT.get(shape, "usage.prompt_tokens"): count}, sent=IDS)
+
+
+@pytest.mark.parametrize("usage", [3, 4])
+def test_sglangs_usage_counts_where_its_meta_info_does_not(usage: int) -> None:
+    changes = {PROMPT["sglang"]: GONE, COUNT["sglang"]: GONE, "usage.prompt_tokens": usage}
+    if usage == 3:
+        assert parsed("sglang", changes, sent=IDS).base == 0
+        return
+    with pytest.raises(PromptDiffers):
+        parsed("sglang", changes, sent=IDS)
 
 
 DETAILS = "usage.prompt_tokens_details"
-META = "choices.0.meta_info.cached_tokens"
-NO_COUNTS: list[Any] = [-1, 1.5, "3", True, None, [], {}, 2**40, 10**400]
+CACHED = "choices.0.meta_info.cached_tokens"
 
 
-@pytest.mark.parametrize("shape", BOTH)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("value", [0, 3, 2**31 - 1])
 def test_cached_tokens_of_usage(shape: str, value: int) -> None:
-    assert parse_reply(body_of(shape, put(DETAILS, {"cached_tokens": value})), "auto").cached_tokens == value
+    assert parsed(shape, {DETAILS: {"cached_tokens": value}}).cached_tokens == value
 
 
-def test_cached_tokens_of_meta_info_win() -> None:
-    body = body_of("sglang", put(META, 2), put(DETAILS, {"cached_tokens": 3}))
-    assert parse_reply(body, "auto").cached_tokens == 2
-    assert (
-        parse_reply(body_of("sglang", put(META, None), put(DETAILS, {"cached_tokens": 3})), "auto").cached_tokens == 3
-    )
+@pytest.mark.parametrize(("value", "cached"), [(2, 2), (None, 3)])
+def test_cached_tokens_of_meta_info_win(value: int | None, cached: int) -> None:
+    assert parsed("sglang", {CACHED: value, DETAILS: {"cached_tokens": 3}}).cached_tokens == cached
 
 
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("value", NO_COUNTS)
+@pytest.mark.parametrize("shape", CHATS)
+@pytest.mark.parametrize("value", [-1, 1.5, "3", True, None, [], {}, 2**40, 10**400])
 def test_what_is_no_count_is_no_reason_to_reject(shape: str, value: Any) -> None:
-    assert parse_reply(body_of(shape), "auto").cached_tokens is None
-    for change in (put(DETAILS, {"cached_tokens": value}), put(DETAILS, value), put("usage.extra", value)):
-        assert parse_reply(body_of(shape, change), "auto").cached_tokens is None
-    if shape == "sglang":
-        for change in (put(META, value), put("usage", value)):
-            assert parse_reply(body_of(shape, change), "auto").cached_tokens is None
-
-
-@pytest.mark.parametrize("shape", BOTH)
-def test_a_key_of_usage_that_is_no_text_is_rejected_as_such(shape: str) -> None:
-    with pytest.raises(Rejected):
-        parse_reply(literal(shape, "usage", '{"completion_tokens":2,"\\ud800":1}'), "auto")
-
-
-def test_weight_versions_on_vllms_choice() -> None:
-    spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": 2}]
-    parsed = parse_reply(body_of("vllm", put("choices.0.weight_versions", spans)), "auto")
-    assert parsed.weight_versions == [Span("a", 0, 1), Span("b", 1, 2)]
-    assert parse_reply(body_of("vllm", put("choices.0.weight_versions", None)), "auto").weight_versions == [
-        Span("unknown", 0, 2)
-    ]
-    with pytest.raises(Rejected, match="cover the 2 output tokens"):
-        parse_reply(body_of("vllm", put("choices.0.weight_versions", spans[:1])), "auto")
+    changes: list[Changes] = [{}, {DETAILS: {"cached_tokens": value}}, {DETAILS: value}, {"usage.extra": value}]
+    changes += [{CACHED: value}, {"usage": value}] if shape == "sglang" else []
+    for change in changes:
+        assert parsed(shape, change).cached_tokens is None
 
 
 def judge_as_sent(job: memoryview, body: memoryview) -> bytes:
@@ -145,9 +146,8 @@ def judge_as_sent(job: memoryview, body: memoryview) -> bytes:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_differing_prompt_leaves_a_worker_as_what_it_is() -> None:
-    body = json.dumps(SHAPES["sglang"]).encode()
+    body = body_of("sglang")
     async with running(function=f"{__name__}:judge_as_sent") as pool:
         assert await pool.run(b"1,2,3,", body) == array("i", [10, 11]).tobytes()
         with pytest.raises(PromptDiffers, match=r"from token 1 on \(3 tokens sent, 3 reported\)$"):
@@ -156,36 +156,3 @@ async def test_a_differing_prompt_leaves_a_worker_as_what_it_is() -> None:
             await pool.run(b"1,5,3,", b"[]")
         assert type(raised.value) is Rejected
         assert pool.counters().crashes == 0
-
-
-COUNT = {"sglang": "choices.0.meta_info.prompt_tokens", "vllm": "usage.prompt_tokens"}
-
-
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("count", [0, 2, 4])
-def test_a_sent_prompt_that_is_not_reported_must_be_counted(shape: str, count: int) -> None:
-    """An engine that does not know the field with the ids makes a prompt of its own, and says so only here."""
-    with pytest.raises(PromptDiffers, match=f"prompt_tokens is {count}, but 3 tokens were sent"):
-        parse_reply(body_of(shape, drop(PROMPT[shape]), put(COUNT[shape], count)), "auto", sent=token_text([1, 2, 3]))
-
-
-@pytest.mark.parametrize("shape", BOTH)
-@pytest.mark.parametrize("count", [None, "3", 3.5, True])
-def test_a_prompt_that_is_neither_reported_nor_counted_is_malformed(shape: str, count: Any) -> None:
-    changes = [drop(PROMPT[shape]), put("usage.prompt_tokens", count)]
-    if shape == "sglang":
-        changes.append(drop(COUNT[shape]))
-    with pytest.raises(Rejected) as raised:
-        parse_reply(body_of(shape, *changes), "auto", sent=token_text([1, 2, 3]))
-    assert type(raised.value) is Rejected
-
-
-@pytest.mark.parametrize("usage", [3, 4])
-def test_sglangs_usage_counts_where_its_meta_info_does_not(usage: int) -> None:
-    changes = (drop(PROMPT["sglang"]), drop(COUNT["sglang"]), put("usage.prompt_tokens", usage))
-    body = body_of("sglang", *changes)
-    if usage == 3:
-        assert parse_reply(body, "auto", sent=token_text([1, 2, 3])).base == 0
-        return
-    with pytest.raises(PromptDiffers):
-        parse_reply(body, "auto", sent=token_text([1, 2, 3]))

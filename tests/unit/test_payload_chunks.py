@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from workers import codec, payloads
 from workers.codec import CorruptContent
-from workers.parse import Rejected
 from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, StoredPayload, Want
 
 KIND = "indexer_topk"
@@ -115,13 +114,6 @@ def test_rows_of_another_width_share_nothing(width: int, start: int) -> None:
     stored = kept.turn(other, start=start)
     assert (stored.start, stored.stop, stored.sent, stored.shared) == (start, 2000, start, 0)
     assert (stored.shape, kept.rows().tolist()) == ((width,), other.tolist())
-
-
-@pytest.mark.parametrize("extra", [1, 63])
-def test_ids_that_make_no_whole_rows_are_refused_whatever_the_width(extra: int) -> None:
-    ids = table(1, 64 * 1000 + extra)
-    with pytest.raises(Rejected, match="which make no 1000 rows"):
-        payloads.read(text_of(ids), Want(KIND), 1001, npy=False)
 
 
 def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:

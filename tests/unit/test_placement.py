@@ -21,11 +21,6 @@ A, B, C = "http://a", "http://b", "http://c"
 TTL_S = 100.0
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def session(name: str = "s", affinity: Affinity | None = None, parent: str | None = None) -> Session:
     config = SessionConfig(rollback_window=1, parent=parent)
     return Session(name, 1, "open", config, "", 0.0, 0.0, affinity=affinity)

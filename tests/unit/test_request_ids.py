@@ -6,14 +6,14 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from app.api.request_ids import RequestIds
-from app.logs import CURRENT, About
+from app.logs import CURRENT, LogContext
 
 Headers = list[tuple[bytes, bytes]]
 
 
-def served(path: str, *sent: tuple[bytes, bytes], replied: Headers | None = None) -> tuple[About, Headers]:
+def served(path: str, *sent: tuple[bytes, bytes], replied: Headers | None = None) -> tuple[LogContext, Headers]:
     """What the request is about, as its handler knows it, and the reply's headers."""
-    seen: list[About] = []
+    seen: list[LogContext] = []
     messages: list[Message] = []
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:

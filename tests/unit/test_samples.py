@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.log import float64, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Book, Made, assistant, float64, int32, user
+from making import Book, Made, assistant, user
 
 from app.domain.samples import Inconsistent, Sample, samples, status_of
 

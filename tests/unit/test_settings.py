@@ -8,7 +8,7 @@ import pytest
 
 from app.crash_points import VARIABLE
 from app.errors import StartupError
-from app.settings import CLIENTS, OFF, PREFIX, Settings, load_settings, read_settings
+from app.settings import CAN_BE_OFF, CLIENT_VARIABLES, PREFIX, Settings, load_settings, read_settings
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +217,7 @@ def test_off_is_for_limits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         variable = PREFIX + name.upper()
         monkeypatch.setenv(variable, "off")
         settings, _ = read_settings()
-        assert (settings is not None and getattr(settings, name) is None) >= (variable in OFF)
+        assert (settings is not None and getattr(settings, name) is None) >= (variable in CAN_BE_OFF)
         monkeypatch.delenv(variable)
 
 
@@ -351,7 +351,7 @@ def test_what_a_cluster_injects_is_left_alone(
 
 
 def test_no_setting_looks_like_what_a_cluster_injects() -> None:
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENTS
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENT_VARIABLES
     assert not [name for name in known if "_PORT" in name or "_SERVICE_" in name]
 
 

@@ -4,51 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from shape_rows import TWO_TURNS, Given, conversations, expected, lists, rows
+from shape_rows import TWO_TURNS, lists, rows
 
-from app.export.row import Unfit
 from app.export.shapes import tinker as shape
-
-
-def test_two_turns() -> None:
-    (row,) = rows(TWO_TURNS, advantage=-2.0)
-    found = lists(shape.fields(row))
-    assert found["model_input"] == [1, 2, 3, 5]
-    assert found["target_tokens"] == [2, 3, 5, 6]
-    assert found["mask"] == [0.0, 1.0, 0.0, 1.0]
-    assert found["logprobs"] == [0.0, -0.5, 0.0, -0.125]
-    assert found["advantages"] == [0.0, -2.0, 0.0, -2.0]
-    assert (found["session_id"], found["reward"], found["cursor"]) == ("s", 1.0, "after-s-0")
-    assert set(found) == set(shape.COLUMNS)
-
-
-def test_without_advantages_and_without_a_reward() -> None:
-    found = shape.fields(rows(TWO_TURNS, reward=None)[0])
-    assert found["advantages"] is None
-    assert found["reward"] is None
-
-
-def test_a_sampled_first_token_is_unfit() -> None:
-    with pytest.raises(Unfit):
-        shape.fields(rows([Given([], [1, 2], [-1.0, -1.0])])[0])
-
-
-@settings(max_examples=150, deadline=None)
-@given(conversations())
-def test_alignment(turns: list[Given]) -> None:
-    (row,) = rows(turns, advantage=0.5)
-    wanted = expected(turns)
-    if wanted.first_sampled in (0, len(wanted.tokens)):
-        with pytest.raises(Unfit):
-            shape.fields(row)
-        return
-    found = lists(shape.fields(row))
-    assert [*wanted.tokens[:1], *found["target_tokens"]] == wanted.tokens
-    assert [*found["model_input"], *wanted.tokens[-1:]] == wanted.tokens
-    assert [0.0, *found["logprobs"]] == wanted.logprobs
-    assert [False, *map(bool, found["mask"])] == wanted.sampled
-    assert found["advantages"] == [0.5 if sampled else 0.0 for sampled in wanted.sampled[1:]]
 
 
 def test_tinker_loads_it() -> None:

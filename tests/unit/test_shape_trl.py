@@ -8,58 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from shape_rows import TWO_TURNS, Given, conversations, expected, lists, rows
+from shape_rows import TWO_TURNS, Given, lists, rows
 
-from app.export.row import Unfit
 from app.export.shapes import trl
 
 ABSENT = "trl is not installed: pip install torch==2.13.0 trl==1.16.0"
-
-
-def test_prompt_and_completion_of_two_turns() -> None:
-    (row,) = rows(TWO_TURNS, advantage=-0.5, attempt=2)
-    assert lists(trl.fields(row)) == {
-        "prompt_ids": [1, 2],
-        "completion_ids": [3, 5, 6],
-        "logprobs": [-0.5, 0.0, -0.125],
-        "env_mask": [1, 0, 1],
-        "reward": 1.0,
-        "advantage": -0.5,
-        "session_id": "s",
-        "segment": 0,
-        "group_id": "g",
-        "attempt": 2,
-        "status": "truncated",
-        "final": True,
-        "cursor": "after-s-0",
-    }
-
-
-def test_every_column_is_declared() -> None:
-    assert set(trl.fields(rows(TWO_TURNS)[0])) == set(trl.COLUMNS)
-
-
-def test_no_sampled_token_is_unfit() -> None:
-    with pytest.raises(Unfit, match="no token was sampled"):
-        trl.fields(rows([Given([1, 2], [], [], finish_reason="abort")])[0])
-
-
-@settings(max_examples=150, deadline=None)
-@given(conversations())
-def test_alignment(turns: list[Given]) -> None:
-    (row,) = rows(turns)
-    wanted = expected(turns)
-    if True not in wanted.sampled:
-        with pytest.raises(Unfit):
-            trl.fields(row)
-        return
-    found = lists(trl.fields(row))
-    start = len(found["prompt_ids"])
-    assert found["prompt_ids"] + found["completion_ids"] == wanted.tokens
-    assert start == wanted.first_sampled
-    assert [False] * start + [bool(one) for one in found["env_mask"]] == wanted.sampled
-    assert [0.0] * start + found["logprobs"] == wanted.logprobs
 
 
 def test_trl_packs_each_sampled_token_with_its_logprob() -> None:

@@ -18,6 +18,7 @@ from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.wire import ChatRequest, Sim
+from workers.parse import Rejected, parse_reply
 
 VLLM_ASKS = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True}
 TOOLS = [
@@ -56,11 +57,6 @@ TEXTS = [
 
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +353,14 @@ def strict(content: bytes) -> Any:
     return json.loads(content.decode(), parse_constant=refuse, parse_float=finite)
 
 
+def malformed(dialect: Dialect) -> set[str]:
+    """Faults after which a chat's reply must be refused. Of a miscount and another prompt only the caller can tell."""
+    told = {"usage_prompt_tokens", "meta_prompt_tokens", "other_prompt", "drip", "abort"}
+    payloads = {"bad_experts_base64", "misaligned_experts", "wrong_experts_rows"}
+    own = set() if dialect == "sglang" else {"duplicate_meta_key"}
+    return {name for name, fault in FAULTS.items() if fault.generates} - told - payloads - own
+
+
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 @pytest.mark.parametrize("name", sorted(set(FAULTS) - NO_DELIVERY))
 async def test_every_fault_shows_once(name: str, dialect: Dialect) -> None:
@@ -378,6 +382,9 @@ async def test_every_fault_shows_once(name: str, dialect: Dialect) -> None:
             assert bad.content.count(key) > good.count(key) or (dialect == "vllm" and name == "duplicate_meta_key")
         elif name != "redirect" and not (dialect == "vllm" and name == "completion_tokens_bool"):
             assert stable(bad.content) != stable(good)
+        if name in malformed(dialect):
+            with pytest.raises(Rejected):
+                parse_reply(bad.content, "auto")
         await client.post("/sim/reset")
         after = await client.post(CHAT, json=body)
         assert stable(after.content) == stable(good)

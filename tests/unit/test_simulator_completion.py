@@ -7,16 +7,14 @@ import base64
 import io
 import json
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from simulating import CHAT, SGLANG_ASKS, engine
 
-from ops.simulator.app import Simulator
-from ops.simulator.config import Config, Dialect
+from ops.simulator.config import Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.tokenizer import Tokenizer
 from workers.parse import PromptDiffers, Rejected, Span, parse_reply, token_text
@@ -24,34 +22,15 @@ from workers.parse import PromptDiffers, Rejected, Span, parse_reply, token_text
 pytestmark = pytest.mark.anyio
 
 PATH = "/v1/completions"
-CHAT = "/v1/chat/completions"
 ASKS = {"logprobs": 0, "return_token_ids": True}
-CHAT_ASKS = {
-    "logprobs": True,
-    "top_logprobs": 0,
-    "return_meta_info": True,
-    "return_prompt_token_ids": True,
-    "return_token_ids": True,
-}
+CHAT_ASKS = {**SGLANG_ASKS, "top_logprobs": 0}
 DIALECTS: list[Dialect] = ["sglang", "vllm"]
 TEXT = "Once upon a time, in Zürich 🚀"
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer()
-
-
-@asynccontextmanager
-async def engine(dialect: Dialect = "sglang", **options: Any) -> AsyncIterator[httpx.AsyncClient]:
-    app = Simulator(Config(dialect=dialect, **options))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://engine") as client:  # type: ignore[arg-type]
-        yield client
 
 
 async def ask(client: httpx.AsyncClient, prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:

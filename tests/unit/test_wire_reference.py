@@ -12,7 +12,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_its_links_lead_somewhere() -> None:
-    text = wire_reference.made()
+    text = wire_reference.generate()
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
     links = set(re.findall(r"\]\(#([^)]+)\)", text))
@@ -23,10 +23,10 @@ def test_its_links_lead_somewhere() -> None:
 def test_every_table_is_one() -> None:
     """As many cells in each row as in its head."""
     widths: list[int] = []
-    for line in wire_reference.made().splitlines():
+    for line in wire_reference.generate().splitlines():
         if not line.startswith("|"):
             widths.clear()
             continue
         widths.append(line.count("|"))
         assert widths[-1] == widths[0], line
-    assert "| --- |" in wire_reference.made()
+    assert "| --- |" in wire_reference.generate()

@@ -1,6 +1,6 @@
 """The command line `turnlog`.
 
-A module is a few commands; what a command needs beyond typer it imports when it runs, so that `turnlog --help` and
+Each module has a few commands. A command imports what it needs beyond typer when it runs, so that `turnlog --help` and
 shell completion are quick.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """The entry point. Exit codes: 0 done; 1 it failed, or not all is well; 2 wrong usage; 130 interrupted."""
+    """The entry point. Exit codes: 0 success; 1 failure or a problem found; 2 wrong usage; 130 interrupted."""
     from turnlog.cli.commands import app
 
     app(prog_name="turnlog")

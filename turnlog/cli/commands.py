@@ -1,4 +1,4 @@
-"""The root of the command line: the options that stand before a command, and all commands."""
+"""The root of the command line: common options and all commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli import export, fleet, maintain, sessions, tail
+from turnlog.cli import export, fleet, forks, maintain, sessions, tail
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
 from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, asking
@@ -21,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-OBSERVE, ORDER, KEEP, RUN = "Look", "The fleet", "The store", "Run"
+OBSERVE, MAKE, ORDER, KEEP, RUN = "Look", "Sessions", "The fleet", "The store", "Run"
 
 for _panel, _name, _function in (
     (RUN, "serve", serving.serve),
@@ -32,6 +32,7 @@ for _panel, _name, _function in (
     (OBSERVE, "tail", tail.tail),
     (OBSERVE, "groups", sessions.groups),
     (OBSERVE, "export", export.export),
+    (MAKE, "fork", forks.fork),
     (ORDER, "pause", fleet.pause),
     (ORDER, "resume", fleet.resume),
     (KEEP, "verify", maintain.verify),
@@ -75,6 +76,6 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
     ] = False,
 ) -> None:
-    # The server's variable may hold several tokens, of which the first is current.
+    # the server's variable may hold several tokens, the current one first
     first = (token or "").split(",")[0].strip()
     ctx.obj = Globals(url, first or None, as_json)

@@ -1,11 +1,11 @@
-"""An export into a file, which is resumed after whatever interrupted it.
+"""Downloads an export into a file, and resumes it after an interruption.
 
-    FILE.partial         what has come
-    FILE.partial.json    the wish, and the cursor of the export's window: the same cursor gives the same bytes
+FILE.partial         what has been received
+FILE.partial.json    the parameters, and the cursor of the export's window: the same cursor gives the same bytes
 
-Rows of lines are resumed behind the last whole one, by its own cursor. Other formats are asked for again from the
-window's beginning, and what is there already is compared instead of written; where it differs (something was erased,
-tombstoned or rewarded meanwhile) the file begins anew.
+Formats of lines are resumed after the last complete row, by its own cursor. Other formats are requested again from the
+window's beginning; what is on disk is compared instead of written. If it differs (something was erased, tombstoned or
+rewarded meanwhile), the file begins anew.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20
 
 LINES = ("ndjson", "atif", "messages")
-"""Formats that are a row a line."""
+"""Formats with one row per line."""
 
 
 class _Changed(Exception):
-    """What the server gives is not what it gave before the interruption."""
+    """The server's bytes differ from those before the interruption."""
 
 
 class _Begun(NamedTuple):
-    """What is on disk of the export: how much counts, how many rows that is, and how to ask for the rest."""
+    """The part of the export on disk: its size, its rows, and the parameters for the rest."""
 
     size: int
     rows: int
@@ -70,7 +70,8 @@ class Download:
         self._has_lines = wish["format"] in LINES
 
     def run(self, *, restart: bool) -> dict[str, Any]:
-        """Returns what was made, for machines. Raises Failure, TurnlogError; what has come is kept for the next run."""
+        """Download; returns a summary as a JSON object. Raises Failure, TurnlogError; the next run resumes what was
+        received."""
         if self._file.exists() and not self._overwrite:
             raise Failure(f"{self._file} is there already: --overwrite replaces it once the export is whole")
         try:
@@ -89,7 +90,7 @@ class Download:
         return done
 
     def _filled(self, out: IO[bytes], notes: dict[str, Any] | None) -> dict[str, Any]:
-        """All of it is on disk then."""
+        """The whole export is on disk."""
         try:
             done = self._fetch(out, notes)
         except _Changed:
@@ -100,11 +101,11 @@ class Download:
 
     @property
     def has_begun(self) -> bool:
-        """Is there something that the next run can go on with?"""
+        """Can the next run resume?"""
         return self._notes.exists()
 
     def _claim(self, out: IO[bytes]) -> None:
-        """Two runs must not write one file; the kernel frees the lock with the process. Raises Failure."""
+        """Lock the file against a second run; the kernel frees the lock with the process. Raises Failure."""
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -113,7 +114,7 @@ class Download:
             raise Failure(f"another run has just made {self._file} whole")
 
     def _noted(self) -> dict[str, Any] | None:
-        """What an earlier run left behind of the same export. Raises Failure where it was another one."""
+        """The state left by an earlier run of the same export. Raises Failure if it was another export."""
         try:
             notes = json.loads(self._notes.read_bytes())
         except FileNotFoundError:
@@ -125,7 +126,7 @@ class Download:
         return dict(notes)
 
     def _fetch(self, out: IO[bytes], notes: dict[str, Any] | None) -> dict[str, Any]:
-        """Raises _Changed where what is there already is not what the server gives now."""
+        """Raises _Changed if the bytes on disk are not the server's."""
         begun = _Begun(0, 0, None, skip=False) if notes is None else self._begun(out, notes)
         out.truncate(begun.size)
         wish = dict(self._wish)
@@ -158,7 +159,7 @@ class Download:
         return _Begun(end, rows, behind, skip=False)
 
     def _note(self, response: httpx.Response) -> dict[str, Any]:
-        """Before the first byte of the rows, so that these always have a cursor."""
+        """Written before the first byte of the rows, which so always have a cursor."""
         notes = {"url": self._server.base_url, "wish": dict(self._wish), "cursor": response.headers["x-turnlog-cursor"]}
         unfinished = self._notes.with_name(f"{self._notes.name}.new")
         with unfinished.open("w") as file:
@@ -169,7 +170,7 @@ class Download:
         return notes
 
     def _write(self, out: IO[bytes], response: httpx.Response, begun: _Begun) -> int:
-        """The rest of the file; returns how many lines the whole has. Raises _Changed."""
+        """Receive the rest of the file; returns the number of lines of the whole. Raises _Changed."""
         pieces = response.iter_bytes()
         rows = begun.rows
         with _progress(begun.size, rows if self._has_lines else None) as moved:
@@ -182,7 +183,7 @@ class Download:
         return rows
 
     def _compared(self, out: IO[bytes], pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-        """What follows the first `size` bytes, if those are the file's."""
+        """The bytes after the first `size`, which must be the file's. Raises _Changed."""
         there, now, left = _digest(out, size), hashlib.sha256(), size
         for piece in pieces:
             known, rest = piece[:left], piece[left:]
@@ -216,7 +217,7 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _sync(folder: Path) -> None:
-    """The new name is on disk too."""
+    """Sync the folder, so that the new name is on disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -225,7 +226,7 @@ def _sync(folder: Path) -> None:
 
 
 class _Moved:
-    """Tells the bar. How much there will be in all nobody knows: the server makes rows as it goes."""
+    """Updates the progress bar. The total is unknown: the server makes rows as they are read."""
 
     def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar = bar
@@ -237,7 +238,7 @@ class _Moved:
 
 @contextmanager
 def _progress(begun: int, rows: int | None) -> Iterator[_Moved]:
-    """A bar on a terminal's standard error, nothing elsewhere."""
+    """A progress bar if standard error is a terminal."""
     columns = (
         TextColumn("exporting"),
         BarColumn(bar_width=20),

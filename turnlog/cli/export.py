@@ -1,4 +1,4 @@
-"""`turnlog export`: training rows to a file, which is there whole or not at all, or to standard output."""
+"""`turnlog export`: training rows to standard output, or to a file that appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def export(
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
     **parameters: Any,
 ) -> None:
-    """Export rows. Interrupted, the same command goes on where it was; FILE appears when it is whole."""
+    """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
     given = {name: value for name, value in parameters.items() if value is not None and value is not False}
     wish = {"format": format, **{name: "true" if value is True else value for name, value in given.items()}}
     server, for_machine = remote(ctx), wants_json(ctx)
@@ -86,7 +86,7 @@ def _to_file(
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
-    """Bytes as they come: a reader that goes away ends the export."""
+    """The bytes as they arrive; if the reader closes the pipe, the export ends."""
     if sys.stdout.isatty() and wish["format"] in ("parquet", "safetensors", "msgpack"):
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
     out = sys.stdout.buffer

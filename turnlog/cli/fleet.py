@@ -1,4 +1,4 @@
-"""`turnlog engines`, `pause` and `resume`: orders to the fleet."""
+"""`turnlog engines`, `pause` and `resume`: commands for the fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and
 
 @engines_app.callback()
 def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """The engines: list, add, drain, remove."""
+    """List, add, drain and remove engines."""
     if ctx.invoked_subcommand is None:
         list_engines(ctx, url=url, token=token, as_json=as_json)
     elif url is not None or token is not None or as_json:
@@ -39,7 +39,7 @@ def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: J
 @engines_app.command("list")
 @asking
 def list_engines(ctx: typer.Context) -> None:
-    """List the engines, as the process that answers finds them."""
+    """List the engines, with their health as seen by the answering process."""
     found = remote(ctx).read("GET", "/engines")
     if not printed_as_json(ctx, found):
         _print_engines(found["engines"])
@@ -48,7 +48,7 @@ def list_engines(ctx: typer.Context) -> None:
 @engines_app.command()
 @asking
 def add(ctx: typer.Context, engine: Engine) -> None:
-    """Add an engine, or bring one back that was drained or removed."""
+    """Add an engine, or bring back one that was drained or removed."""
     _put(ctx, engine, "serving")
 
 
@@ -97,7 +97,7 @@ def pause(
     lease_s: Annotated[float | None, typer.Option(min=0, help="The gate opens by itself then (600).")] = None,
     mode: Annotated[Mode | None, typer.Option(help="With --fleet: how engines pause (abort).")] = None,
 ) -> None:
-    """Hold an adapter's turns back, or with --fleet all, and abort what is being generated."""
+    """Hold an adapter's turns, or with --fleet all turns, and abort running generations."""
     wish = {"lease_s": lease_s, "mode": mode}
     if mode is not None and not fleet:
         raise UsageError("--mode needs --fleet")
@@ -110,7 +110,7 @@ def resume(
     fleet: Fleet = False,
     version: Annotated[str | None, typer.Option(help="The weight version that the adapter has now.")] = None,
 ) -> None:
-    """Let an adapter's turns go on, or with --fleet all."""
+    """Let an adapter's turns proceed, or with --fleet all turns."""
     if version is not None and fleet:
         raise UsageError("--version is for an adapter")
     _order(ctx, "resume", adapter, fleet, {"version": version})
@@ -123,7 +123,7 @@ def _order(
     fleet: bool,
     wish: Mapping[str, object],
 ) -> None:
-    """Say it, and print how the gate is now and how each engine took it; exit code 1 where one did not."""
+    """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
         raise UsageError("name an adapter, or --fleet")
     where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"

@@ -1,6 +1,6 @@
-"""The commands that keep a store. They open it themselves: no server need run, and for some none may.
+"""Maintenance commands. They open the database themselves; some require that no server runs.
 
-Their exit codes are those of `ops.keeping`: 1 says that not all is well, 2 that it could not be done.
+Exit codes are those of `ops.keeping`: 1 means that a problem was found, 2 that the command could not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from turnlog.cli.run import DatabaseUrl, Json, UsageError, wants_json
 
 
 def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
-    """Check everything that is stored against the log. A server may run."""
+    """Check everything in the store against the log. A server may run."""
     from ops.verify import perform
 
     raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
@@ -28,7 +28,7 @@ def backup(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Copy an SQLite store while its server runs; of a PostgreSQL store, say how."""
+    """Copy an SQLite store while its server runs; for PostgreSQL, print how."""
     from ops.backup import perform
 
     raise typer.Exit(perform(database_url, copy, salvage=salvage, as_json=wants_json(ctx, as_json)))
@@ -40,7 +40,7 @@ def restore(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Put a copy in an SQLite store's place, or finish the restore of a PostgreSQL one. No server may run."""
+    """Replace an SQLite store by a copy, or finish the restore of a PostgreSQL one. No server may run."""
     from ops.restore import perform
 
     raise typer.Exit(perform(database_url, copy, as_json=wants_json(ctx, as_json)))
@@ -55,14 +55,14 @@ def vacuum(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Give unused space back, and with it the traces of what was erased."""
+    """Return unused space, which also removes traces of erased content."""
     from ops.compact import perform
 
     raise typer.Exit(perform(database_url, full=full, salvage=salvage, as_json=wants_json(ctx, as_json)))
 
 
 def retain(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json = False) -> None:
-    """Close, free and erase what is due by the server's settings, once. On SQLite no server may run."""
+    """Close, free and erase once what is due by the server's settings. On SQLite no server may run."""
     from ops.retain import perform
 
     raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
@@ -80,7 +80,7 @@ def replay(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Fold a session's log from the store itself, or check the heads of all sessions."""
+    """Fold a session's log directly from the store, or check the heads of all sessions."""
     if heads == (session is not None):
         raise UsageError("name a session, or --heads")
     if heads and (seq is not None or with_events):

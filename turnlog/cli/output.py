@@ -1,4 +1,4 @@
-"""What people and machines read. Text of agents and engines is shown, never interpreted."""
+"""Output for people and programs. Text of agents and engines is shown, never interpreted."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.text import Text
 NOTHING = "–"
 
 UNBOUNDED = 10_000
-"""The width of what is not a terminal: nothing is cut there."""
+"""The width if the output is not a terminal: nothing is cut."""
 
 GAP = 2
-"""Between two columns."""
+"""Spaces between two columns."""
 
 SHORTEST = 16
-"""To which a long column is cut at most."""
+"""The width to which a long column may be cut."""
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 
@@ -33,9 +33,9 @@ Record = Mapping[str, Any]
 
 
 class Column(NamedTuple):
-    """`of`: the field that it shows, or what it makes of a record; by default the field of its title.
+    """`of`: the field that it shows, or a function of the record; by default the field named like its title.
 
-    `whole`: never cut or left out; ids are, because they are copied. `long`: may be cut to SHORTEST.
+    `whole`: never cut or left out, such as ids, which are copied. `long`: may be cut to SHORTEST.
     """
 
     title: str
@@ -49,19 +49,19 @@ class Column(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """Without control characters: what an agent wrote must not move an operator's cursor or colour the terminal."""
+    """Without control characters: an agent's text must not move the cursor or colour the terminal."""
     return text.translate(_CONTROLS)
 
 
 def console(*, errors: bool = False) -> Console:
-    """Rich heeds NO_COLOR, TERM and the terminal's width."""
+    """Rich reads NO_COLOR, TERM and the terminal's width."""
     stream = sys.stderr if errors else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else UNBOUNDED
     return Console(file=stream, width=width, markup=False, highlight=False, emoji=False, soft_wrap=False)
 
 
 def table(columns: Sequence[Column], records: Iterable[Record]) -> None:
-    """People's table: a line a record. What a narrow terminal has no room for is left out, and said to be."""
+    """A table with one line per row. Columns that do not fit a narrow terminal are left out, and a line says so."""
     out = console()
     cells = [[column.text(record) for column in columns] for record in records]
     natural = [
@@ -82,9 +82,9 @@ def table(columns: Sequence[Column], records: Iterable[Record]) -> None:
 
 
 def fitting(columns: Sequence[Column], natural: Sequence[int], room: int) -> dict[int, int]:
-    """The columns that there is room for, and how wide each is: long ones are cut first, then the last are left out.
+    """The columns that fit and their widths: long ones are cut first, then the last ones are left out.
 
-    Those that are whole stay, whatever the room.
+    Columns that are `whole` always stay.
     """
     widths = dict(enumerate(natural))
 
@@ -105,7 +105,7 @@ def line(text: str = "", style: str | None = None) -> None:
 
 
 def shown(value: object) -> str:
-    """A cell: nothing is a dash, numbers are short."""
+    """The text of a cell: a dash if it is empty, numbers shortened."""
     match value:
         case None | "" | [] | ():
             return NOTHING
@@ -125,7 +125,7 @@ def machine(value: Any) -> None:
 
 
 def when(at: float | None, *, milliseconds: bool = False) -> str | None:
-    """A moment in the terminal's own time zone."""
+    """A time in the terminal's time zone."""
     if at is None:
         return None
     return datetime.fromtimestamp(at).isoformat(sep=" ", timespec="milliseconds" if milliseconds else "seconds")

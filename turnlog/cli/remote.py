@@ -1,4 +1,4 @@
-"""The server that a command asks, by the client's own requests and rules for trying again."""
+"""The client that commands use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 PATIENCE_S = 15.0
-"""For so long a request is tried again where that can help; a server that never answers is not waited for."""
+"""How long a command retries, in seconds; a server that never answers is not retried."""
 
 TIMEOUT_S = 60.0
 
 
 def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
-    """Closed with the command. Raises UsageError."""
+    """The client, closed with the command. Raises UsageError."""
     given = globals_of(ctx)
     made = connected(given.url, given.token, patience_s)
     ctx.call_on_close(made.close)
@@ -26,7 +26,7 @@ def remote(ctx: typer.Context, *, patience_s: float = PATIENCE_S) -> Transport:
 
 
 def connected(url: str, token: str | None, patience_s: float) -> Transport:
-    """Asks nothing yet. Raises UsageError for an invalid URL, and for a token that no header can hold."""
+    """Sends no request. Raises UsageError for an invalid URL, and for a token that no header can hold."""
     from turnlog.client._sync.transport import Transport
 
     try:

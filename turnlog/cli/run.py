@@ -1,4 +1,4 @@
-"""What every command has: its common options, whether it speaks to a machine, and how it fails."""
+"""Common to all commands: the shared options, output for people or programs, and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 
 class Failure(Exception):
-    """Ends the command with this exit code and one line on standard error, or a line each for `more`."""
+    """Ends the command with this exit code and a line on standard error, plus the lines of `more`."""
 
     def __init__(self, message: str, code: int = 1, more: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -31,14 +31,14 @@ class Failure(Exception):
 
 
 class UsageError(Failure):
-    """What was asked for does not fit together."""
+    """Options that do not fit together."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, 2)
 
 
 class Commands(TyperGroup):
-    """Turns what commands raise into a line and an exit code."""
+    """Turn a command's exceptions into a line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -70,19 +70,19 @@ class ServerCommand(TyperCommand):
 
 
 def say(line: str) -> None:
-    """A line for people, on standard error: never part of what a command is asked for."""
+    """A line for people on standard error, never part of the command's output."""
     from turnlog.cli.output import plain
 
     print(f"turnlog: {plain(line)}", file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:
-    """Whoever read our output has gone; the interpreter would complain when it flushes the rest at its end."""
+    """The reader of our output has closed it; the interpreter must not complain when it flushes the rest."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Globals(NamedTuple):
-    """The options that stand before a command."""
+    """The options before a command."""
 
     url: str = DEFAULT_URL
     token: str | None = None

@@ -1,4 +1,4 @@
-"""`turnlog serve`, `migrate` and `bench`: what runs for long."""
+"""`turnlog serve`, `migrate` and `bench`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Of a command whose arguments are another's to read."""
+"""For a command that passes its arguments on."""
 
 STOP_S = 60
-"""How long a stopping server waits for open requests. What stops it (systemd, a container) must wait longer: this, and
-ten seconds for turns whose client has gone."""
+"""How long a stopping server waits for open requests. A supervisor (systemd, a container) must wait longer: this, plus
+ten seconds for turns whose client has disconnected."""
 
 
 def serve(
@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Run a server. Its settings are TURNLOG_ variables (docs/api.md).
 
-    Beside it waits another that takes its place should it die; clients are not refused meanwhile.
+    A second process waits beside it and takes over if it dies, so that clients are not refused meanwhile.
     """
     settings = _settings()
     if workers > 1 and settings.database_url.startswith("sqlite"):
@@ -53,7 +53,7 @@ def serve(
     options = ServeOptions(tuple(one.fileno() for one in found.sockets), found.host, found.port, workers, stop_s)
     for one in found.sockets:
         one.set_inheritable(True)
-    # This process has imported what the keeper need not: it becomes the keeper, with its number and its sockets.
+    # this process has imported more than the keeper needs: it becomes the keeper, with its process id and sockets
     arguments = python_command("turnlog.keeper", options.to_json())
     os.execv(arguments[0], arguments)
 
@@ -64,7 +64,7 @@ def migrate(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Bring the database to this version's revision, as `alembic upgrade head` in the checkout does."""
+    """Migrate the database to this version, as `alembic upgrade head` does in a checkout."""
     from ops.keeping import settings_for
 
     with _refusals():
@@ -82,7 +82,7 @@ def migrate(
 
 
 def bench(ctx: typer.Context) -> None:
-    """Run a benchmark, or name them all with --help."""
+    """Run a benchmark; --help lists them."""
     try:
         from ops.bench.__main__ import main
     except ModuleNotFoundError as error:
@@ -102,7 +102,7 @@ def _settings() -> Settings:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raises Failure with the lines that the server would end with."""
+    """Raises Failure with the lines that the server would exit with."""
     from app.errors import StartupError
 
     try:
@@ -112,7 +112,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _require_unserved(url: str) -> None:
-    """The migration would say that it cannot change the schema, which nobody asked for. Raises Failure."""
+    """Raises Failure early, because the migration's own error would speak of a schema change that nobody asked for."""
     from app.store.engine import sqlite_lock
     from app.store.opening import acquire
 
@@ -132,7 +132,7 @@ def _listening(host: str, port: int) -> Listening:
 
 
 def _upgrade(url: str, revision: str = "head") -> None:
-    """By the migrations beside the code, wherever that is installed. Raises Failure."""
+    """Run the migrations that were installed with the code. Raises Failure."""
     from alembic import command
     from alembic.config import Config
     from alembic.util import CommandError
@@ -146,12 +146,12 @@ def _upgrade(url: str, revision: str = "head") -> None:
         command.upgrade(config, revision)
     except CommandError as error:
         raise Failure(str(error)) from None
-    except SystemExit as error:  # how the migrations' environment says what is in its way
+    except SystemExit as error:  # the migrations' environment reports its errors so
         raise Failure(str(error.code).removeprefix("turnlog: ")) from None
 
 
 def _greet(settings: Settings, host: str, port: int) -> None:
-    """Where it is, and who is let in; on standard error, as the server's own lines."""
+    """Print the address and who has access, on standard error like the server's lines."""
     url = f"http://{host_in_url(host)}:{port}"
     say(f"{url}, the page at {url}/ui")
     if settings.admin_token:

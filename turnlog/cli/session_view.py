@@ -1,4 +1,4 @@
-"""A session for people, from what `GET /ui/api/sessions/{id}` says of it."""
+"""Shows a session, from `GET /ui/api/sessions/{id}`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 from turnlog.cli.output import Column, compact, line, shown, table, when
 
 STAGES = ("gate", "claim", "prepare", "engine", "validate")
-"""What a turn's time went to before its commit, in milliseconds."""
+"""The stages of a turn before its commit, in milliseconds."""
 
 
 def print_session(state: Mapping[str, Any]) -> None:
     last = "" if state["seq"] == state["last_seq"] else f" of {state['last_seq']}"
     line(f"session {state['session_id']}: {state['state']}, at event {state['seq']}{last}", "bold")
     line(f"created {when(state['created_at'])}{_after('closed', when(state['closed_at']))}")
+    fork = state.get("fork")
+    if fork is not None:
+        loss = "its turns are in the loss too" if fork["loss"] else "its turns are context"
+        line(f"forked from {fork['session']} after turn {fork['turn']}: {loss}")
     config = {name: value for name, value in state["config"].items() if value is not None}
     if config:
         line(compact(config, 60))
@@ -66,7 +70,7 @@ def _reward(reward: Mapping[str, Any]) -> str:
 
 
 def _print_turns(turns: list[dict[str, Any]]) -> None:
-    """A line a turn. Of a prompt's tokens those that are new stand by themselves: the rest was there before."""
+    """A line per turn. New prompt tokens are shown apart from those that continue the parent."""
     columns = [
         Column("turn", whole=True, right=True),
         Column("after", "parent", right=True),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 PAGE = 500
-"""What the server gives at a time at most."""
+"""The largest page that the server gives."""
 
 
 class State(StrEnum):
@@ -81,7 +81,7 @@ def sessions(
 
 
 def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: str | None) -> dict[str, Any]:
-    """The server's pages as one."""
+    """All pages of the server's list."""
     rows: list[dict[str, Any]] = []
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
@@ -116,7 +116,7 @@ def show(
     session: Annotated[str, typer.Argument(help="The session's id.")],
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
 ) -> None:
-    """A session: its turns with their stages, what failed, what was rolled back."""
+    """A session: its turns with their stages, failures and rollbacks."""
     path = f"/ui/api/sessions/{quote(session, safe='')}"
     state = remote(ctx).read("GET", path, parameters={"seq": at})
     if printed_as_json(ctx, state):

@@ -1,4 +1,4 @@
-"""`turnlog tail`: a session's event log, followed over restarts of the server."""
+"""`turnlog tail`: a session's events, followed across restarts of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 MOST = 60
-"""Characters of an event's field that people are shown."""
+"""Characters of an event's field that are shown."""
 
 
 def tail(
@@ -29,7 +29,7 @@ def tail(
     ] = False,
     after: Annotated[int, typer.Option(min=0, help="Begin behind this event.")] = 0,
 ) -> None:
-    """A session's event log; with -f each event as soon as it is on disk."""
+    """A session's events; with -f each new event as soon as it is on disk."""
     from turnlog.client.lines import EventsPlace
 
     for_machine = wants_json(ctx)
@@ -43,9 +43,9 @@ def tail(
 
 
 def _followed(server: Transport, path: str, after: int) -> Iterator[dict[str, Any]]:
-    """Each event once and in order, however often the server goes away meanwhile.
+    """Each event once and in order, across restarts of the server.
 
-    Raises TurnlogError for what waiting does not mend; what cannot be reached at the very first is not waited for.
+    Raises TurnlogError if waiting cannot help, or if the server cannot be reached at first.
     """
     from turnlog.client.lines import EventsPlace
     from turnlog.client.waits import Waits

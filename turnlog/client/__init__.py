@@ -1,4 +1,4 @@
-"""A small client for rollout code and trainers: sync and async alike, over httpx and numpy."""
+"""The client for rollout code and trainers, synchronous and asynchronous, over httpx and numpy."""
 
 from turnlog.client._async.client import AsyncExport, AsyncTurnlog
 from turnlog.client._async.session import AsyncSession

@@ -1,4 +1,4 @@
-"""Where the server is, and who asks: arguments first, then the environment."""
+"""The server's address and the token: arguments first, then the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from urllib.parse import quote, urlsplit
 
 DEFAULT = "http://127.0.0.1:8000"
-"""Where `turnlog serve` and uvicorn listen unless they are told otherwise."""
+"""The default address of `turnlog serve` and uvicorn."""
 
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -23,7 +23,7 @@ def default_token() -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """Raises ValueError for what no header can hold: what httpx says of it would quote the token."""
+    """Raises ValueError for a token that no header can hold; httpx's own error would quote it."""
     if token is None:
         return {}
     if not (token.isascii() and token.isprintable()) or " " in token:
@@ -32,7 +32,7 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 def address(base_url: str) -> str:
-    """Without a slash at the end. Raises ValueError for what is no http address, or holds a password."""
+    """The address without a trailing slash. Raises ValueError if it is not an http address, or contains a password."""
     try:
         url = urlsplit(base_url)
         has_host = bool(url.hostname) and url.port != 0
@@ -46,12 +46,12 @@ def address(base_url: str) -> str:
 
 
 def session_path(session_id: str) -> str:
-    """Raises ValueError for an id that no session can have."""
+    """Raises ValueError for an invalid session id."""
     if not SESSION_ID.fullmatch(session_id) or not session_id.strip("."):
         raise ValueError("a session's id is 1 to 128 letters, digits, dots, underscores, colons or hyphens")
     return f"/sessions/{quote(session_id, safe=':')}"
 
 
 def segment(name: str) -> str:
-    """A name in a path, whatever is in it."""
+    """A name as a part of a URL's path, quoted."""
     return quote(name, safe="")

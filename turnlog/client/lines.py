@@ -1,4 +1,4 @@
-"""Replies of one JSON object a line that may be long, and where to go on when one breaks off."""
+"""Long replies of one JSON object per line, and how to resume one that breaks off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Object = dict[str, Any]
 
 
 def present(given: Mapping[str, Any]) -> Object:
-    """Without what is None: that is left to the server."""
+    """Without parameters that are None: the server's defaults apply."""
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -20,7 +20,7 @@ class Place(Protocol):
     """How far a stream of lines has been read."""
 
     def parameters(self) -> Mapping[str, Any]:
-        """What to ask for in order to get what has not been read yet."""
+        """The parameters that ask for what has not been read yet."""
         ...
 
     def begin(self, headers: Mapping[str, str]) -> None:
@@ -28,31 +28,31 @@ class Place(Protocol):
         ...
 
     def read(self, line: Object) -> None:
-        """The line is about to be given to the caller."""
+        """The line is about to be returned to the caller."""
         ...
 
     @property
     def is_open_ended(self) -> bool:
-        """Silence is nothing unusual."""
+        """Is a reply expected to pause for long?"""
         ...
 
     @property
     def is_done(self) -> bool:
-        """Nothing can follow what has been read, if the reply ended whole."""
+        """Is the stream complete, if the reply ended normally?"""
         ...
 
 
 class Lines:
-    """Cuts a reply's bytes into objects.
+    """Splits a reply's bytes into objects.
 
-    At line feeds alone: a string in JSON may hold other characters that end a line elsewhere (U+2028, U+0085).
+    Only line feeds separate them: a JSON string may contain other line separators (U+2028, U+0085).
     """
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []
 
     def feed(self, data: bytes) -> Iterator[Object]:
-        """The objects that are whole by now. Raises NotTurnlog."""
+        """The objects that are complete so far. Raises NotTurnlog."""
         *whole, rest = data.split(b"\n")
         if whole:
             whole[0] = b"".join((*self._rest, whole[0]))
@@ -76,7 +76,7 @@ def decode(content: bytes) -> Object:
 
 
 class EventsPlace:
-    """A session's log, behind the event `after`."""
+    """A session's log after the event `after`."""
 
     def __init__(self, after: int, follow: bool) -> None:
         self.after = after
@@ -105,12 +105,12 @@ class EventsPlace:
 
     @property
     def is_done(self) -> bool:
-        """A log that is followed ends with the session's content; else the server was stopped."""
+        """A followed log ends when the session is erased; any other end means that the server was stopped."""
         return self._is_erased or not self._follow
 
 
 class ExportPlace:
-    """An export, in which each row says how to go on behind it."""
+    """An export, in which each row has the cursor after it."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = dict(parameters)
@@ -140,7 +140,7 @@ class ExportPlace:
 
 
 def cursor_of(row: Object) -> str:
-    """Where an export goes on behind this row; the trainers' shapes have a place of their own for it.
+    """The cursor after this row; trainers' shapes have their own place for it.
 
     Raises NotTurnlog.
     """

@@ -1,7 +1,7 @@
-"""A session's samples, read from the safetensors that the server sends.
+"""A session's samples, read from the server's safetensors reply.
 
 The format is 8 bytes of the header's length, a JSON header and the data
-(https://github.com/huggingface/safetensors); numpy is all that it takes.
+(https://github.com/huggingface/safetensors); reading it needs only numpy.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 META = "_samples_meta"
 
 DTYPES = {"I64": "<i8", "I32": "<i4", "F64": "<f8", "F32": "<f4", "U8": "u1"}
-"""Those that samples have."""
+"""The types of the samples' arrays."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One segment of the session: T tokens, of which the last R are the response.
 
-    arrays: `tokens` int64 [T], `loss_mask` uint8 [R], `rollout_log_probs` float64 [R], and where the engines sent
-        them `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k].
-        They can be written to, and share one buffer.
+    arrays: `tokens` int64 [T], `loss_mask` uint8 [R], `rollout_log_probs` float64 [R], and if the engines sent them
+        `rollout_routed_experts` int32 [T-1, layers, k] and `rollout_indexer_topk` int32 [T-1, layers, k]. The arrays
+        are writable and share one buffer.
     fields: `response`, `response_length`, `status`, `weight_versions`, `prefix_cache_info`, `metadata`.
     """
 
@@ -43,7 +43,7 @@ class Sample:
 class Samples:
     """All segments of a session.
 
-    session: what the server says of the session beside its records: `status`, `reward`, `group_id`, ...
+    session: the server's description of the session: `status`, `reward`, `group_id`, …
     empty_reason: None, or why there is no sample: `no_records`, or `all_truncated` by `max_seq_len`.
     """
 
@@ -53,7 +53,7 @@ class Samples:
 
 
 def parse(content: bytes) -> Samples:
-    """Raises NotTurnlog for bytes that are not samples."""
+    """Raises NotTurnlog for invalid bytes."""
     try:
         tensors = _tensors(bytearray(content))
         meta = json.loads(tensors.pop(META).tobytes())
@@ -67,7 +67,7 @@ def parse(content: bytes) -> Samples:
 
 
 def _tensors(content: bytearray) -> dict[str, Array]:
-    import numpy as np  # which most commands and clients never need
+    import numpy as np  # most commands and clients never need numpy
 
     (size,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + size])

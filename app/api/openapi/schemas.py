@@ -66,6 +66,7 @@ _BY_HAND: Mapping[str, Schema] = {
         base_url=TEXT,
         token=TEXT,
     ),
+    "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
     "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
     "Record": record(
         "A live turn.",
@@ -85,7 +86,8 @@ _BY_HAND: Mapping[str, Schema] = {
         session=ref("SessionGiven"),
     ),
     "SessionGiven": record(
-        "The fields of `POST /sessions`, with their defaults.",
+        "The fields of `POST /sessions`, with their defaults; only a fork has `forked_from`.",
+        optional=["forked_from"],
         session_id=TEXT,
         group_id=nullable(TEXT),
         attempt=nullable(COUNT),
@@ -99,6 +101,12 @@ _BY_HAND: Mapping[str, Schema] = {
         adapter=nullable(TEXT),
         on_abort=nullable(TEXT),
         parent_session_id=nullable(TEXT),
+        forked_from=record(
+            "The source session and the turn after which the fork begins.",
+            session_id=TEXT,
+            turn=COUNT,
+            parent_loss=BOOLEAN,
+        ),
     ),
     "SessionMetadata": record(
         "`accumulated_token_ids` are those of the newest turn, prompt and output. With a tokenizer there is "

@@ -1,1 +1,1 @@
-"""The web page: its routes, its files, and what it shows."""
+"""The web page: its routes, its static files and the readers of its views."""

@@ -1,4 +1,4 @@
-"""What was said in a session up to one of its turns, discarded ones too, for people."""
+"""Reads a session's messages up to a turn, live or discarded, for the page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from workers.codec import CorruptContent
 
 MAX_MESSAGES = 2_000
 MAX_BYTES = 8 << 20
-"""Of one answer: the newest messages that fit. A message that is larger by itself is named, not shown."""
+"""Limits of one reply, which has the newest messages that fit. A message over MAX_BYTES is listed without its text."""
 
-AT_ONCE = 64
-"""Turns read at a time, from the newest back."""
+TURNS_PER_READ = 64
+"""Turns in one read, from the newest back."""
 
 
-class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A message in its place in the history; `sampled`: an engine said it. Without one, `error` says why."""
+class ShownMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message with its index in the history. `sampled`: an engine generated it. If it is null, `error` says why."""
 
     index: int
     turn: int
@@ -36,14 +36,14 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ConversationView(msgspec.Struct, frozen=True):
-    """`messages` up to turn `turn` (null: there is none), without the `omitted` oldest.
+    """The messages up to turn `turn` (null if the session has none), without the `omitted` oldest ones.
 
-    `params` and `tools` are those of the turn's request, as the engine got them; `errors` says of each of the two why
-    it cannot be shown.
+    `params` and `tools` are those of the turn's request, as sent to the engine. `errors` maps each of the two that
+    cannot be read to the reason.
     """
 
     turn: int | None
-    messages: Sequence[Shown]
+    messages: Sequence[ShownMessage]
     params: msgspec.Raw | None
     tools: msgspec.Raw | None
     omitted: int
@@ -55,7 +55,10 @@ class Conversations:
         self._database = database
 
     async def at(self, session_id: str, seq: int | None, turn: int | None) -> ConversationView:
-        """Up to `turn`, None: the last live one, as of event `seq`. Raises as `session_at`, NotFound for a turn."""
+        """The conversation up to `turn` (None: the last live one) after event `seq`.
+
+        Raises as `session_at`, and NotFound for an unknown turn.
+        """
         found = await session_at(self._database, session_id, seq)
         leaf = found.session.leaf
         number = turn if turn is not None else None if leaf is None else leaf.number
@@ -69,20 +72,20 @@ class Conversations:
         total = event.base_messages + event.new_messages + 1
         return ConversationView(number, messages, params, tools, total - len(messages), errors)
 
-    async def _messages(self, found: SessionAt, number: int) -> list[Shown]:
-        """The newest that fit, oldest first."""
+    async def _messages(self, found: SessionAt, number: int) -> list[ShownMessage]:
+        """The newest messages that fit, oldest first."""
         session_id = found.session.session_id
         chain = found.session.message_chain(number)
-        newest: list[Shown] = []
+        newest: list[ShownMessage] = []
         room = MAX_BYTES
         while chain and len(newest) < MAX_MESSAGES and room > 0:
-            part, chain = chain[-AT_ONCE:], chain[:-AT_ONCE]
+            part, chain = chain[-TURNS_PER_READ:], chain[:-TURNS_PER_READ]
             numbers = [turn.number for turn in part]
             frames = await self._database.read(
                 lambda connection: reads.load_frames(connection, session_id, numbers, facts=False),  # noqa: B023
                 session_id=session_id,
             )
-            for shown in reversed(await asyncio.to_thread(_said, part, frames)):
+            for shown in reversed(await asyncio.to_thread(_turn_messages, part, frames)):
                 size = 0 if shown.message is None else len(bytes(shown.message))
                 if size > room or len(newest) == MAX_MESSAGES:
                     room = 0
@@ -103,27 +106,27 @@ class Conversations:
         return msgspec.Raw(found[number])
 
 
-def _said(turns: Sequence[Turn], frames: Frames) -> list[Shown]:
-    """The turns' own messages; of a turn whose content is damaged or gone each one says so."""
-    shown: list[Shown] = []
+def _turn_messages(turns: Sequence[Turn], frames: Frames) -> list[ShownMessage]:
+    """The turns' own messages. If a turn's content is damaged or deleted, each of its messages has the error."""
+    shown: list[ShownMessage] = []
     for turn in turns:
         end = turn.message_count - 1
         try:
-            said = codec.unpack_messages(frames.get(turn.number, (None, None))[1])
+            contents = codec.unpack_messages(frames.get(turn.number, (None, None))[1])
         except CorruptContent as error:
             shown += [
-                Shown(index, turn.number, index == end, None, str(error))
+                ShownMessage(index, turn.number, index == end, None, str(error))
                 for index in range(turn.base_messages, turn.message_count)
             ]
             continue
         shown += [
-            _shown(index, turn, index == end, message)
-            for index, message in enumerate(as_messages(turn.protocol, said), turn.base_messages)
+            _shown_message(index, turn, index == end, message)
+            for index, message in enumerate(as_messages(turn.protocol, contents), turn.base_messages)
         ]
     return shown
 
 
-def _shown(index: int, turn: Turn, sampled: bool, message: bytes) -> Shown:
+def _shown_message(index: int, turn: Turn, sampled: bool, message: bytes) -> ShownMessage:
     if len(message) > MAX_BYTES:
-        return Shown(index, turn.number, sampled, None, f"{len(message)} bytes are too many to be shown")
-    return Shown(index, turn.number, sampled, msgspec.Raw(message))
+        return ShownMessage(index, turn.number, sampled, None, f"{len(message)} bytes are too many to show")
+    return ShownMessage(index, turn.number, sampled, msgspec.Raw(message))

@@ -1,4 +1,4 @@
-"""The page's own files: known when the server starts, held in memory, and served to anybody, for they hold nothing."""
+"""Serves the page's static files from memory, without a token, since they contain no data of sessions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MEDIA_TYPES: Mapping[str, str] = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-"""Files of other kinds are not served."""
+"""Media types of the files that are served, by suffix."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy: what agents and engines say can run nothing, fetch nothing and frame nothing."""
+"""Content-Security-Policy: text of agents and engines cannot run scripts, load anything or embed frames."""
 
 HEADERS: Mapping[str, str] = {
     "content-security-policy": POLICY,
@@ -39,7 +39,7 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-"""A browser asks each time whether a file is still the same: after an update of the server it must not mix two."""
+"""`no-cache`: a browser revalidates each file, so that it does not mix two versions after an update of the server."""
 
 
 class _File(NamedTuple):
@@ -49,19 +49,19 @@ class _File(NamedTuple):
 
 
 def page_routes(folder: pathlib.Path = FOLDER) -> APIRouter:
-    """Routes for the files that are in `folder` now. A name is looked up, never joined to a path."""
+    """Routes for the files that are now in `folder`. A name is looked up in memory, never joined to a path."""
     router = APIRouter(tags=["Page"])
     files = {path.name: _read(path) for path in folder.iterdir() if path.is_file() and path.suffix in MEDIA_TYPES}
 
     @router.head("/ui", include_in_schema=False)
     @router.get("/ui")
-    @describe("The web page", "anyone", Reply("It.", {"text/html": TEXT}), errors=(Forbidden, NotFound))
+    @describe("The web page", "anyone", Reply("The page.", {"text/html": TEXT}), errors=(Forbidden, NotFound))
     async def page(request: Request) -> Response:
         return _served(request, files.get(INDEX))
 
     @router.api_route("/ui/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page_with_slash() -> Response:
-        """The page's links are relative to `/ui`, so that it works below a proxy's path as well."""
+        """Redirect to `/ui`: the page's links are relative to it, so that they also work below a proxy's path."""
         return Response(status_code=307, headers={"location": "../ui"})
 
     @router.head("/ui/static/{name}", include_in_schema=False)
@@ -84,7 +84,7 @@ def _read(path: pathlib.Path) -> _File:
 
 
 def _served(request: Request, file: _File | None) -> Response:
-    """Raises NotFound."""
+    """The file, or 304 if the browser has it. Raises NotFound."""
     if file is None:
         raise NotFound("the page has no such file")
     headers = {**HEADERS, "etag": file.etag}

@@ -1,4 +1,4 @@
-"""The list of groups: how far each is, and whether its rewards differ."""
+"""The page's list of groups, with each group's progress and reward statistics."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from app.store.group_reads import FeedLease
 from app.store.reads import Connection
 
 MAX_MISSING = 20
-"""Missing attempts that are named: the lowest."""
+"""How many missing attempts are listed; the lowest ones."""
 
 GroupState = Literal["open", "complete", "leased", "acknowledged"]
-"""`complete`: each rollout that is not erased is closed and rewarded. The feed leases such, until acknowledged."""
+"""`complete`: all rollouts, except erased ones, are closed and rewarded. The feed leases it until acknowledged."""
 
 
 class GroupRow(msgspec.Struct, frozen=True):
-    """`sessions` are the rollouts, by their roots, that are not erased; of their rewards are mean, deviation (the
-    population's) and range.
+    """`sessions` counts the rollouts, by their root sessions, without erased ones. `mean`, `std` (of the population),
+    `min` and `max` are of their rewards.
 
-    `zero_variance`: there are several rewards, all alike. `missing_attempts`: numbers between the first (0 or 1) and
-    the largest that no session has, an erased one neither.
+    `zero_variance`: present are several rewards, all equal. `missing_attempts`: attempts between the first (0 or 1) and
+    the largest that no session has, erased ones included.
     """
 
     group_id: str
@@ -52,7 +52,7 @@ class GroupList:
         self._database = database
 
     async def page(self, cursor: str | None, limit: int) -> GroupPage:
-        """In the order of their ids. Raises InvalidRequest for a cursor that is not one of these."""
+        """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
         after = None if cursor is None else cursors.decode_text(cursor, "this list")
 
         def read(connection: Connection) -> GroupPage:
@@ -95,15 +95,15 @@ def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) ->
 
 
 def missing_attempts(attempts: Sequence[int]) -> list[int]:
-    """Attempts are counted from 0 where there is one of that number, else from 1. At most MAX_MISSING."""
-    there = set(attempts)
-    if not there:
+    """The lowest missing attempts, at most MAX_MISSING. Attempts count from 0 if attempt 0 exists, else from 1."""
+    present = set(attempts)
+    if not present:
         return []
     missing: list[int] = []
-    for number in range(min(1, min(there)), max(there)):
+    for number in range(min(1, min(present)), max(present)):
         if len(missing) == MAX_MISSING:
             break
-        if number not in there:
+        if number not in present:
             missing.append(number)
     return missing
 

@@ -1,4 +1,4 @@
-"""The stream of changes that the page listens to: server-sent events, coalesced, that can be resumed."""
+"""`GET /ui/api/live`: streams changes to the page as server-sent events, coalesced and resumable."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ router = APIRouter(prefix="/ui/api", tags=["Page"])
 
 OVERVIEW_S = 1.0
 COMMENT_S = 15.0
-"""So often something is said even if nothing happens: what lies between may end a connection that is quiet."""
+"""Interval of comments while there are no events: proxies may close an idle connection."""
 
 RETRY = b"retry: 1000\n\n"
-"""Milliseconds after which a browser that was cut off comes again."""
+"""Milliseconds after which a browser reconnects."""
 
 ROWS = 1000
 """Rows in one event."""
 
 
 @router.get("/live")
-@describe("Changes as they come", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
+@describe("Stream changes", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
 async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
-    """`hello`, then `sessions` and `overview` as they come; a browser that comes again says what it saw last."""
+    """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = services(request)
     listener = await (await app.page()).watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
 
 
 class _ChangeStream(StreamingResponse):
-    """Whoever leaves is forgotten at once."""
+    """Closes its listener as soon as the client disconnects."""
 
     def __init__(self, app: Services, listener: Listener) -> None:
         self._listener = listener
@@ -56,60 +56,60 @@ class _ChangeStream(StreamingResponse):
 
 async def _events(app: Services, listener: Listener) -> AsyncGenerator[bytes]:
     clock = asyncio.get_running_loop().time
-    yield RETRY + _hello(listener.began)
+    yield RETRY + _hello(listener.start_cursor)
     rows_at = clock()
-    quiet_until = clock() + COMMENT_S
+    comment_at = clock() + COMMENT_S
     with closing(_Overviews(app, listener.wake)) as overviews:
         while not listener.is_over:
             pieces = overviews.take()
-            if listener.has_news and clock() >= rows_at:
+            if listener.has_changes and clock() >= rows_at:
                 rows_at = clock() + POLL_S
-                pieces += _news(listener)
-            if not pieces and clock() >= quiet_until:
+                pieces += _changes(listener)
+            if not pieces and clock() >= comment_at:
                 pieces = [b":\n\n"]
             for piece in pieces:
                 yield piece
-                quiet_until = clock() + COMMENT_S
-            if listener.has_news:
+                comment_at = clock() + COMMENT_S
+            if listener.has_changes:
                 await asyncio.sleep(max(0.0, rows_at - clock()))
             else:
                 await listener.wait(overviews.wait_s)
 
 
 class _Overviews:
-    """One a second, made beside the stream: to count a large store takes a while, and rows do not wait for that."""
+    """Makes an overview each second in a task of its own, so that rows do not wait while a large store is counted."""
 
-    def __init__(self, app: Services, made: Callable[[], None]) -> None:
+    def __init__(self, app: Services, on_ready: Callable[[], None]) -> None:
         self._app = app
-        self._made = made
+        self._on_ready = on_ready
         self._clock = asyncio.get_running_loop().time
         self._due_at = self._clock()
-        self._making: asyncio.Task[list[bytes]] | None = None
+        self._task: asyncio.Task[list[bytes]] | None = None
 
     def take(self) -> list[bytes]:
-        """The one that is made; the next is begun when it is time."""
+        """The finished overview as events, or nothing. Starts the next one when it is due."""
         pieces: list[bytes] = []
-        if self._making is not None and self._making.done():
-            pieces, self._making = self._making.result(), None
-        if self._making is None and self._clock() >= self._due_at:
+        if self._task is not None and self._task.done():
+            pieces, self._task = self._task.result(), None
+        if self._task is None and self._clock() >= self._due_at:
             self._due_at = self._clock() + OVERVIEW_S
-            self._making = asyncio.create_task(_overview(self._app), name="turnlog-overview")
-            self._making.add_done_callback(lambda _: self._made())
+            self._task = asyncio.create_task(_overview(self._app), name="turnlog-overview")
+            self._task.add_done_callback(lambda _: self._on_ready())
         return pieces
 
     @property
     def wait_s(self) -> float:
-        """How long there is nothing to take, if `made` is not called before."""
-        if self._making is None:
+        """Seconds until `take` may return something, unless `on_ready` is called earlier."""
+        if self._task is None:
             return max(0.0, self._due_at - self._clock())
-        return 0.0 if self._making.done() else COMMENT_S
+        return 0.0 if self._task.done() else COMMENT_S
 
     def close(self) -> None:
-        if self._making is not None:
-            self._making.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
 
-def _news(listener: Listener) -> list[bytes]:
+def _changes(listener: Listener) -> list[bytes]:
     if listener.take_reset():
         return [_event("reset", {}), _hello(listener.cursor)]
     cursor, rows = listener.cursor, listener.take()
@@ -118,7 +118,7 @@ def _news(listener: Listener) -> list[bytes]:
 
 
 async def _overview(app: Services) -> list[bytes]:
-    """Nothing while the database cannot be read: the page sees that its numbers grow old."""
+    """The overview as an event; nothing while the database cannot be read (the page shows the age of its numbers)."""
     try:
         return [_event("overview", await overview_of(app))]
     except StoreUnavailable:
@@ -130,6 +130,6 @@ def _hello(cursor: LiveCursor) -> bytes:
 
 
 def _event(name: str, data: object, cursor: LiveCursor | None = None) -> bytes:
-    """`cursor`: a browser that has this event has seen everything up to there."""
+    """A server-sent event. `cursor` becomes its id: a browser with this event has seen everything up to there."""
     place = b"" if cursor is None else b"id: %b\n" % cursor.encode().encode()
     return b"event: %b\n%bdata: %b\n\n" % (name.encode(), place, msgspec.json.encode(data))

@@ -1,4 +1,4 @@
-"""What the whole service does at the moment, in numbers, for the page's head."""
+"""The service's current figures, for the head of the page."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from app.store.engine import Database
 from app.store.heads_view import HeadCounts
 from app.turn.stages import RecentTurnStats
 
-GOOD_FOR_S = 0.9
-"""How long an overview is given again: everybody who looks shares one a second."""
+MAX_AGE_S = 0.9
+"""Maximum age of an overview: all browsers share one a second."""
 
-SHARE = 20
-"""What takes long is done again after so many times as long: counting a million sessions a second would cost a core."""
+COUNT_PAUSE = 20
+"""Sessions are counted again after COUNT_PAUSE times the duration of the last count: to count a million of them every
+second would need a whole core."""
 
 ACTIVE_S = 60.0
-"""A session is active while its last turn is no older."""
+"""A session is active if its last turn is not older than this."""
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
-    """`claimed`, `gated` (in this process) and `idle` add up to `open`, but for sessions that are two of them.
+    """`claimed`, `gated` (in this process) and `idle` add up to `open`; a session may be both claimed and gated.
 
     `active`: opened or committed a turn within a minute. `counted_at`: when the statuses were counted.
     """
@@ -45,7 +46,7 @@ class SessionCounts(msgspec.Struct, frozen=True):
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Milliseconds; null where no turn was committed within the minute."""
+    """Milliseconds; null if no turn was committed within the last minute."""
 
     p50: float | None
     p99: float | None
@@ -58,9 +59,10 @@ class DatabaseSize(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """Times are epoch seconds. `scope` is what turns, percentiles and errors are of, `weight_version` the newest.
+    """Times are seconds since the epoch. Turns, percentiles and errors are those of `scope`. `weight_version` is the
+    newest.
 
-    `read_only` says why this process, which has just started, takes no turns; null where it does.
+    `read_only` says why this process cannot serve turns yet after its start, else null.
     """
 
     at: float
@@ -82,11 +84,11 @@ class _Counted(msgspec.Struct, frozen=True):
     counts: HeadCounts
     bytes: int
     at: float
-    again_at: float
+    due_at: float
 
 
 class Overviews:
-    """`clock` gives seconds since the epoch."""
+    """Makes overviews for all browsers. `clock` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -103,19 +105,19 @@ class Overviews:
         self._recent = recent
         self._registration = registration
         self._clock = clock
-        self._looking = asyncio.Lock()
-        self._made: tuple[float, Overview] | None = None
+        self._lock = asyncio.Lock()
+        self._latest: tuple[float, Overview] | None = None
         self._counted: _Counted | None = None
 
     async def now(self) -> Overview:
-        """At most a second old. Raises StoreUnavailable."""
-        async with self._looking:
+        """The overview, at most a second old. Raises StoreUnavailable."""
+        async with self._lock:
             moment = time.monotonic()
-            if self._made is None or moment - self._made[0] > GOOD_FOR_S:
-                self._made = moment, await self._look()
-            return self._made[1]
+            if self._latest is None or moment - self._latest[0] > MAX_AGE_S:
+                self._latest = moment, await self._read()
+            return self._latest[1]
 
-    async def _look(self) -> Overview:
+    async def _read(self) -> Overview:
         at = self._clock()
         counted = await self._count(at)
         claims, newest = await self._database.read(
@@ -159,14 +161,14 @@ class Overviews:
         )
 
     async def _count(self, at: float) -> _Counted:
-        """The statuses and the size, as they are or as they were a moment ago."""
+        """The count of sessions and the database's size, from memory if they are recent enough."""
         began = time.monotonic()
-        if self._counted is None or began >= self._counted.again_at:
+        if self._counted is None or began >= self._counted.due_at:
             counts = await self._database.read(
                 partial(heads_view.counts, since=at - ACTIVE_S),
                 or_else=partial(survey_lists.counts, since=at - ACTIVE_S),
             )
             size = await self._database.read(reads.database_bytes)
             ended = time.monotonic()
-            self._counted = _Counted(counts, size, at, ended + SHARE * (ended - began))
+            self._counted = _Counted(counts, size, at, ended + COUNT_PAUSE * (ended - began))
         return self._counted

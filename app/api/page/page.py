@@ -1,4 +1,4 @@
-"""What the web page is made from: one reader a view. Nothing here writes."""
+"""The readers of the page's views. They never write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page asks for: everything under `/ui/api`, to be looked at and nothing else."""
+"""The page's own read-only routes, under `/ui/api`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
-from app.api.engines import shown
+from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
 from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import Services, services
@@ -27,28 +27,28 @@ HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 for_the_page = describe(
     "For the page",
     "page",
-    Reply("What the page shows.", {JSON: ANYTHING}),
+    Reply("The view's data.", {JSON: ANYTHING}),
     errors=(InvalidRequest, NotFound, *SESSION, *READ),
 )
-"""What lies under `/ui/api/`: it goes with the page's files and may change with them."""
+"""The description of routes under `/ui/api/`, which belong to the page and may change with it."""
 
 
 class SessionListParameters(SessionQuery):
-    """What the list holds, and which part of it."""
+    """Filters and paging of the session list."""
 
     limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
     cursor: PageCursor = None
 
 
 def reply(found: object) -> Response:
-    """Encoded as it is: FastAPI would make Python objects of a whole session first."""
+    """Encode with msgspec: FastAPI would first convert a whole session into Python objects."""
     return Response(msgspec.json.encode(found), media_type="application/json", headers=HEADERS)
 
 
 @router.get("/me")
 @for_the_page
 async def me(request: Request) -> Response:
-    """Must one sign in? Where one must and has not, this is answered 401 before it comes here."""
+    """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401."""
     auth = "token" if services(request).tokens.are_needed else "none"
     return reply({"signed_in": True, "auth": auth, "release": request.app.version, "now": time.time()})
 
@@ -60,28 +60,28 @@ async def overview(request: Request) -> Response:
 
 
 async def overview_of(app: Services) -> dict[str, Any]:
-    """Raises StoreUnavailable."""
+    """The overview and the engines. Raises StoreUnavailable."""
     found = msgspec.structs.asdict(await (await app.page()).overviews.now())
-    return {**found, "engines": [shown(app, listed) for listed in app.engine_pool.listed()]}
+    return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 
 
 @router.get("/sessions")
 @for_the_page
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
-    """Sessions by any filter, in any order; `sort=claimed_since` lists those with a turn in flight alone."""
+    """Sessions by any filter, in any order; `sort=claimed_since` lists only those with a turn in flight."""
     return reply(await (await services(request).page()).sessions.page(query, query.cursor, query.limit))
 
 
 Seq = Annotated[
     int | None,
-    Query(ge=1, le=MAX_INTEGER, description="The state after this event; the last where it is left out."),
+    Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last."),
 ]
 
 
 @router.get("/sessions/{session_id}")
 @for_the_page
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
-    """A session in whatever state, as of event `seq`."""
+    """A session in any state, after event `seq`."""
     return reply(await (await services(request).page()).views.at(session_id, seq))
 
 
@@ -93,7 +93,7 @@ async def conversation(
     seq: Seq = None,
     turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")] = None,
 ) -> Response:
-    """What was said up to a turn, a discarded one perhaps."""
+    """The messages up to a turn, live or discarded."""
     return reply(await (await services(request).page()).conversations.at(session_id, seq, turn))
 
 
@@ -103,11 +103,11 @@ async def tokens(
     request: Request,
     session_id: SessionId,
     seq: Seq = None,
-    segment: Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="Which segment.")] = None,
-    start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Where to begin.")] = 0,
+    segment: Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="A segment's number.")] = None,
+    start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Index of the first token.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
 ) -> Response:
-    """A live segment's tokens, as an export gives them."""
+    """A live segment's tokens, as in an export."""
     return reply(await (await services(request).page()).tokens.at(session_id, seq, segment, start, limit))
 
 
@@ -118,13 +118,13 @@ async def list_groups(
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
     cursor: PageCursor = None,
 ) -> Response:
-    """Groups in the order of their ids."""
+    """Groups, ordered by id."""
     return reply(await (await services(request).page()).groups.page(cursor, limit))
 
 
 @router.get("/exports")
 @for_the_page
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> Response:
-    """What `/export` with the same parameters would hold, and why not the rest; a part of it at a time."""
+    """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     require_known(request, ExportParameters)
     return reply(await (await services(request).page()).previews.of(query, query.cursor))

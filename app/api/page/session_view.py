@@ -1,4 +1,4 @@
-"""A session for people: its turns with their times, what failed, what was rolled back, as of any event."""
+"""Reads a session for the page, after any of its events: turns with their times, failed turns and rollbacks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from app.domain.events import (
+    ForkRef,
     Recorded,
     RolledBack,
     TurnAbandoned,
@@ -28,7 +29,7 @@ from workers.codec import CorruptContent
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """Milliseconds in each stage; see `events.Timing`."""
+    """Milliseconds in each stage of a turn; see `events.Timing`."""
 
     gate: float
     claim: float
@@ -38,7 +39,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
 
 class PartView(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) came from one generation of this engine."""
+    """Output tokens [start, end) come from one generation of this engine."""
 
     engine: str
     start: int
@@ -52,7 +53,7 @@ class PayloadView(msgspec.Struct, frozen=True):
 
 
 class TurnView(msgspec.Struct, frozen=True):
-    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all before it."""
+    """A committed turn, live or discarded. `seq` is its commit's; `messages` and tokens include all earlier ones."""
 
     turn: int
     parent: int
@@ -84,7 +85,7 @@ class TurnView(msgspec.Struct, frozen=True):
 
 
 class FailedTurn(msgspec.Struct, frozen=True):
-    """A turn that came to nothing. Of a refused reply so many of its bytes are kept, unless freed since."""
+    """A turn without a commit. `kept_bytes` of a rejected reply are stored, unless freed since."""
 
     turn: int
     fence: int
@@ -115,14 +116,14 @@ class Rollback(msgspec.Struct, frozen=True):
 
 
 class ViewProblem(msgspec.Struct, frozen=True):
-    """What of the session cannot be shown, and why."""
+    """A part of the session that cannot be read, and why."""
 
     part: str
     message: str
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """The state after event `seq` of `last_seq`. Times are seconds since the epoch."""
+    """A session's state after event `seq` of `last_seq`. Times are seconds since the epoch."""
 
     session_id: str
     seq: int
@@ -131,6 +132,7 @@ class SessionView(msgspec.Struct, frozen=True):
     state: State
     erased: bool
     config: Mapping[str, Any]
+    fork: ForkRef | None
     metadata: msgspec.Raw | None
     created_at: float
     closed_at: float | None
@@ -145,14 +147,14 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """`held` are the turns that wait at gates."""
+    """Reads session views. `held` returns the turns that wait at gates."""
 
     def __init__(self, database: Database, held: Held) -> None:
         self._database = database
         self._held = held
 
     async def at(self, session_id: str, seq: int | None) -> SessionView:
-        """After event `seq`, None: the last. Raises as `session_at`."""
+        """The session after event `seq` (None: the last). Raises as `session_at`."""
         found = await session_at(self._database, session_id, seq)
         problems = [] if found.damage is None else [ViewProblem("log", found.damage)]
         metadata = await self._metadata(found.session, problems)
@@ -162,7 +164,7 @@ class SessionViews:
         return await asyncio.to_thread(_view, found, metadata, problems, is_held=is_held)
 
     async def _metadata(self, session: Session, problems: list[ViewProblem]) -> msgspec.Raw | None:
-        """None where there is none, or none any more."""
+        """The metadata; None if there is none, or if it was erased or is damaged (then with a problem added)."""
         blob = session.metadata
         if blob is None or session.status == "erased":
             return None
@@ -194,6 +196,7 @@ def _view(
         state=_state(session, is_held),
         erased=session.status == "erased",
         config=asdict(session.config),
+        fork=session.fork,
         metadata=metadata,
         created_at=session.created_at,
         closed_at=session.closed_at,
@@ -229,7 +232,7 @@ def _state(session: Session, is_held: bool) -> State:
 
 
 def _opened_at(found: SessionAt, fence: int) -> float | None:
-    """When the claim of this fence was taken."""
+    """When the claim with this fence was taken, in seconds since the epoch; None if unknown."""
     opened = found.events[fence - 1] if 0 < fence <= len(found.events) else None
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 

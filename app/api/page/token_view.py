@@ -1,4 +1,4 @@
-"""A segment's tokens one by one, as a trainer would get them, with what the engine said of each."""
+"""Reads a segment's tokens for the page, as a trainer gets them, with the text that the engine gave for each."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from app.tito.prompts import Prompts
 
 TEXT_TURNS = 64
-"""Turns of one page whose stored replies are looked at for the tokens' texts."""
+"""Maximum number of turns whose stored replies are read for the texts of one page of tokens."""
 
 _CHOICES = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class TokenRow(NamedTuple):
-    """A token. `version` is an index into the view's `versions`, -1 where it was not sampled."""
+    """A token. `version` is an index into the view's `versions`; -1 if the token was not sampled."""
 
     id: int
     sampled: int
@@ -42,7 +42,7 @@ class TokenRow(NamedTuple):
 
 
 class SegmentView(msgspec.Struct, frozen=True):
-    """`cause` says why it began; null: as the session did, or where a rollback went back behind its first turn."""
+    """`cause` says why the segment began; null at the session's start, or after a rollback past its first turn."""
 
     segment: int
     cause: str | None
@@ -51,8 +51,8 @@ class SegmentView(msgspec.Struct, frozen=True):
     turns: Sequence[int]
 
 
-class TurnPlace(msgspec.Struct, frozen=True):
-    """The turn's own tokens are [start, end), those that it sampled begin at `output_start`."""
+class TurnRange(msgspec.Struct, frozen=True):
+    """A turn's own tokens are [start, end); its sampled tokens begin at `output_start`."""
 
     turn: int
     start: int
@@ -61,17 +61,17 @@ class TurnPlace(msgspec.Struct, frozen=True):
 
 
 class Boundary(msgspec.Struct, frozen=True):
-    """From token `at` on, what was sampled was sampled under this weight version."""
+    """Tokens sampled from token `at` on have this weight version."""
 
     at: int
     version: str
 
 
 class TokenView(msgspec.Struct, frozen=True):
-    """Tokens [start, start + len(tokens)) of `total` of segment `segment`; null: there is none.
+    """Tokens [start, start + len(tokens)) of the `total` of segment `segment`, which is null if there is none.
 
-    `texts`, one a token, are null where neither a tokenizer nor the engine tells any. `error`: why the segment's tokens
-    cannot be shown.
+    `texts` has one text per token; it is null if neither a tokenizer nor the engine gives any. `error` says why the
+    segment's tokens cannot be read.
     """
 
     segment: int | None
@@ -81,20 +81,23 @@ class TokenView(msgspec.Struct, frozen=True):
     tokens: Sequence[TokenRow]
     texts: Sequence[str | None] | None
     versions: Sequence[str]
-    turns: Sequence[TurnPlace]
+    turns: Sequence[TurnRange]
     boundaries: Sequence[Boundary]
     error: str | None = None
 
 
 class TokenViews:
-    """`prompts` has the tokenizer, if there is one."""
+    """Reads token views. `prompts` contains the tokenizer, if there is one."""
 
     def __init__(self, database: Database, prompts: Prompts | None) -> None:
         self._database = database
         self._prompts = prompts
 
     async def at(self, session_id: str, seq: int | None, segment: int | None, start: int, limit: int) -> TokenView:
-        """Of a live segment, None: the last, as of event `seq`. Raises as `session_at`, NotFound for the segment."""
+        """Tokens of a live segment (None: the last) after event `seq`.
+
+        Raises as `session_at`, and NotFound for an unknown segment.
+        """
         found = await session_at(self._database, session_id, seq)
         live = _segments(found)
         segments = [_segment_view(number, turns) for number, turns in live.items()]
@@ -122,7 +125,7 @@ class TokenViews:
     async def _texts(
         self, session_id: str, made: Sample, counts: Mapping[int, int], start: int, limit: int
     ) -> list[str | None] | None:
-        """One a token of the page; None where nothing is known of any. `counts`: how many tokens each turn brought."""
+        """One text per token of the page; None if all are unknown. `counts`: output tokens by turn."""
         ids: list[int] = made.tokens[start : start + limit].tolist()
         prompts = self._prompts
         if prompts is not None:
@@ -131,7 +134,7 @@ class TokenViews:
         end = start + len(ids)
         spans = [span for span in made.turns if span.output_start < end and span.end > start][:TEXT_TURNS]
         frames = await self._frames(session_id, [span.turn for span in spans], wire=True)
-        return await asyncio.to_thread(_told, spans, counts, frames, start, end)
+        return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, start, end)
 
 
 def _segments(found: SessionAt) -> dict[int, list[TurnCommitted]]:
@@ -155,7 +158,7 @@ def _segment_view(number: int, turns: Sequence[TurnCommitted]) -> SegmentView:
 
 
 def _sample(number: int, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:
-    """The very sample that an export makes. Raises CorruptContent, Inconsistent."""
+    """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
     facts = reads.unpack_facts(frames, [turn.turn for turn in turns])
     content = [
         TurnTokens(turn, facts[turn.turn].suffix_ids, facts[turn.turn].output_ids, facts[turn.turn].logprobs)
@@ -188,7 +191,7 @@ def _view(
         ],
         texts=texts,
         versions=versions,
-        turns=[TurnPlace(span.turn, span.start, span.output_start, span.end) for span in made.turns],
+        turns=[TurnRange(span.turn, span.start, span.output_start, span.end) for span in made.turns],
         boundaries=_boundaries(made),
     )
 
@@ -201,21 +204,21 @@ def _boundaries(made: Sample) -> list[Boundary]:
     return found
 
 
-def _told(
+def _texts_of_spans(
     spans: Sequence[TurnSpan], counts: Mapping[int, int], frames: Frames, start: int, end: int
 ) -> list[str | None] | None:
-    """What the engine's replies say of the tokens [start, end) that they brought."""
+    """Texts of the tokens [start, end) from the engine's stored replies; None if there are none."""
     texts: list[str | None] = [None] * (end - start)
     for span in spans:
-        told = _texts_of(frames.get(span.turn, (None, None))[1], counts[span.turn])
-        for place, text in enumerate(told, span.output_start):
-            if start <= place < min(end, span.end):
-                texts[place - start] = text.decode(errors="replace")
+        parts = _texts_of(frames.get(span.turn, (None, None))[1], counts[span.turn])
+        for index, text in enumerate(parts, span.output_start):
+            if start <= index < min(end, span.end):
+                texts[index - start] = text.decode(errors="replace")
     return texts if any(text is not None for text in texts) else None
 
 
 def _texts_of(frame: bytes | None, count: int) -> Sequence[bytes]:
-    """Nothing where the stored reply tells no texts, or is damaged: they are for people, no trainer gets them."""
+    """The texts in a stored reply; empty if it has none or is damaged, since only people read them."""
     try:
         wire = codec.unpack(frame, Wire)
         root = object_at(codec.paste(wire, memoryview(b"").cast("i"), {}), "the body")

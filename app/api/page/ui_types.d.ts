@@ -240,6 +240,8 @@ export interface Session {
   state: State;
   erased: boolean;
   config: { group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
+  /** of a fork: after turn `turn` of `session`; `loss`: the copied turns are in its loss */
+  fork: { session: string; turn: number; turns: number; loss: boolean } | null;
   metadata: unknown;
   created_at: number;
   closed_at: number | null;

@@ -1,9 +1,9 @@
-"""Telling those who watch the list of sessions what has changed in any of them, whichever process changed it.
+"""Notifies the page's browsers of changes in sessions, made by any process.
 
     log ── polled, for all ──▶ ids ── one query ──▶ rows ──▶ each listener's pending rows, one a session ──▶ browser
 
-A listener that is slow finds the newest row of each session when it comes back: what waits for it grows with the
-sessions that changed, not with how often, and none is left out. Nothing is read while nobody listens.
+A slow listener gets the newest row of each changed session, so its pending rows grow with the number of these sessions,
+not of the changes, and no session is left out. Nothing is read while there are no listeners.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from app.store.tail import START, Tail
 log = logging.getLogger("turnlog.watch")
 
 POLL_S = 0.25
-"""How often the log is looked at, and with that how often a listener can have something new."""
+"""Interval at which the log is polled, and the minimum interval of a listener's updates."""
 
 BATCH = 5_000
-"""Events looked at in one read."""
+"""Events in one read."""
 
 MAX_BEHIND = 10_000
-"""A listener that comes back and has missed more events reads the list anew: that is less work for both."""
+"""A listener that reconnects after more missed events must read the list again, which is less work for both."""
 
 MAX_LISTENERS = 64
 
 
 class LiveCursor(msgspec.Struct, frozen=True, array_like=True):
-    """Everything up to `place` has been seen, in the store of this epoch."""
+    """Everything up to `place` has been seen, in the database with this epoch."""
 
     epoch: str
     place: Position
@@ -47,19 +47,19 @@ class LiveCursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def decode_cursor(text: str) -> LiveCursor:
-    """Raises InvalidRequest."""
+    """The cursor in `text`. Raises InvalidRequest."""
     found: LiveCursor = cursors.decode(text, LiveCursor, "the live stream")
     return found
 
 
 class Listener:
-    """One who watches. It `began` behind a place; `cursor` stands behind all that has been taken or is pending.
+    """One browser. It starts at `start_cursor`; `cursor` is after all rows that were taken or are pending.
 
-    `is_over`: nothing will come any more.
+    `is_over`: no more rows will come.
     """
 
     def __init__(self, on_close: Callable[[Listener], None]) -> None:
-        self.began = self.cursor = LiveCursor("", START)
+        self.start_cursor = self.cursor = LiveCursor("", START)
         self.is_over = False
         self._must_reset = False
         self._pending: dict[str, SessionRow] = {}
@@ -67,24 +67,24 @@ class Listener:
         self._on_close = on_close
 
     @property
-    def has_news(self) -> bool:
+    def has_changes(self) -> bool:
         return self._must_reset or bool(self._pending)
 
     def take(self) -> list[SessionRow]:
-        """What has changed since the last time, each session once; `cursor` stands behind it."""
+        """The rows of sessions changed since the last call, one for each; `cursor` is after them."""
         rows = list(self._pending.values())
         self._pending = {}
         return rows
 
     def take_reset(self) -> bool:
-        """Has the listener missed what cannot be told any more? What is pending begins at `cursor` then."""
+        """Has the listener missed changes, so that it must read the list again? Pending rows then begin at `cursor`."""
         found, self._must_reset = self._must_reset, False
         return found
 
     async def wait(self, timeout_s: float) -> None:
-        """Until there is news, or it is over, or the time is up."""
+        """Wait for changes, the end or the timeout."""
         self._woken.clear()
-        if self.has_news or self.is_over:
+        if self.has_changes or self.is_over:
             return
         try:
             async with asyncio.timeout(timeout_s):
@@ -93,7 +93,7 @@ class Listener:
             return
 
     def add(self, rows: Iterable[SessionRow], cursor: LiveCursor) -> None:
-        """Rows of one session may have been read in any order: the one with the later version counts."""
+        """Add pending rows. Those of one session may come in any order; the latest version is kept."""
         for row in rows:
             known = self._pending.get(row.session_id)
             if known is None or known.version <= row.version:
@@ -114,7 +114,7 @@ class Listener:
         self.wake()
 
     def wake(self) -> None:
-        """End a `wait`, for a reason that is not the log's."""
+        """End a `wait` for another reason than a change in the log."""
         self._woken.set()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Listener:
 
 
 class Watch:
-    """Reads the log for all listeners of this process, from the first one's coming to the last one's going."""
+    """Reads the log for all listeners of this process, while there are any."""
 
     def __init__(self, database: Database, sessions: SessionList, poll_s: float = POLL_S) -> None:
         self._database = database
@@ -131,7 +131,7 @@ class Watch:
         self._listeners: set[Listener] = set()
         self._starting = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
-        self._seen = LiveCursor("", START)
+        self._position = LiveCursor("", START)
         self._held: frozenset[str] = frozenset()
         self._stopping = False
 
@@ -140,22 +140,22 @@ class Watch:
         return self._polling is not None
 
     async def listen(self, cursor: str | None) -> Listener:
-        """From now on, or from where another stream ended; close it in any case.
+        """A new listener, from now on or from the cursor of an earlier stream. The caller must close it.
 
-        Raises Overloaded where there are too many, InvalidRequest for what is no cursor, StoreUnavailable.
+        Raises Overloaded for too many listeners, InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         resumed = None if cursor is None else decode_cursor(cursor)
         if self._stopping or len(self._listeners) >= MAX_LISTENERS:
-            raise Overloaded(f"the server is stopping, or {MAX_LISTENERS} listen already")
+            raise Overloaded(f"the server is stopping, or there are {MAX_LISTENERS} listeners already")
         listener = Listener(self._closed)
         self._listeners.add(listener)
         try:
             async with self._starting:
                 if self._polling is None:
                     await self._start()
-            listener.began = listener.cursor = self._seen
+            listener.start_cursor = listener.cursor = self._position
             if resumed is not None:
-                listener.began = resumed
+                listener.start_cursor = resumed
                 await self._catch_up(listener, resumed)
         except BaseException:
             listener.close()
@@ -163,14 +163,14 @@ class Watch:
         return listener
 
     def stop(self) -> None:
-        """Let go of all who listen: a server that stops waits for its requests."""
+        """End all listeners, since a stopping server waits for its requests."""
         self._stopping = True
         for listener in self._listeners:
             listener.end()
 
     async def _start(self) -> None:
-        """Raises StoreUnavailable."""
-        self._seen = await self._present()
+        """Start polling at the end of the log. Raises StoreUnavailable."""
+        self._position = await self._present()
         self._held = frozenset(self._sessions.held())
         self._polling = asyncio.create_task(self._poll(), name="turnlog-watch")
         self._polling.add_done_callback(self._ended)
@@ -179,10 +179,10 @@ class Watch:
         return await self._database.read(lambda connection: LiveCursor(reads.epoch(connection), tail.end(connection)))
 
     async def _catch_up(self, listener: Listener, resumed: LiveCursor) -> None:
-        """What came between the end of an earlier stream and this one's beginning. Raises StoreUnavailable."""
+        """Add the changes since the end of an earlier stream, or reset the listener. Raises StoreUnavailable."""
         rows: list[SessionRow] = []
-        if resumed.epoch != self._seen.epoch:
-            return listener.reset(self._seen)
+        if resumed.epoch != self._position.epoch:
+            return listener.reset(self._position)
 
         def read(connection: Connection) -> Tail:
             found = tail.since(connection, resumed.place, MAX_BEHIND + 1)
@@ -192,7 +192,7 @@ class Watch:
 
         missed = await self._database.read(read)
         if not missed.holds or missed.events > MAX_BEHIND:
-            return listener.reset(self._seen)
+            return listener.reset(self._position)
         return listener.add(rows, LiveCursor(resumed.epoch, missed.last))
 
     async def _poll(self) -> None:
@@ -200,7 +200,7 @@ class Watch:
         while True:
             await asyncio.sleep(self._poll_s)
             try:
-                while await self._look() == BATCH:
+                while await self._read_new() == BATCH:
                     pass
                 failed = False
             except AppError as error:
@@ -208,40 +208,40 @@ class Watch:
                     log.warning("the log cannot be followed, listeners wait: %s", error)
                 failed = True
 
-    async def _look(self) -> int:
-        """Tell of what is new; how many events that was. Raises StoreUnavailable."""
+    async def _read_new(self) -> int:
+        """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
         held = frozenset(self._sessions.held())
         rows: list[SessionRow] = []
 
         def read(connection: Connection) -> Tail:
             rows.clear()
-            found = tail.since(connection, self._seen.place, BATCH)
+            found = tail.since(connection, self._position.place, BATCH)
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *(held ^ self._held)})))
             return found
 
         def around_damage(connection: Connection) -> Tail:
             rows.clear()
-            found = tail.since(connection, self._seen.place, BATCH)
+            found = tail.since(connection, self._position.place, BATCH)
             rows.extend(self._sessions.rows_of_each(connection, list({*found.session_ids, *(held ^ self._held)})))
             return found
 
         new = await self._database.read(read, or_else=around_damage)
         if not new.holds:
             log.warning(
-                "the log has lost its event at %s, which listeners knew of: they read the list anew", self._seen
+                "the log's event at %s, which listeners have seen, is lost: they read the list again", self._position
             )
-            self._seen = await self._present()
+            self._position = await self._present()
             for listener in self._listeners:
-                listener.reset(self._seen)
+                listener.reset(self._position)
             return 0
         self._held = held
-        self._seen = LiveCursor(self._seen.epoch, new.last)
+        self._position = LiveCursor(self._position.epoch, new.last)
         for listener in self._listeners:
-            listener.add(rows, self._seen)
+            listener.add(rows, self._position)
         return new.events
 
     def _ended(self, polling: asyncio.Task[None]) -> None:
-        """Nobody listens any more; or there was a fault, and whoever listens is to come again."""
+        """The polling task has ended: cancelled without listeners, or failed, so that listeners must reconnect."""
         if polling.cancelled():
             return
         log.error("an unexpected fault in following the log", exc_info=polling.exception())

@@ -95,14 +95,18 @@ def _totals(sample: Sample, turns: list[TurnContent], steps: int) -> Fields:
 
 
 def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
-    """The copied messages, then each turn's. A session of completions by ids has no messages but its turns'."""
+    """The copied messages, then each turn's. A session of completions by ids has no messages but its turns'.
+
+    Turns that a fork copied are marked as well.
+    """
     own = sum(len(turn.messages) + 1 for turn in turns)
     steps = Steps()
     for raw in row.messages[: max(0, len(row.messages) - own)]:
         steps.add(read_message(raw), is_copied_context=True)
     for turn, span in zip(turns, row.sample.turns, strict=True):
+        mark = {"is_copied_context": True} if turn.event.turn <= row.session.context_turns else {}
         for raw in turn.messages:
-            steps.add(read_message(raw), timestamp=_iso(turn.event.requested_at))
+            steps.add(read_message(raw), timestamp=_iso(turn.event.requested_at), **mark)
         more = _given(
             timestamp=_iso(turn.at),
             model_name=_model(turn),
@@ -110,7 +114,7 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
             llm_call_count=1,
             extra=_turn_extra(turn),
         )
-        steps.add(read_message(turn.message), **more)
+        steps.add(read_message(turn.message), **more, **mark)
     return steps.fields()
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
-from types import TracebackType
 
 import msgspec
+from aiohttp import web
 
 from ops.simulator.config import Config, Dialect
 from ops.simulator.engine import Engine as Simulator
 from tests.tools.mutated_replies.mutate import CONTROL, mutate
 
 MAX_BODY = 64 << 20
+KEEPALIVE_S = 600.0
+"""Idle connections stay, so that one which ends is a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,49 +60,29 @@ class Engine:
             )
             for dialect in dialects
         }
-        self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Engine:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20)
-        self.base_url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEPALIVE_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self._server.wait_closed()
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while await self._one(reader, writer):
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = await reader.readuntil(b"\r\n\r\n")
-        line, *lines = head.decode("latin-1").split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (text.partition(":") for text in lines if text)}
-        body = await reader.readexactly(int(headers.get("content-length", "0")))
-        session_id = headers.get("x-smg-routing-key", "")
-        if line.startswith("GET "):
-            status = b"200 OK" if line.startswith("GET /health ") else b"404 Not Found"
-            writer.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)
-            return True
-        if session_id not in self.orders or not line.startswith("POST /v1/chat/completions "):
-            self.faults.append(f"the engine was asked for {line!r} by session {session_id!r}")
-            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
-            return True
-        served = self.served[session_id] = await self.reply(session_id, self.orders.pop(session_id), body)
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(served.body)
-        )
-        writer.write(served.body)
-        return True
+    async def _serve(self, request: web.Request) -> web.Response:
+        if request.method == "GET":
+            return web.Response(status=200 if request.path == "/health" else 404)
+        session_id = request.headers.get("x-smg-routing-key", "")
+        if session_id not in self.orders or request.path != "/v1/chat/completions":
+            self.faults.append(f"the engine was asked for {request.path} by session {session_id!r}")
+            return web.Response(status=404)
+        order = self.orders.pop(session_id)
+        served = self.served[session_id] = await self.reply(session_id, order, await request.read())
+        return web.Response(body=served.body, content_type="application/json")
 
     async def reply(self, session_id: str, order: Order, body: bytes) -> Served:
         """The reply to a chat body, mutated as `order` says."""

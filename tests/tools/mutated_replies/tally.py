@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from tests.tools.mutated_replies.mutate import CLASSES
 
@@ -74,14 +74,7 @@ class Tally:
     @property
     def total(self) -> Count:
         """All classes together."""
-        total = Count()
-        for count in self.counts.values():
-            total.accepted += count.accepted
-            total.refused += count.refused
-            total.strict += count.strict
-            total.crashed += count.crashed
-            total.failed += count.failed
-        return total
+        return Count(*map(sum, zip(*map(astuple, self.counts.values()), strict=True)))
 
     @property
     def sound(self) -> bool:

@@ -24,8 +24,10 @@ from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
 from app.turn.stages import Stages
 from tests.tools.simulation.engine import Message, digest
-from tests.tools.simulation.history import Acknowledged, Fact, History, Seen
+from tests.tools.simulation.history import Acknowledged, Fact, Seen
 from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.service import snapshot
+from tests.tools.simulation.world import World
 
 T = TypeVar("T")
 
@@ -72,32 +74,29 @@ def draw_habits(rng: random.Random) -> Habits:
 
 
 class Client:
-    """`pick` gives a process to ask, or None where none is there; the name tells clients of one session apart.
+    """The name tells clients of one session apart.
 
     `wishes` say of a session's turn what session control it asks for, if not every one for the same `control`.
     """
 
     def __init__(
         self,
+        world: World,
         name: str,
         session_id: str,
         habits: Habits,
-        rng: random.Random,
-        history: History,
-        pick: Callable[[], Process | None],
-        note: Callable[[str], None],
         wishes: Callable[[str, str], Mapping[str, Any] | None] = lambda session_id, logical: None,
     ) -> None:
         self.name = name
         self.session_id = session_id
         self.messages: list[Message] = []
         self.control: Mapping[str, Any] | None = None
+        self._world = world
         self._wishes = wishes
         self._habits = habits
-        self._rng = rng
-        self._history = history
-        self._pick = pick
-        self._note = note
+        self._rng = world.rng
+        self._history = world.history
+        self._note = world.note
         self._asked = 0
         self._sticky: Process | None = None
 
@@ -190,7 +189,7 @@ class Client:
 
     def _process(self) -> Process:
         if self._sticky is None or not self._sticky.serving or self._rng.random() > self._habits.loyalty:
-            self._sticky = self._pick()
+            self._sticky = self._world.pick()
         if self._sticky is None:
             raise Disconnected("nobody listens")
         return self._sticky
@@ -204,7 +203,9 @@ class Client:
         reader = Waiter(lambda size: None)
         self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")
         work = process.call(
-            lambda: process.turns.take(self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)),
+            lambda: process.service.turns.take(
+                self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)
+            ),
             lambda reply: self._sent(reply, messages, logical, key, asked_at),
         )
         try:
@@ -242,11 +243,11 @@ class Client:
         process = self._process()
 
         async def read() -> list[Message]:
-            live = await process.sessions.require(self.session_id)
+            live = await process.service.sessions.require(self.session_id)
             leaf = live.session.leaf
             if leaf is None:
                 return []
-            raw = await process.cache.messages(live, leaf.number)
+            raw = await process.service.cache.messages(live, leaf.number)
             found: list[Message] = msgspec.json.decode(b"[" + raw + b"]")
             return found
 
@@ -256,7 +257,7 @@ class Client:
         process, asked_at = self._process(), self._history.now()
 
         async def read() -> int:
-            return len((await process.sessions.require(self.session_id)).session.turns)
+            return len((await process.service.sessions.require(self.session_id)).session.turns)
 
         await process.call(
             read,
@@ -265,23 +266,25 @@ class Client:
 
     async def _create(self, config: SessionConfig) -> None:
         process = self._process()
-        await self._fact(process, "created", lambda: process.sessions.create(NewSession(self.session_id, config, None)))
+        await self._fact(
+            process, "created", lambda: process.service.sessions.create(NewSession(self.session_id, config, None))
+        )
 
     async def _reward(self) -> None:
         process, value = self._process(), self._rng.random()
 
         async def assign() -> None:
-            await process.sessions.assign_reward(self.session_id, value, {}, None)
+            await process.service.sessions.assign_reward(self.session_id, value, {}, None)
 
         await self._fact(process, "rewarded", assign, value)
 
     async def _close(self) -> None:
         process = self._process()
-        await self._fact(process, "closed", lambda: process.sessions.close(self.session_id))
+        await self._fact(process, "closed", lambda: process.service.sessions.close(self.session_id))
 
     async def _erase(self) -> None:
         process = self._process()
-        await self._fact(process, "erased", lambda: process.sessions.erase(self.session_id))
+        await self._fact(process, "erased", lambda: process.service.sessions.erase(self.session_id))
 
     async def _fact(
         self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, None]], value: float = 0.0
@@ -294,9 +297,11 @@ class Client:
         )
 
     async def _snapshot(self) -> None:
-        process = self._pick()
+        process = self._world.pick()
         if process is not None:
-            await self.insist(lambda: process.call(lambda: process.snapshot(self.session_id), lambda _: None), 1)
+            await self.insist(
+                lambda: process.call(lambda: snapshot(process.service, self.session_id), lambda _: None), 1
+            )
 
     async def _reuse_a_key(self) -> None:
         """An acknowledged turn's key with another body must never be answered with a turn."""

@@ -14,10 +14,9 @@ from app.domain.events import SessionConfig
 from app.settings import ALL
 from app.store.schema import affinities
 from tests.tools.simulation.client import Client, GaveUp
-from tests.tools.simulation.engine import Engines
-from tests.tools.simulation.history import History
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.world import World
 
 NAMES = (None, "n1", "n1", "n2")
 """What a session's turns name, for all of its clients; sessions may share one."""
@@ -85,47 +84,37 @@ class ControlDrill:
     Or the process dies (`kill` it) in the middle of the turn that closes it.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        how: How,
-        kill: Callable[[Process], Awaitable[None]],
-        engines: Engines,
-        store: MemoryStore,
-        history: History,
-    ) -> None:
+    def __init__(self, world: World, client: Client, how: How, kill: Callable[[Process], Awaitable[None]]) -> None:
+        self._world = world
         self._client = client
         self._how = how
         self._kill = kill
-        self._engines = engines
-        self._store = store
-        self._history = history
 
     async def run(self) -> None:
         """Never ends where the name is never ended. Raises SessionClosed."""
         await self._client.join(SessionConfig(rollback_window=1))
         await self._turn("open")
-        row = rows(self._store).get(DRILL_NAME)
+        row = rows(self._world.store).get(DRILL_NAME)
         if row is None:
-            self._history.problem("a name that was opened is bound to nothing")
+            self._world.history.problem("a name that was opened is bound to nothing")
             return
-        self._must(row.state == "bound", f"a name that was opened is {row.state}")
-        self._must(row.worker_session == self._is_held(row), f"the store says {row}, and its engine otherwise")
+        self._world.must(row.state == "bound", f"a name that was opened is {row.state}")
+        self._world.must(row.worker_session == self._is_held(row), f"the store says {row}, and its engine otherwise")
         await self._turn(None)
-        self._must(self._at() == row.engine, f"a turn that names {row.engine} went to {self._at()}")
+        self._world.must(self._at() == row.engine, f"a turn that names {row.engine} went to {self._at()}")
         if self._how == "delete":
             await self._client.close()
         elif self._how == "close":
             await self._turn("close")
-            self._must(self._at() == row.engine, f"a turn that closes {row.engine} went to {self._at()}")
+            self._world.must(self._at() == row.engine, f"a turn that closes {row.engine} went to {self._at()}")
         else:
             await self._die_closing()
-        await _until(lambda: DRILL_NAME not in rows(self._store) and not self._is_held(row))
+        await _until(lambda: DRILL_NAME not in rows(self._world.store) and not self._is_held(row))
 
     async def _die_closing(self) -> None:
-        before = self._engines.begun[self._client.session_id]
+        before = self._world.engines.begun[self._client.session_id]
         turn = asyncio.create_task(self._turn("close"))
-        await _until(lambda: self._engines.begun[self._client.session_id] > before, NEAR_S)
+        await _until(lambda: self._world.engines.begun[self._client.session_id] > before, NEAR_S)
         if self._client.asked is not None:
             await self._kill(self._client.asked)
         await turn
@@ -140,11 +129,7 @@ class ControlDrill:
                 await asyncio.sleep(LOOK_S)
 
     def _at(self) -> str:
-        return f"http://{self._engines.last[self._client.session_id]}"
+        return f"http://{self._world.engines.last[self._client.session_id]}"
 
     def _is_held(self, row: Row) -> bool:
-        return self._engines.holds(row.engine.removeprefix("http://"), DRILL_NAME)
-
-    def _must(self, good: bool, what: str) -> None:
-        if not good:
-            self._history.problem(what)
+        return self._world.engines.holds(row.engine.removeprefix("http://"), DRILL_NAME)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.sql import Executable
 
 from app.errors import StoreFull, StoreUnavailable
-from app.store.dialect import Parameters, Row, Tx, WriteConflict
-from app.store.unreadable import Unreadable
-from tests.tools.simulation.loop import SimulatedLoop
-from tests.tools.simulation.store import MemoryStore
-from tests.tools.simulation.weather import Weather
+from app.store.dialect import Tx, WriteConflict
+from tests.tools.simulation.store import Transactions
+from tests.tools.simulation.world import World
 
 T = TypeVar("T")
 
@@ -24,80 +20,57 @@ LANES = 3
 class Server:
     """The database server, or the disk, that all processes of a schedule share."""
 
-    def __init__(self, loop: SimulatedLoop, rng: random.Random, store: MemoryStore, weather: Weather) -> None:
-        self.loop = loop
-        self.rng = rng
-        self.store = store
-        self.weather = weather
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.down_until = 0.0
         self.crashes = 0
 
     def crash(self, down_s: float) -> int:
         """Everything under way fails, what was not on disk may be lost; returns how many transactions were."""
-        unsynced = self.store.unsynced
-        lost = self.rng.choice((unsynced, unsynced, self.rng.randint(0, unsynced)))
-        self.store.crash(lost)
+        rng, store = self.world.rng, self.world.store
+        lost = rng.choice((store.unsynced, store.unsynced, rng.randint(0, store.unsynced)))
+        store.crash(lost)
         self.crashes += 1
-        self.down_until = self.loop.time() + down_s
+        self.down_until = self.world.loop.time() + down_s
         return lost
 
-    @property
-    def is_down(self) -> bool:
-        return self.loop.time() < self.down_until
-
-    def happens(self, probability: float) -> bool:
-        return self.weather.is_bad and self.rng.random() < probability
+    def require_up(self) -> None:
+        if self.world.loop.time() < self.down_until or self.world.happens(self.world.weather.refused):
+            raise StoreUnavailable("the database cannot be reached")
 
     def delay(self) -> float:
         """Seconds on the way to the server, or back."""
-        stall = self.rng.random() * self.weather.stall_s if self.happens(self.weather.stalls) else 0.0
-        return self.rng.expovariate(1 / self.weather.transaction_s) + stall
+        rng, weather = self.world.rng, self.world.weather
+        stall = rng.random() * weather.stall_s if self.world.happens(weather.stalls) else 0.0
+        return rng.expovariate(1 / weather.transaction_s) + stall
 
 
-class SimulatedDatabase:
+class SimulatedDatabase(Transactions):
     """`ports.Database` of one process. `alone`: it has the store to itself, as with SQLite."""
 
     def __init__(self, server: Server, *, alone: bool) -> None:
+        super().__init__()
         self.is_sqlite = alone
         self.lanes = 1 if alone else LANES
-        self.unreadable = Unreadable()
         self._server = server
         self._under_way = 0
 
-    async def read(
-        self,
-        function: Callable[[Connection], T],
-        *,
-        one_moment: bool = False,
-        session_id: str | None = None,
-        or_else: Callable[[Connection], T] | None = None,
-    ) -> T:
-        return await self._ask(lambda: self._server.store.read(function))
+    async def _read(self, function: Callable[[Connection], T]) -> T:
+        return await self._ask(lambda: self._server.world.store.read(function))
 
-    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self.read(lambda connection: connection.execute(statement, parameters).all())
-
-    async def write(
-        self,
-        function: Callable[[Tx], T],
-        *,
-        durable: bool,
-        runs_inline: bool = False,
-        size: int = 0,
-        until: float | None = None,
-    ) -> T:
+    async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
         """A brief one is done at once where the process has the store to itself and nothing else is under way."""
-        server, weather = self._server, self._server.weather
+        world = self._server.world
 
         def transact() -> T:
-            if server.happens(weather.full):
+            if world.happens(world.weather.full):
                 raise StoreFull("the database is full")
-            if not self.is_sqlite and server.happens(weather.conflicts):
+            if not self.is_sqlite and world.happens(world.weather.conflicts):
                 raise WriteConflict("another process's transaction came first")
-            return server.store.transact(function, durable=durable)
+            return world.store.transact(function, durable=durable)
 
         if self.is_sqlite and runs_inline and not durable and not self._under_way:
-            self._require_up()
+            self._server.require_up()
             return transact()
         self._under_way += 1
         try:
@@ -111,13 +84,9 @@ class SimulatedDatabase:
     async def give_back(self) -> None:
         await self._ask(lambda: None)
 
-    def _require_up(self) -> None:
-        if self._server.is_down or self._server.happens(self._server.weather.refused):
-            raise StoreUnavailable("the database cannot be reached")
-
     async def _ask(self, work: Callable[[], T], *, may_lose_answer: bool = False) -> T:
         """A server does the work whatever becomes of the process meanwhile; without one it dies with its process."""
-        server, loop = self._server, self._server.loop
+        server, world, loop = self._server, self._server.world, self._server.world.loop
         where = None if self.is_sqlite else loop.world.context()
         answer: Any = loop.create_future()
         crashes = server.crashes
@@ -125,7 +94,7 @@ class SimulatedDatabase:
         def settle(result: T | None, error: BaseException | None) -> None:
             if answer.done():
                 return
-            if server.crashes != crashes or (may_lose_answer and server.happens(server.weather.answer_lost)):
+            if server.crashes != crashes or (may_lose_answer and world.happens(world.weather.answer_lost)):
                 error = StoreUnavailable("the connection to the database was lost")
             if error is None:
                 answer.set_result(result)
@@ -138,7 +107,7 @@ class SimulatedDatabase:
             try:
                 if server.crashes != crashes:
                     raise StoreUnavailable("the connection to the database was lost")
-                self._require_up()
+                server.require_up()
                 result = work()
             except BaseException as error:  # noqa: BLE001 - handed over to whoever waits for it
                 fault = error

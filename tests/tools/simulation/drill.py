@@ -13,11 +13,10 @@ from app.errors import SessionClosed
 from app.store import fleet as store
 from app.store.schema import open_turns
 from tests.tools.simulation.client import Client
-from tests.tools.simulation.engine import Engines
-from tests.tools.simulation.history import History
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import Trainer, pause, resume
+from tests.tools.simulation.world import World
 
 LEASE_S = 60.0
 """Longer than the drill."""
@@ -34,21 +33,11 @@ SESSION_ID = "drill"
 class Drill:
     """A turn that is asked for while its gate is shut, of an adapter (`name`) or of all (None)."""
 
-    def __init__(
-        self,
-        client: Client,
-        name: str | None,
-        trainer: Trainer,
-        engines: Engines,
-        store: MemoryStore,
-        history: History,
-    ) -> None:
+    def __init__(self, world: World, client: Client, name: str | None, trainer: Trainer) -> None:
+        self._world = world
         self._client = client
         self._name = name
         self._trainer = trainer
-        self._engines = engines
-        self._store = store
-        self._history = history
 
     async def run(self, within_s: float) -> None:
         """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken.
@@ -60,26 +49,24 @@ class Drill:
         await asyncio.sleep(SEEN_S)
         turn = asyncio.create_task(self._client.turn())
         await asyncio.sleep(GATED_S)
-        self._must(not self._engines.begun[SESSION_ID], "a generation began although its gate was shut for all")
-        self._must(not self._claims(), "a turn holds a claim although its gate was shut before it came")
+        self._world.must(
+            not self._world.engines.begun[SESSION_ID], "a generation began although its gate was shut for all"
+        )
+        self._world.must(not self._claims(), "a turn holds a claim although its gate was shut before it came")
         closed = turn.exception() if turn.done() else None
-        self._must(not turn.done() or isinstance(closed, SessionClosed), "a turn did not wait for its gate")
+        self._world.must(not turn.done() or isinstance(closed, SessionClosed), "a turn did not wait for its gate")
         await self._trainer.insist("resume, for the drill", lambda p: resume(p, self._name))
         _, late = await asyncio.wait({turn}, timeout=within_s)
-        self._must(not late, f"a turn did not go on within {within_s:g} s after its gate was opened")
+        self._world.must(not late, f"a turn did not go on within {within_s:g} s after its gate was opened")
         if isinstance(closed, SessionClosed):
             raise closed
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
-        self._must(not self._engines.paused, f"{self._engines.paused} were never told to go on")
+        self._world.must(not self._world.engines.paused, f"{self._world.engines.paused} were never told to go on")
 
     def _claims(self) -> int:
         count = select(func.count()).where(open_turns.c.session_id == SESSION_ID)
-        return self._store.read(lambda connection: int(connection.execute(count).scalar_one()))
-
-    def _must(self, good: bool, what: str) -> None:
-        if not good:
-            self._history.problem(what)
+        return self._world.store.read(lambda connection: int(connection.execute(count).scalar_one()))
 
 
 def behind(stored: MemoryStore, processes: Sequence[Process]) -> list[str]:
@@ -87,4 +74,4 @@ def behind(stored: MemoryStore, processes: Sequence[Process]) -> list[str]:
     said = Fleet()
     for placed in stored.read(store.state).events:
         said = apply(said, placed)
-    return [process.name for process in processes if process.fleet != said]
+    return [process.name for process in processes if process.service.fleet.fleet != said]

@@ -11,18 +11,19 @@ import base64
 import hashlib
 import itertools
 import math
-import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut, Withheld
 from app.upstream.headers import Headers
-from tests.tools.simulation.weather import Weather
+
+if TYPE_CHECKING:
+    from tests.tools.simulation.world import World
 
 LONG_S = 30.0
 """A generation that takes longer than any lease."""
@@ -106,24 +107,12 @@ class Engines:
 class SimulatedEngine(EngineClient):
     """Stands where a process's HTTP client does. The weather says how often it fails, and how slow it is.
 
-    `may_pass` says of an adapter whether the process's gates are open to it; `fault` is told of a generation that
-    begins although they are not.
+    `is_shut` says of an adapter whether the process's gates are shut to it: then no generation may begin.
     """
 
-    def __init__(
-        self,
-        rng: random.Random,
-        weather: Weather,
-        engines: Engines,
-        note: Callable[[str], None],
-        fault: Callable[[str], None],
-        is_shut: Callable[[str | None], bool],
-    ) -> None:
-        self._rng = rng
-        self._weather = weather
-        self._engines = engines
-        self._note = note
-        self._fault = fault
+    def __init__(self, world: World, is_shut: Callable[[str | None], bool]) -> None:
+        self._world = world
+        self._engines = world.engines
         self._is_shut = is_shut
         self._numbers = itertools.count(1)
 
@@ -131,7 +120,7 @@ class SimulatedEngine(EngineClient):
         return
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
-        await self._sleep(self._weather.network_s)
+        await self._sleep(self._world.weather.network_s)
         return EngineReply(200, [], Body([b"{}"]))
 
     async def post(
@@ -150,35 +139,35 @@ class SimulatedEngine(EngineClient):
             return await self._control(engine, route, request)
         session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")
         number = next(self._numbers)
-        bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults
-        how = self._rng.choice(FAULTS) if bad else None
-        self._note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
+        bad = self._world.happens(self._world.weather.engine_faults)
+        how = self._world.rng.choice(FAULTS) if bad else None
+        self._world.note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
         if self._is_shut(adapter):
-            self._fault(f"a generation of {session_id} began although the gate of {adapter} was shut")
+            self._world.history.problem(f"a generation of {session_id} began although the gate of {adapter} was shut")
         self._engines.begun[session_id] += 1
         self._engines.last[session_id] = engine
-        await self._sleep(self._weather.network_s)
+        await self._sleep(self._world.weather.network_s)
         if how == "not_sent":
             raise NotSent("refused")
         if how == "lost":
-            await self._sleep(self._weather.engine_s)
+            await self._sleep(self._world.weather.engine_s)
             raise Lost("reset")
         if how == "timed_out":
             await asyncio.sleep(LONG_S)
             raise TimedOut("no answer in time")
-        seconds = LONG_S if how == "slow" else self._rng.expovariate(1 / self._weather.engine_s)
+        seconds = LONG_S if how == "slow" else self._world.rng.expovariate(1 / self._world.weather.engine_s)
         is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
         if how is not None and how.isdigit():
             return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
-        raw = _broken(reply(request, number, None if is_whole else self._rng.randrange(3)), how)
+        raw = _broken(reply(request, number, None if is_whole else self._world.rng.randrange(3)), how)
         grow(len(raw))
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))
 
     async def _control(self, engine: str, route: str, order: Mapping[str, Any]) -> EngineReply:
         """An order that is not a generation; it may fail, or be done although nobody is told."""
-        await self._sleep(self._weather.network_s)
-        bad = self._weather.is_bad and self._rng.random() < self._weather.engine_faults / 4
-        if bad and self._rng.random() < 0.5:
+        await self._sleep(self._world.weather.network_s)
+        bad = self._world.happens(self._world.weather.engine_faults / 4)
+        if bad and self._world.rng.random() < 0.5:
             raise NotSent("refused")
         status = 200
         if route == "open_session":
@@ -191,13 +180,15 @@ class SimulatedEngine(EngineClient):
             self._engines.pause(engine, order["mode"])
         elif route == "continue_generation":
             self._engines.go_on(engine)
-        self._note(f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}")
+        self._world.note(
+            f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}"
+        )
         if bad:
             raise Lost("reset")
         return EngineReply(status, [], Body([b"{}"]))
 
     async def _sleep(self, mean_s: float) -> None:
-        await asyncio.sleep(self._rng.expovariate(1 / mean_s))
+        await asyncio.sleep(self._world.rng.expovariate(1 / mean_s))
 
 
 FAULTS = ("not_sent", "lost", "timed_out", "slow", "500", "429", "400", "cut", "no_ids", "nan", "not_json", "307")

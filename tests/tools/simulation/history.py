@@ -48,10 +48,6 @@ class Seen(msgspec.Struct, frozen=True):
     sent_at: float
 
 
-class Violation(Exception):
-    """A promise that was not kept."""
-
-
 class History:
     """Everything that was acknowledged in a schedule. `now` is the loop's time."""
 
@@ -59,7 +55,6 @@ class History:
         self.now = now
         self._turns: dict[str, list[Acknowledged]] = {}
         self.facts: list[Fact] = []
-        self.seen: list[Seen] = []
         self.problems: list[str] = []
 
     def problem(self, what: str) -> None:
@@ -92,7 +87,6 @@ class History:
         if known and max(known) > seen.turns:
             self.problem(f"a read of {seen.session_id} has {seen.turns} turns, turn {max(known)} was there before")
         self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
-        self.seen.append(seen)
 
     def turns_of(self, session_id: str) -> Sequence[Acknowledged]:
         return self._turns.get(session_id, ())

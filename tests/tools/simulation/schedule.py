@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
+from tests.tools.simulation.world import World
 
 HOUR_S = 3600.0
 
@@ -70,20 +72,23 @@ class _Schedule:
         self._rng = rng = random.Random(seed)
         self._trace: list[str] = []
         self._tracing = tracing
-        self._loop = SimulatedLoop(rng, self._fault)
-        self._loop.shuffled = rng.random() < 0.3
-        self._history = History(self._loop.time)
+        self._loop = loop = SimulatedLoop(rng, self._fault)
+        loop.shuffled = rng.random() < 0.3
+        self._history = History(loop.time)
         self._weather = weather.draw(rng)
         self._alone = rng.random() < 0.35
-        self._server = Server(self._loop, rng, store, self._weather)
-        store.restart(lambda: wall(self._loop.time()))
+        store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
-        self._settings = _settings(rng, self._wishes.engine_sessions)
+        settings = _settings(rng, self._wishes.engine_sessions)
+        self._store, self._engines = store, Engines()
+        self._world = World(
+            loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
+        )
+        self._server = Server(self._world)
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
         self._started: list[Process] = []
-        self._engines = Engines()
         self._mishaps = 0
 
     def run(self) -> Outcome:
@@ -107,7 +112,7 @@ class _Schedule:
     async def _live(self) -> None:
         await self._keep_all()
         clients = self._clients()
-        trainer = Trainer(self._rng, self._weather, self._settings.upstreams, self._pick, self._note)
+        trainer = Trainer(self._world)
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
@@ -121,18 +126,24 @@ class _Schedule:
             if life.done() and not life.cancelled() and life.exception() is not None:
                 self._history.problem(f"a client met {life.exception()!r}")
         await self._keep_all()
-        try:
-            async with asyncio.timeout(RECOVERY_S):
-                await trainer.put_back()
-        except TimeoutError:
-            self._history.problem(f"engines could not be put back within {RECOVERY_S:g} s after all faults had ended")
-        await self._names_settle()
+        await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
+        await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
         await self._drill(trainer)
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
-        await checks.judge(self._server.store, self._history, self._note)
+        await checks.judge(self._store, self._history, self._note)
+
+    async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
+        """`late` says what is wrong where the work is not done in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await work
+        except TimeoutError:
+            self._history.problem(
+                f"{late if isinstance(late, str) else late()} within {seconds:g} s after all faults had ended"
+            )
 
     def _clients(self) -> list[tuple[Client, SessionConfig]]:
         rng = self._rng
@@ -153,7 +164,7 @@ class _Schedule:
         return found
 
     def _client(self, name: str, session_id: str, habits: client.Habits) -> Client:
-        return Client(name, session_id, habits, self._rng, self._history, self._pick, self._note, self._wishes.of)
+        return Client(self._world, name, session_id, habits, self._wishes.of)
 
     def _pick(self) -> Process | None:
         serving = [process for process in self._processes if process is not None and process.serving]
@@ -167,17 +178,8 @@ class _Schedule:
     async def _start(self, place: int) -> None:
         """As a supervisor does: again, until it runs."""
         while True:
-            process = Process(
-                f"p{len(self._started) + 1}",
-                self._server,
-                self._engines,
-                self._settings,
-                self._poll_s,
-                alone=self._alone,
-                note=self._note,
-                fault=self._history.problem,
-                is_gone=self._is_gone,
-            )
+            name = f"p{len(self._started) + 1}"
+            process = Process(name, self._world, self._server, self._poll_s, alone=self._alone, is_gone=self._is_gone)
             self._started.append(process)
             self._processes[place] = process
             try:
@@ -258,11 +260,7 @@ class _Schedule:
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
             last = self._client(f"last-{session_id}", session_id, client.Habits())
-            try:
-                async with asyncio.timeout(RECOVERY_S):
-                    await self._go_on(last, config)
-            except TimeoutError:
-                self._history.problem(f"{session_id} took no turn within {RECOVERY_S:g} s after all faults had ended")
+            await self._within(RECOVERY_S, self._go_on(last, config), f"{session_id} took no turn")
 
     async def _go_on(self, last: Client, config: SessionConfig) -> None:
         while True:
@@ -274,7 +272,7 @@ class _Schedule:
                 # Where its root is ended, a session is closed, or cannot be created.
                 names = [name for name in (last.session_id, config.parent) if name is not None]
                 told = [name for name in names if self._history.ended(name) is not None]
-                if not told and not any(checks.is_ended(self._server.store, name) for name in names):
+                if not told and not any(checks.is_ended(self._store, name) for name in names):
                     self._history.problem(f"nobody has ended {last.session_id}, and yet: {error}")
                 return
             except GaveUp:
@@ -283,51 +281,32 @@ class _Schedule:
     async def _drill(self, trainer: Trainer) -> None:
         await self._all_agree()
         name = self._rng.choice((*ADAPTERS, None))
-        asker = self._client("drill", SESSION_ID, client.Habits())
-        drill = Drill(asker, name, trainer, self._engines, self._server.store, self._history)
+        drill = Drill(self._world, self._client("drill", SESSION_ID, client.Habits()), name, trainer)
         try:
-            async with asyncio.timeout(2 * RECOVERY_S):
-                await drill.run(RECOVERY_S)
-        except TimeoutError:
-            self._history.problem(f"the drill was not over within {2 * RECOVERY_S:g} s")
+            await self._within(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
         except (SessionClosed, SessionNotFound) as error:
             self._was_idle(error)
-        await self._control_drill()
+        asker = self._client("control", CONTROL_SESSION, client.Habits())
+        names = ControlDrill(self._world, asker, self._rng.choice(HOWS), self._kill_again)
+        try:
+            await self._within(RECOVERY_S, names.run(), self._names_left)
+        except (SessionClosed, SessionNotFound) as error:
+            self._was_idle(error)
         await self._all_agree()
 
-    async def _names_settle(self) -> None:
-        try:
-            async with asyncio.timeout(RECOVERY_S):
-                await settled(self._server.store)
-        except TimeoutError:
-            self._names_left()
-
-    async def _control_drill(self) -> None:
-        asker = self._client("control", CONTROL_SESSION, client.Habits())
-        how = self._rng.choice(HOWS)
-        drill = ControlDrill(asker, how, self._kill_again, self._engines, self._server.store, self._history)
-        try:
-            async with asyncio.timeout(RECOVERY_S):
-                await drill.run()
-        except TimeoutError:
-            self._names_left()
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
-
-    def _names_left(self) -> None:
-        left = rows(self._server.store)
-        self._history.problem(f"names were not ended within {RECOVERY_S:g} s after all faults had ended: {left}")
+    def _names_left(self) -> str:
+        return f"names were not ended: {rows(self._store)}"
 
     def _was_idle(self, error: AppError) -> None:
         """A process that is still frozen may keep a drill waiting for longer than a session may be idle."""
-        if self._settings.idle_close_s is None:
+        if self._world.settings.idle_close_s is None:
             self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
 
     async def _all_agree(self) -> None:
         """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
         processes = [process for process in self._processes if process is not None]
         deadline = self._loop.time() + RECOVERY_S
-        while late := behind(self._server.store, processes):
+        while late := behind(self._store, processes):
             await asyncio.sleep(self._poll_s)
             if self._loop.time() > deadline:
                 self._history.problem(f"{late} did not learn within {RECOVERY_S:g} s what the fleet's log says")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sqlite3
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -98,15 +99,20 @@ class MemoryStore:
         self._before.clear()
 
 
-class MemoryDatabase:
-    """`ports.Database` over a memory store without delay or fault, for any event loop."""
+class Transactions(ABC):
+    """The part of `ports.Database` that does not depend on where the store is."""
 
     is_sqlite = False
     lanes = 1
 
-    def __init__(self, store: MemoryStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self.unreadable = Unreadable()
+
+    @abstractmethod
+    async def _read(self, function: Callable[[Connection], T]) -> T: ...
+
+    @abstractmethod
+    async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T: ...
 
     async def read(
         self,
@@ -116,11 +122,10 @@ class MemoryDatabase:
         session_id: str | None = None,
         or_else: Callable[[Connection], T] | None = None,
     ) -> T:
-        await asyncio.sleep(0)
-        return self._store.read(function)
+        return await self._read(function)
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self.read(lambda connection: connection.execute(statement, parameters).all())
+        return await self._read(lambda connection: connection.execute(statement, parameters).all())
 
     async def write(
         self,
@@ -131,11 +136,26 @@ class MemoryDatabase:
         size: int = 0,
         until: float | None = None,
     ) -> T:
-        await asyncio.sleep(0)
-        return self._store.transact(function, durable=durable)
+        return await self._write(function, durable=durable, runs_inline=runs_inline)
 
     async def empty_log_file(self) -> None:
         return
 
     async def give_back(self) -> None:
         return
+
+
+class MemoryDatabase(Transactions):
+    """`ports.Database` over a memory store without delay or fault, for any event loop."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__()
+        self._store = store
+
+    async def _read(self, function: Callable[[Connection], T]) -> T:
+        await asyncio.sleep(0)
+        return self._store.read(function)
+
+    async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
+        await asyncio.sleep(0)
+        return self._store.transact(function, durable=durable)

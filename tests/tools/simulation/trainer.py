@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from app.errors import AppError
 from tests.tools.simulation.process import Disconnected, Process
-from tests.tools.simulation.weather import Weather
+from tests.tools.simulation.world import World
 
 ADAPTERS = ("a", "b")
 
@@ -27,19 +26,11 @@ Order = Callable[[Process], Coroutine[Any, Any, object]]
 class Trainer:
     """Shuts and opens gates by way of any process; one that has died leaves its gates to their leases."""
 
-    def __init__(
-        self,
-        rng: random.Random,
-        weather: Weather,
-        engines: tuple[str, ...],
-        pick: Callable[[], Process | None],
-        note: Callable[[str], None],
-    ) -> None:
-        self._rng = rng
-        self._weather = weather
-        self._engines = engines
-        self._pick = pick
-        self._note = note
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng = world.rng
+        self._weather = world.weather
+        self._engines = world.settings.upstreams
 
     async def train(self) -> None:
         """While the weather is bad."""
@@ -62,14 +53,14 @@ class Trainer:
             url = self._rng.choice(self._engines)
             how = self._rng.choice(STATES)
             if how is None:
-                await self.order(f"remove {url}", lambda p: p.engine_pool.remove(url))  # noqa: B023
+                await self.order(f"remove {url}", lambda p: p.service.engine_pool.remove(url))  # noqa: B023
             else:
-                await self.order(f"{url} is {how}", lambda p: p.engine_pool.put(url, how))  # noqa: B023
+                await self.order(f"{url} is {how}", lambda p: p.service.engine_pool.put(url, how))  # noqa: B023
 
     async def put_back(self) -> None:
         """Every engine serves again. One that was paused when it was taken out has not heard that the others go on."""
         for url in self._engines:
-            await self.insist(f"put {url}", lambda p: p.engine_pool.put(url, "serving"))  # noqa: B023
+            await self.insist(f"put {url}", lambda p: p.service.engine_pool.put(url, "serving"))  # noqa: B023
         await self.insist("resume all", lambda p: resume(p, None))
 
     async def insist(self, what: str, order: Order) -> None:
@@ -81,15 +72,15 @@ class Trainer:
 
     async def order(self, what: str, order: Order) -> bool:
         """Was it done? What goes wrong is nothing to the one who ordered it: it may have been done all the same."""
-        process = self._pick()
+        process = self._world.pick()
         if process is None:
             return False
-        self._note(f"{what}, by way of {process.name}")
+        self._world.note(f"{what}, by way of {process.name}")
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await process.call(lambda: order(process), lambda _: None)
         except (AppError, Disconnected, TimeoutError) as error:
-            self._note(f"{what}: {type(error).__name__} {error}")
+            self._world.note(f"{what}: {type(error).__name__} {error}")
             return False
         return True
 
@@ -97,10 +88,10 @@ class Trainer:
 def pause(process: Process, name: str | None, lease_s: float, mode: Any = "abort") -> Coroutine[Any, Any, object]:
     """Shut the gate of an adapter, or of all."""
     if name is None:
-        return process.pauses.pause_fleet(mode, lease_s)
-    return process.pauses.pause_adapter(name, lease_s)
+        return process.service.pauses.pause_fleet(mode, lease_s)
+    return process.service.pauses.pause_adapter(name, lease_s)
 
 
 def resume(process: Process, name: str | None) -> Coroutine[Any, Any, object]:
     """Open it."""
-    return process.pauses.resume_fleet() if name is None else process.pauses.resume_adapter(name, None)
+    return process.service.pauses.resume_fleet() if name is None else process.service.pauses.resume_adapter(name, None)

@@ -15,17 +15,16 @@ from turnlog.parameters import ExportParameters, FeedParameters
 
 
 class AsyncTurnlog:
-    """A server of Turnlog's. Close it, or use it as a context manager.
+    """A Turnlog server. Close it, or use it as a context manager.
 
     base_url: its address; by default `TURNLOG_URL`, else http://127.0.0.1:8000.
-    token: the admin's, or a session's; by default `TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`.
-    retry_for_s: how long a request is tried again that failed for a reason which may pass, such as a server that is
-        being restarted.
+    token: the admin token, or a session's; by default `TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`.
+    retry_for_s: how long a request is retried after a temporary failure, such as the restart of a server.
     timeout_s: how long one reply may take.
-    proxy: the address of an HTTP proxy, also for the clients of `session.openai()`. Variables such as `HTTP_PROXY` are
-        not read.
+    proxy: the URL of an HTTP proxy, also for the clients of `session.openai()`. Variables such as `HTTP_PROXY` are not
+        read.
 
-    Raises ValueError for an address that is none, and a token that no header can hold.
+    Raises ValueError for an invalid address, and for a token that no header can hold.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class AsyncTurnlog:
         on_abort: Literal["return", "continue", "fail"] | None = None,
         parent_session_id: str | None = None,
     ) -> AsyncSession:
-        """A new session; what is None is left to the server. docs/api.md says what each does.
+        """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
 
-        The id is random unless given. The same id with the same fields gives the same session again. Raises Conflict
-        where the id is taken, InvalidRequest, Unavailable.
+        The id is random unless given. The same id with the same fields returns the same session again. Raises Conflict
+        if the id is in use, InvalidRequest, Unavailable.
         """
         given = {
             "session_id": session_id or uuid.uuid4().hex,
@@ -87,7 +86,7 @@ class AsyncTurnlog:
         return AsyncSession(self._transport, made["session_id"], made.get("token"))
 
     def attach(self, session_id: str, token: str | None = None) -> AsyncSession:
-        """A session that exists already; asks the server nothing. Raises ValueError for an id that none can have."""
+        """An existing session; sends no request. Raises ValueError for an invalid id."""
         return AsyncSession(self._transport, session_id, token)
 
     async def sessions(
@@ -109,14 +108,14 @@ class AsyncTurnlog:
         return await self._transport.read("GET", f"/groups/{segment(group_id)}")
 
     def export(self, **parameters: Unpack[ExportParameters]) -> AsyncExport:
-        """Training rows as they come."""
+        """Training rows as they arrive."""
         return AsyncExport(self._transport, ExportPlace(present(parameters)))
 
     async def hand_out(self, consumer: str, **parameters: Unpack[FeedParameters]) -> list[Object]:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
-        First those that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded` for
-        each other group that waits. With `new_only`, groups of a reply that was lost wait for the end of their lease.
+        First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
+        for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         """
         given = {**parameters, "consumer": consumer}
         once = parameters.get("new_only", False)
@@ -124,36 +123,36 @@ class AsyncTurnlog:
         return [decode(line) for line in reply.content.split(b"\n") if line]
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Object:
-        """Groups that are trained on, for good: which were `acknowledged`, `already`, `not_leased`, `unknown`."""
+        """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""
         body = {"consumer": consumer, "groups": list(group_ids)}
         return await self._transport.read("POST", "/export/groups/ack", body=body)
 
     async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> Object:
-        """Hold the adapter's turns back and abort its generations, until `resume_adapter` or the lease's end.
+        """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
 
-        Raises EnginesFailed: the gate is shut, but not every engine took the order.
+        Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
         """
         path = f"/adapters/{segment(name)}/pause"
         return await self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
 
     async def resume_adapter(self, name: str, *, version: str | None = None) -> Object:
-        """Let the adapter's turns go on; `version` is that of its weights now."""
+        """Let the adapter's turns proceed; `version` is the version of its weights from now on."""
         path = f"/adapters/{segment(name)}/resume"
         return await self._transport.read("POST", path, body=present({"version": version}))
 
     async def pause_fleet(
         self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
     ) -> Object:
-        """Hold all turns back and have every engine pause. Raises EnginesFailed: the gate is shut all the same."""
+        """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
         return await self._transport.read("POST", "/fleet/pause", body=body, slow=True)
 
     async def resume_fleet(self) -> Object:
-        """Have every engine go on, and let all turns pass. Raises EnginesFailed: the gate is open all the same."""
+        """Resume every engine and let all turns proceed. Raises EnginesFailed; the gate is open nevertheless."""
         return await self._transport.read("POST", "/fleet/resume", slow=True)
 
     async def aclose(self) -> None:
-        """Sessions stay as they are."""
+        """Close the connections; sessions stay as they are."""
         await self._transport.aclose()
 
     async def __aenter__(self) -> AsyncTurnlog:
@@ -166,9 +165,9 @@ class AsyncTurnlog:
 
 
 class AsyncExport:
-    """Rows of one export, each a dict; a connection that breaks costs no row and repeats none.
+    """The rows of one export as dicts. After a broken connection it resumes without a gap or a repetition.
 
-    Raises InvalidRequest while it is read, for a parameter or a cursor that the server does not take.
+    Reading raises InvalidRequest for an invalid parameter or cursor.
     """
 
     def __init__(self, transport: AsyncTransport, place: ExportPlace) -> None:
@@ -177,13 +176,13 @@ class AsyncExport:
 
     @property
     def cursor(self) -> str | None:
-        """Goes on behind the last row that was given."""
+        """Resumes after the last row returned."""
         return self._place.cursor
 
     @property
     def next_cursor(self) -> str | None:
-        """Goes on behind the whole export, with what has changed since it began. With `limit`: None until it is read
-        to its end."""
+        """Resumes after the whole export, with what has changed since it began. With `limit`: None until it has been
+        read to its end."""
         return self._place.next_cursor
 
     def __aiter__(self) -> AsyncIterator[Object]:

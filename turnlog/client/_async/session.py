@@ -1,15 +1,16 @@
-"""One session, as rollout code sees it."""
+"""One session, for rollout code."""
 
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import session_path
-from turnlog.client.lines import EventsPlace, Object
+from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 
@@ -17,14 +18,13 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 OPENAI_RETRIES = 5
-"""The SDK waits 0.5 s, then twice as long each time: 15 s in all, in which a server is back from a restart."""
+"""The SDK pauses 0.5 s, then twice as long each time: 15 s in all, enough for a server's restart."""
 
 
 class AsyncSession:
-    """Made by `AsyncTurnlog.create_session` and `attach`. As a context manager it closes the session at the end.
+    """Returned by `AsyncTurnlog.create_session` and `attach`. As a context manager it closes the session at the end.
 
-    token: the session's own, which may do nothing but what is this session's; None where the server wants none. It is
-        what an agent gets.
+    token: the session's own, for the agent; it permits only this session's routes. None if the server needs no token.
     """
 
     def __init__(self, transport: AsyncTransport, session_id: str, token: str | None) -> None:
@@ -35,14 +35,14 @@ class AsyncSession:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes."""
+        """The `base_url` of an OpenAI client."""
         return f"{self._transport.base_url}{self._path}/v1"
 
     def openai(self, **options: Any) -> AsyncOpenAI:
-        """An OpenAI client for this session; `options` are its own. The caller closes it.
+        """An OpenAI client for this session; `options` are the OpenAI client's. The caller closes it.
 
-        It uses the proxy that `AsyncTurnlog` was given, and none from the environment, unless `http_client` is given.
-        Raises ImportError where the package `openai` is missing.
+        It uses the proxy given to `AsyncTurnlog`, and none from the environment, unless `http_client` is given.
+        Raises ImportError without the package `openai`.
         """
         try:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -56,10 +56,11 @@ class AsyncSession:
     async def set_reward(
         self, reward: float, components: Mapping[str, float] | None = None, turn: int | None = None
     ) -> int:
-        """Of the session, or of one of its turns; the last one counts. Also after the close.
+        """Assign a reward to the session, or to one of its turns; it replaces an earlier one. Also possible after the
+        close.
 
-        Returns the number of the event. Raises ValueError for what is not finite, NotFound, InvalidRequest (no such
-        turn, more than 64 KiB).
+        Returns the event's number. Raises ValueError for a number that is not finite, NotFound, InvalidRequest (no
+        such turn, more than 64 KiB).
         """
         body: Object = {"reward": _finite(reward)}
         if components is not None:
@@ -71,9 +72,8 @@ class AsyncSession:
         return seq
 
     async def get(self) -> Object:
-        """`session_id`, `records` (a live turn each: its request as sent to the engine, the engine's reply),
-        `metadata` (what is so now) and `session` (what it was given when it was created). Raises NotFound,
-        SessionClosed."""
+        """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),
+        `metadata` (the current state) and `session` (the arguments of its creation). Raises NotFound, SessionClosed."""
         return await self._transport.read("GET", self._path, token=self.token)
 
     async def samples(self, max_seq_len: int | None = None) -> Samples:
@@ -84,21 +84,49 @@ class AsyncSession:
         return parse(response.content)
 
     def events(self, after: int = 0, *, follow: bool = False) -> AsyncIterator[Object]:
-        """The log behind the event `after`; with `follow` also what comes, until the session is erased.
+        """The events after number `after`; with `follow` also new ones, until the session is erased.
 
-        A connection that breaks leaves no gap and repeats nothing. Raises NotFound.
+        A broken connection causes no gap and no repetition. Raises NotFound.
         """
         return self._transport.lines(f"{self._path}/events", EventsPlace(after, follow), self.token)
 
+    async def fork(
+        self,
+        turn: int,
+        *,
+        count: int = 1,
+        group_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        parent_loss: bool = False,
+        key: str | None = None,
+    ) -> list[AsyncSession]:
+        """Create sessions that begin after committed turn `turn`, also of a closed session.
+
+        Arguments that are None are taken from this session. Its turns are in the new sessions' loss only with
+        `parent_loss`. The same `key` returns the same sessions again, also in another process; without a key each
+        call creates new ones. Needs the admin token. Raises NotFound, SessionClosed (erased), InvalidRequest.
+        """
+        given: Object = {
+            "turn": turn,
+            "count": count,
+            "group_id": group_id,
+            "metadata": None if metadata is None else dict(metadata),
+            "parent_loss": parent_loss,
+        }
+        made = await self._transport.read(
+            "POST", f"{self._path}/fork", body=present(given), key=key or uuid.uuid4().hex, slow=True
+        )
+        return [AsyncSession(self._transport, one["session_id"], one.get("token")) for one in made["sessions"]]
+
     async def close(self) -> None:
-        """No further turn; one in flight is aborted. A session that is closed already stays so. Raises NotFound."""
+        """Close the session; a turn in flight is aborted. Idempotent. Raises NotFound."""
         try:
             await self._transport.call("DELETE", self._path, token=self.token)
         except SessionClosed:
             return
 
     async def erase(self) -> None:
-        """Close it and delete its content for good. Raises NotFound."""
+        """Close the session and delete its content for good. Raises NotFound."""
         await self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self.token, slow=True)
 
     async def __aenter__(self) -> AsyncSession:
@@ -111,7 +139,7 @@ class AsyncSession:
 
 
 def _finite(number: float) -> float:
-    """Also of a numpy scalar or a tensor of one number. Raises ValueError."""
+    """A finite number, also from a numpy scalar or a one-element tensor. Raises ValueError."""
     found = float(number)
     if not math.isfinite(found):
         raise ValueError(f"a reward must be finite, not {found}")

@@ -1,4 +1,4 @@
-"""Requests to one server, tried again where that can help."""
+"""Requests to one server, with retries."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from turnlog.errors import TurnlogError, Unreachable, refusal
 
 CONNECT_S = 5.0
 SILENCE_S = 60.0
-"""After which a log that is followed and says nothing is asked for anew: its connection may be dead."""
+"""A followed log that is silent for this long is requested again, because its connection may be dead."""
 
 SLOW_S = 600.0
-"""For what may take long: erasing a large session, aborting a fleet's generations, making an export's first row."""
+"""Timeout of slow requests: erasing a large session, aborting a fleet's generations, an export's first row."""
 
 
 class AsyncTransport:
-    """`token` goes with every request that brings none of its own; `proxy` is the address of one that all of them take.
+    """`token` is sent with every request that has none of its own; `proxy` is the proxy's URL.
 
-    Without `waits_for_start`, a server that has never answered is not asked again.
+    Without `waits_for_start`, a server that has never answered is not retried.
     Raises ValueError for an invalid address, token or proxy.
     """
 
@@ -48,10 +48,10 @@ class AsyncTransport:
         self.proxy = proxy
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=100),
-            # Not by HTTP_PROXY: prompts and tokens go to the server alone, and to a proxy only where one is asked for.
+            # HTTP_PROXY is not read: prompts and tokens go only to the server, or to a proxy that was asked for.
             trust_env=False,
             proxy=proxy,
-            # To read the machine's certificates takes a tenth of a second.
+            # Loading the machine's certificates takes 0.1 s.
             verify=self.base_url.startswith("https:"),
         )
 
@@ -68,9 +68,10 @@ class AsyncTransport:
         token: str | None = None,
         slow: bool = False,
         once: bool = False,
+        key: str | None = None,
     ) -> httpx.Response:
-        """A reply that is a success. Parameters that are None are left out. With `once` nothing is sent again that may
-        have arrived.
+        """Send a request and return the successful reply. Parameters that are None are left out. `once`: do not repeat
+        a request that may have arrived. `key` is sent as `Idempotency-Key`.
 
         Raises TurnlogError.
         """
@@ -82,7 +83,7 @@ class AsyncTransport:
                     self.base_url + path,
                     json=None if body is None else dict(body),
                     params=present(parameters or {}),
-                    headers=self._headers(token),
+                    headers=self._headers(token) | ({} if key is None else {"idempotency-key": key}),
                     timeout=self._timeout(SLOW_S if slow else self._timeout_s),
                 )
                 self._may_be_starting = True
@@ -97,7 +98,7 @@ class AsyncTransport:
                 await self._pause(waits, error, None)
 
     async def read(self, method: str, path: str, **options: Any) -> Object:
-        """The reply's JSON object. Options as `call`'s. Raises TurnlogError."""
+        """The reply's JSON object. Options as in `call`. Raises TurnlogError."""
         response = await self.call(method, path, **options)
         return decode(response.content)
 
@@ -105,7 +106,7 @@ class AsyncTransport:
     async def stream(
         self, path: str, parameters: Mapping[str, Any], *, token: str | None = None, silence_s: float = SLOW_S
     ) -> AsyncIterator[httpx.Response]:
-        """A reply to a GET that is read piece by piece, with at most so many seconds between two. It is sent once.
+        """The reply to a GET, to be read piece by piece; the timeout is the longest pause between two. Sent once.
 
         Raises TurnlogError, also while it is read.
         """
@@ -125,7 +126,7 @@ class AsyncTransport:
             raise self._unreachable(cause) from cause
 
     async def lines(self, path: str, place: Place, token: str | None = None) -> AsyncIterator[Object]:
-        """The objects of a reply of lines; where it breaks off, it is asked for again from that place.
+        """The objects of a reply of lines; after a broken connection it is requested again from that place.
 
         Raises TurnlogError.
         """
@@ -151,7 +152,7 @@ class AsyncTransport:
             await self._pause(waits, error, error.__cause__)
 
     async def _pause(self, waits: Waits, error: TurnlogError, cause: BaseException | None) -> None:
-        """Raises the error where another try cannot help."""
+        """Raises the error if another attempt cannot help."""
         is_worth_it = self._may_be_starting or not isinstance(error, Unreachable)
         wait_s = waits.after(error) if is_worth_it else None
         if wait_s is None:

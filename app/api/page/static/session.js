@@ -6,7 +6,7 @@ import { copyButton } from "./copy.js";
 import { badge, folded, h, message, replace } from "./dom.js";
 import { EventLog } from "./events.js";
 import { clock, count, since } from "./format.js";
-import { groupHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { groupHref, sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
 import { View } from "./view.js";
@@ -185,7 +185,7 @@ export class SessionView extends View {
 }
 
 /** @param {Session} session @returns {Child} */
-function facts({ config, turns, affinity, reward, created_at, closed_at }) {
+function facts({ config, fork, turns, affinity, reward, created_at, closed_at }) {
   const live = turns.filter((turn) => turn.live);
   const newest = live.at(-1);
   const engine = affinity?.engine ?? newest?.engine;
@@ -200,6 +200,13 @@ function facts({ config, turns, affinity, reward, created_at, closed_at }) {
       segments > 1 && `, ${segments} segments`,
       discarded > 0 && [" ", badge(`${count(discarded)} rolled back`, "warn")],
     ),
+    fork != null &&
+      fact(
+        "Forked from",
+        h("a", { href: sessionHref(fork.session, { turn: fork.turn }) }, named(fork.session)),
+        ` after turn ${fork.turn}`,
+        !fork.loss && h("span", { class: "note" }, " its turns are context"),
+      ),
     fact("Reward", reward ? rewardParts(reward) : "none"),
     config.group_id != null &&
       fact(

@@ -1,4 +1,4 @@
-"""Who may come in, by how many file descriptors are left."""
+"""Which connections are accepted, by the number of free file descriptors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from app.api.connection_limit import LEAST_RESERVE, MOST_RESERVE, TELL_EVERY_S, ConnectionLimit
+from app.api.connection_limit import LOG_EVERY_S, MAX_RESERVE, MIN_RESERVE, ConnectionLimit
 
 
 class Clock:
@@ -34,12 +34,12 @@ def test_it_takes_what_the_system_allows(limited: dict[str, tuple[int, int]]) ->
     assert limited["limit"] == (1 << 20, resource.RLIM_INFINITY)
 
 
-@pytest.mark.parametrize(("limit", "reserve"), [(64, LEAST_RESERVE), (1024, 128), (1 << 16, MOST_RESERVE)])
+@pytest.mark.parametrize(("limit", "reserve"), [(64, MIN_RESERVE), (1024, 128), (1 << 16, MAX_RESERVE)])
 def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limit: int, reserve: int) -> None:
     limited["limit"] = (limit, limit)
-    doorway = ConnectionLimit(Clock())
-    doorway.open()
-    for descriptor, room in (
+    connections = ConnectionLimit(Clock())
+    connections.open()
+    for descriptor, capacity in (
         (5, "free"),
         (limit - reserve - 1, "free"),
         (limit - reserve, "scarce"),
@@ -47,21 +47,21 @@ def test_the_last_descriptors_are_kept(limited: dict[str, tuple[int, int]], limi
         (limit - reserve // 2, "none"),
         (limit - 1, "none"),
     ):
-        assert doorway.room(descriptor) == room, descriptor
+        assert connections.capacity(descriptor) == capacity, descriptor
 
 
 def test_it_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    doorway = ConnectionLimit(clock)
+    connections = ConnectionLimit(clock)
     with caplog.at_level(logging.WARNING, "turnlog.connections"):
         for _ in range(5):
-            doorway.refuse()
-        clock.now += TELL_EVERY_S
-        doorway.refuse()
-        doorway.refuse()
+            connections.refuse()
+        clock.now += LOG_EVERY_S
+        connections.refuse()
+        connections.refuse()
     said = [record.getMessage() for record in caplog.records]
     assert [line.split(" connections")[0] for line in said] == [
         "out of file descriptors: 1",
         "out of file descriptors: 5",
     ]
-    assert doorway.refused == 7
+    assert connections.refused == 7

@@ -1,0 +1,187 @@
+"""Decides the log of a fork: a new session that begins after a turn of another one.
+
+The turns from the root to that turn are copied in order and renumbered, as are their blobs. A copied turn's fence is
+its own `seq`, so no later claim can have it; the keys of its replay chunks use that fence. From then on a fork is an
+ordinary session, except that its copied turns may be excluded from the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from app.domain import retention
+from app.domain.events import (
+    BlobRef,
+    ChunkRef,
+    Event,
+    ForkRef,
+    Recorded,
+    SessionConfig,
+    SessionCreated,
+    TurnCommitted,
+    UnknownEvent,
+)
+from app.domain.session import Session, apply, fold
+from app.errors import NotFound, SessionClosed
+
+ChunkKey = tuple[int, int]
+"""The fence of the turn that brought a chunk, and the chunk's number."""
+
+
+class Forked(msgspec.Struct, frozen=True):
+    """The log of a fork, and the places of its content in the source.
+
+    `turns`, `blobs` and `chunks` map the fork's numbers and keys to the source's; `chunks` are those that a readable
+    payload needs.
+    """
+
+    events: Sequence[Event]
+    turns: Mapping[int, int]
+    blobs: Mapping[int, int]
+    chunks: Mapping[ChunkKey, ChunkKey]
+
+    @property
+    def created(self) -> SessionCreated:
+        first = self.events[0]
+        assert isinstance(first, SessionCreated)
+        return first
+
+    @property
+    def copied(self) -> list[TurnCommitted]:
+        return [event for event in self.events if isinstance(event, TurnCommitted)]
+
+    @property
+    def freed(self) -> Iterator[tuple[str, ChunkRef]]:
+        """The copied turns' chunks, with their kinds, that no readable payload needs."""
+        for event in self.copied:
+            for payload in event.payloads:
+                for chunk in payload.chunks:
+                    if (chunk.fence, chunk.number) not in self.chunks:
+                        yield payload.kind, chunk
+
+
+def config_of_fork(source: Session, group_id: str | None) -> SessionConfig:
+    """The fork's configuration is the source's. A fork is a rollout of its own, so it has no parent and no attempt
+    number."""
+    return msgspec.structs.replace(
+        source.config, group_id=group_id or source.config.group_id, attempt=None, parent=None
+    )
+
+
+def fork(
+    source: Session,
+    log: Sequence[Recorded],
+    turn: int,
+    *,
+    config: SessionConfig,
+    body_hash: str,
+    metadata: BlobRef | None,
+    loss: bool,
+) -> Forked:
+    """Fork `source` after its committed turn `turn`, live or rolled back; `log` is the source's whole log.
+
+    `metadata` None: the source's. Raises SessionClosed (erased), NotFound (no such turn), UnknownEvent (a turn refers
+    to content that its chain does not have).
+    """
+    _require_turn(source, turn)
+    events = {one.event.turn: one.event for one in log if isinstance(one.event, TurnCommitted)}
+    chain = [events[number] for number in line_of(source, turn)]
+    ref = ForkRef(source.session_id, turn, len(chain), loss)
+    own = metadata or source.metadata
+    copies = _Copies(chain, _blobs(log), 0 if own is None else 1)
+    created = SessionCreated(config, body_hash, own, ref)
+    new: list[Event] = [created, *(copies.of(event) for event in chain)]
+    session = fold(source.session_id, (Recorded(seq, 0.0, event) for seq, event in enumerate(new, 1)))
+    assert session is not None
+    lost = [place for place, event in enumerate(chain, 1) if event.payloads and event.turn not in source.payloads]
+    tombstoned = retention.tombstones_of_fork(session, lost)
+    if tombstoned is not None:
+        new.append(tombstoned)
+        session = apply(session, Recorded(len(new), 0.0, tombstoned), source.session_id)
+    back = {new_fence: old for old, new_fence in copies.fences.items()}
+    needed = {
+        (chunk.fence, chunk.number)
+        for payloads in session.payloads.values()
+        for payload in payloads
+        for chunk in payload.chunks
+    }
+    blobs = {new_number: old for old, new_number in copies.blobs.items()}
+    if metadata is None and source.metadata is not None:
+        blobs[source.metadata.number] = source.metadata.number
+    return Forked(
+        events=new,
+        turns={place: event.turn for place, event in enumerate(chain, 1)},
+        blobs=blobs,
+        chunks={key: (back[key[0]], key[1]) for key in sorted(needed)},
+    )
+
+
+def line_of(session: Session, turn: int) -> list[int]:
+    """The turns from the root to `turn`."""
+    line = []
+    while turn:
+        line.append(turn)
+        turn = session.turn(turn).parent
+    return line[::-1]
+
+
+def _require_turn(source: Session, turn: int) -> None:
+    if source.status == "erased":
+        raise SessionClosed(f"session {source.session_id} is erased")
+    if not 1 <= turn <= len(source.turns):
+        raise NotFound(f"turn {turn} is not committed; session {source.session_id} has {len(source.turns)}")
+
+
+def _blobs(log: Iterable[Recorded]) -> dict[int, BlobRef]:
+    """All blobs of the session's turns, by number."""
+    events = (one.event for one in log if isinstance(one.event, TurnCommitted))
+    return {ref.number: ref for event in events for ref in event.new_blobs}
+
+
+class _Copies:
+    """Makes the copies of a chain of turns. `fences` and `blobs` map the source's numbers to the new ones."""
+
+    def __init__(self, chain: Sequence[TurnCommitted], known: Mapping[int, BlobRef], first_blob: int) -> None:
+        self._numbers = {0: 0} | {event.turn: place for place, event in enumerate(chain, 1)}
+        self._known = known
+        self._next_blob = first_blob
+        self.fences = {event.fence: place + 1 for place, event in enumerate(chain, 1)}
+        self.blobs: dict[int, int] = {}
+
+    def of(self, event: TurnCommitted) -> TurnCommitted:
+        """A copied turn. It has no retry key and an empty body hash: no client sent its request to the fork, so no
+        retry can match it."""
+        new: list[BlobRef] = []
+        return msgspec.structs.replace(
+            event,
+            turn=self._numbers[event.turn],
+            parent=self._numbers[event.parent],
+            fence=self.fences[event.fence],
+            params=self._blob(event.params, new),
+            tools=None if event.tools is None else self._blob(event.tools, new),
+            new_blobs=tuple(new),
+            retry_key=None,
+            body_hash="",
+            payloads=tuple(
+                msgspec.structs.replace(payload, chunks=tuple(map(self._chunk, payload.chunks)))
+                for payload in event.payloads
+            ),
+        )
+
+    def _blob(self, number: int, new: list[BlobRef]) -> int:
+        """The fork's number of a blob; the first turn that refers to it brings it. Raises UnknownEvent."""
+        if number not in self.blobs:
+            if number not in self._known:
+                raise UnknownEvent(f"a turn names blob {number}, which the log does not have")
+            self.blobs[number] = self._next_blob
+            new.append(msgspec.structs.replace(self._known[number], number=self._next_blob))
+            self._next_blob += 1
+        return self.blobs[number]
+
+    def _chunk(self, chunk: ChunkRef) -> ChunkRef:
+        """Raises UnknownEvent."""
+        if chunk.fence not in self.fences:
+            raise UnknownEvent(f"a turn brought chunk {chunk.number} of fence {chunk.fence}, which is not its line's")
+        return msgspec.structs.replace(chunk, fence=self.fences[chunk.fence])

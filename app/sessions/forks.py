@@ -1,0 +1,131 @@
+"""Creates forks: new sessions that begin after a turn of another one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain.events import BlobRef, BlobsTombstoned, ForkRef, Recorded, UnknownEvent
+from app.domain.fork import Forked, config_of_fork, fork
+from app.domain.session import Session, fold
+from app.errors import (
+    IdempotencyMismatch,
+    Overloaded,
+    SessionEnded,
+    SessionNotFound,
+    SessionUnreadable,
+    StoreFull,
+)
+from app.sessions.lifecycle import Clock, Sessions, refusal
+from app.store import reads
+from app.store.log import Refused, StoredBlob
+from app.store.log_fork import Fork, Source, read_source
+from app.store.log_sessions import Existing
+from app.store.log_turns import Stale
+from app.store.ports import Database, Writer
+from workers import codec
+
+TRIES = 20
+"""Attempts to decide a fork while the source keeps tombstoning payloads."""
+
+
+class ForkOrder(msgspec.Struct, frozen=True):
+    """A client's request for forks. None: as in the source. `loss`: the copied turns are in the forks' loss too."""
+
+    source: str
+    turn: int
+    group_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    loss: bool = False
+
+
+class _Decided(msgspec.Struct, frozen=True):
+    """The source's log. `tombstone` is its newest tombstone event."""
+
+    forked: Forked
+    tombstone: int
+
+
+class Forks:
+    def __init__(self, database: Database, writer: Writer, sessions: Sessions, clock: Clock) -> None:
+        self._database = database
+        self._writer = writer
+        self._sessions = sessions
+        self._clock = clock
+
+    async def fork(self, order: ForkOrder, fork_ids: Sequence[str]) -> None:
+        """Create a session for each of these ids, each in one transaction; idempotent for the same ids and order.
+
+        Raises SessionNotFound, SessionClosed (the source is erased), NotFound (no such turn), IdempotencyMismatch (an
+        id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded.
+        """
+        if self._sessions.is_full:
+            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
+        blob = _metadata(order)
+        decided: _Decided | None = None
+        for fork_id in fork_ids:
+            for _ in range(TRIES):
+                decided = decided or await self._decide(order, blob)
+                if await self._write(order, fork_id, decided, blob):
+                    break
+                decided = None
+            else:
+                raise Overloaded(f"session {order.source} changed with every try to fork it")
+            reach("after_fork")
+
+    async def _decide(self, order: ForkOrder, blob: StoredBlob | None) -> _Decided:
+        found = await self._database.read(
+            partial(read_source, session_id=order.source), one_moment=True, session_id=order.source
+        )
+        return await asyncio.to_thread(_decided, order, found, blob)
+
+    async def _write(self, order: ForkOrder, fork_id: str, decided: _Decided, blob: StoredBlob | None) -> bool:
+        """Create one fork; False if the source has changed and the fork must be decided again."""
+        forked = decided.forked
+        outcome = await self._writer.submit(Fork(order.source, fork_id, self._clock(), forked, blob, decided.tombstone))
+        if isinstance(outcome, Refused):
+            raise refusal(order.source, outcome.status)
+        if isinstance(outcome, Existing):
+            if outcome.body_hash != forked.created.body_hash:
+                raise IdempotencyMismatch("the idempotency key was used with another fork of this session")
+            if outcome.status != "open":
+                raise SessionEnded(f"session {fork_id} is {outcome.status}; an id is never used again")
+        return not isinstance(outcome, Stale)
+
+
+def _metadata(order: ForkOrder) -> StoredBlob | None:
+    if order.metadata is None:
+        return None
+    raw = msgspec.json.encode(order.metadata)
+    return StoredBlob(0, "metadata", len(raw), hashlib.sha256(raw).hexdigest(), codec.compress(raw))
+
+
+def _decided(order: ForkOrder, found: Source, blob: StoredBlob | None) -> _Decided:
+    """Decide the fork from the source's log. Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
+    try:
+        log = reads.decode_events(found.log)
+        source = fold(order.source, log)
+        if source is None:
+            raise SessionNotFound(f"session {order.source} does not exist")
+        forked = _forked(order, source, log, blob)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {order.source}: {error}") from error
+    lacking = found.lacks(forked)
+    if lacking is not None:
+        raise SessionUnreadable(f"session {order.source}: {lacking}")
+    tombstones = (one.seq for one in log if isinstance(one.event, BlobsTombstoned))
+    return _Decided(forked, max(tombstones, default=0))
+
+
+def _forked(order: ForkOrder, source: Session, log: Sequence[Recorded], blob: StoredBlob | None) -> Forked:
+    config = config_of_fork(source, order.group_id)
+    metadata = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
+    given = [config, order.metadata, ForkRef(order.source, order.turn, 0, order.loss)]
+    body_hash = hashlib.sha256(msgspec.json.encode(given, order="sorted")).hexdigest()[:32]
+    return fork(source, log, order.turn, config=config, body_hash=body_hash, metadata=metadata, loss=order.loss)

@@ -1,0 +1,210 @@
+"""The operation that creates a fork; its content is copied inside the database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+from sqlalchemy import BigInteger, Connection, Integer, bindparam, insert, select
+from sqlalchemy.sql import Executable
+
+from app.crash_points import reach
+from app.domain.events import BlobsTombstoned
+from app.domain.fork import Forked
+from app.domain.groups import largest_version
+from app.store import reads, rollouts
+from app.store import statements as sql
+from app.store.dialect import Parameters, Tx
+from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row
+from app.store.log_sessions import Existing
+from app.store.log_turns import Stale
+from app.store.reads import ChunkKey, EventRow
+from app.store.schema import SESSION_ID, blobs, chunks, events, turns
+
+AT_ONCE = 64
+"""Content copied by one statement, about 1 MiB, so that the database answers in time."""
+
+MOST_BYTES = 64 << 20
+"""The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
+
+
+class Fork(BaseOperation, frozen=True):
+    """Create session `fork_id` with the log `forked`, a copy of turns of `session_id`, whose row is locked meanwhile.
+
+    Returns only the creation event, so that copied turns are not counted as taken. Nothing is written if it returns
+    Existing (the id is in use), Refused (the source does not exist or is erased), or Stale (payloads that it would copy
+    were tombstoned after event `tombstone`).
+    """
+
+    session_id: str
+    fork_id: str
+    at: float
+    forked: Forked
+    metadata: StoredBlob | None
+    tombstone: int
+
+    @property
+    def size(self) -> int:
+        """Large enough for a batch of its own, and small enough to leave room in the queue; the content is never in
+        memory."""
+        tokens = sum(event.suffix_tokens + event.output_tokens for event in self.forked.copied)
+        chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
+        return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)
+
+    def apply(self, tx: Tx) -> Appended | Existing | Refused | Stale:
+        taken = tx.one(sql.head, {"sid": self.fork_id})
+        if taken is not None:
+            return Existing(taken[1], taken[3])
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        source = tx.one(sql.head, {"sid": self.session_id})
+        if source is None or source[1] == "erased":
+            return Refused(None if source is None else source[1])
+        if self.forked.chunks and self._newest_tombstone(tx) != self.tombstone:
+            return Stale()
+        tx.insert(sql.insert_session, [self._head_row()])
+        rollouts.adopt(tx, self.fork_id, None)
+        rollouts.note(tx, self.forked.created.config.group_id)
+        self._copy(tx)
+        appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
+        reach("in_fork")
+        return Appended(appended.events[:1])
+
+    def _newest_tombstone(self, tx: Tx) -> int:
+        row = tx.one(_newest_tombstone, {"sid": self.session_id})
+        return 0 if row is None else row[0]
+
+    def _copy(self, tx: Tx) -> None:
+        forked = self.forked
+        own = {"fork_id": self.fork_id, "sid": self.session_id}
+        _run_in_parts(
+            tx,
+            _copy_turn,
+            (
+                {**own, "as_turn": event.turn, "as_parent": event.parent, "old": forked.turns[event.turn]}
+                for event in forked.copied
+            ),
+        )
+        _run_in_parts(tx, _copy_blob, ({**own, "as_number": new, "old": old} for new, old in forked.blobs.items()))
+        if self.metadata is not None:
+            tx.insert(sql.insert_blob, [blob_row(self.fork_id, self.metadata)])
+        _run_in_parts(
+            tx,
+            _copy_chunk,
+            ({**own, "as_fence": key[0], "fenced": old[0], "place": old[1]} for key, old in forked.chunks.items()),
+        )
+        tx.insert(sql.insert_chunk, list(self._tombstones()))
+
+    def _head_row(self) -> dict[str, Any]:
+        created, copied = self.forked.created, self.forked.copied
+        versions = (version for event in copied if (version := largest_version(event)) is not None)
+        return {
+            "session_id": self.fork_id,
+            "version": len(self.forked.events),
+            "status": "open",
+            "open_turns": 0,
+            "turns": len(copied),
+            "group_id": created.config.group_id,
+            "created_at": self.at,
+            "updated_at": self.at,
+            "body_hash": created.body_hash,
+            "attempt": created.config.attempt,
+            "weight_version": max(versions, default=None),
+            "engine": copied[-1].engine,
+            "root_id": None,
+        }
+
+    def _tombstones(self) -> Iterator[dict[str, Any]]:
+        by = len(self.forked.events)
+        for kind, chunk in self.forked.freed:
+            yield {
+                "session_id": self.fork_id,
+                "fence": chunk.fence,
+                "number": chunk.number,
+                "kind": kind,
+                "size": chunk.size,
+                "hash": chunk.hash,
+                "tombstoned_by": by,
+            }
+
+
+def _run_in_parts(tx: Tx, statement: Executable, parameters: Iterable[Parameters]) -> None:
+    left = iter(parameters)
+    while part := list(islice(left, AT_ONCE)):
+        tx.run_all(statement, part)
+
+
+_sid = bindparam("sid", type_=SESSION_ID)
+_fork_id = bindparam("fork_id", type_=SESSION_ID)
+
+_copy_turn = insert(turns).from_select(
+    ["session_id", "turn", "parent_turn", "segment", "choice_index", "protocol", "facts", "wire"],
+    select(
+        _fork_id,
+        bindparam("as_turn", type_=Integer),
+        bindparam("as_parent", type_=Integer),
+        turns.c.segment,
+        turns.c.choice_index,
+        turns.c.protocol,
+        turns.c.facts,
+        turns.c.wire,
+    ).where(turns.c.session_id == _sid, turns.c.turn == bindparam("old")),
+)
+_copy_blob = insert(blobs).from_select(
+    ["session_id", "number", "kind", "size", "hash", "data"],
+    select(
+        _fork_id, bindparam("as_number", type_=Integer), blobs.c.kind, blobs.c.size, blobs.c.hash, blobs.c.data
+    ).where(blobs.c.session_id == _sid, blobs.c.number == bindparam("old")),
+)
+_copy_chunk = insert(chunks).from_select(
+    ["session_id", "fence", "number", "kind", "size", "hash", "data"],
+    select(
+        _fork_id,
+        bindparam("as_fence", type_=BigInteger),
+        chunks.c.number,
+        chunks.c.kind,
+        chunks.c.size,
+        chunks.c.hash,
+        chunks.c.data,
+    ).where(chunks.c.session_id == _sid, chunks.c.fence == bindparam("fenced"), chunks.c.number == bindparam("place")),
+)
+_newest_tombstone = (
+    select(events.c.seq)
+    .where(events.c.session_id == _sid, events.c.type == BlobsTombstoned.__name__)
+    .order_by(events.c.seq.desc())
+    .limit(1)
+)
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A session's whole log, and which of its content exists."""
+
+    log: Sequence[EventRow]
+    turns: frozenset[int]
+    blobs: frozenset[int]
+    chunks: frozenset[ChunkKey]
+
+    def lacks(self, forked: Forked) -> str | None:
+        """The content that a fork needs and the source does not have."""
+        needed = (
+            ("turns", set(forked.turns.values()) - self.turns),
+            ("blobs", set(forked.blobs.values()) - self.blobs),
+            ("chunks", set(forked.chunks.values()) - self.chunks),
+        )
+        return next((f"{name} {sorted(missing)[:5]} are not there" for name, missing in needed if missing), None)
+
+
+def read_source(connection: Connection, session_id: str) -> Source:
+    """Read the log without content."""
+    whole = select(turns.c.turn).where(
+        turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
+    )
+    kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
+    live = select(chunks.c.fence, chunks.c.number).where(chunks.c.session_id == session_id, chunks.c.data.is_not(None))
+    return Source(
+        reads.event_rows(connection, session_id),
+        frozenset(connection.execute(whole).scalars()),
+        frozenset(connection.execute(kept).scalars()),
+        frozenset((row[0], row[1]) for row in connection.execute(live)),
+    )

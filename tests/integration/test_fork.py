@@ -1,0 +1,361 @@
+"""Forks: sessions that begin after a turn of another one, and go on like any other."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.places import Places
+from integration.routing import BOTH, KINDS, problems
+from integration.stand import WEATHER, Stand, Talk, error_of, serving, until, user
+from integration.tito import sent_ids
+from ops.simulator.process import SimulatorProcess
+from turnlog.client.samples import parse
+
+
+@pytest.fixture(scope="module")
+def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
+    with serving(places.new("fork"), sglang.base_url, environment=environment) as made:
+        yield made
+        assert problems(made) == []
+
+
+def ask(stand: Stand, source: Talk, *, key: str | None = None, **body: Any) -> httpx.Response:
+    headers = {} if key is None else {"idempotency-key": key}
+    return stand.http.post(f"{source.path}/fork", json=body, headers=headers)
+
+
+def forks(stand: Stand, source: Talk, **body: Any) -> list[Talk]:
+    """The new sessions, each with the history that its client knows."""
+    response = ask(stand, source, **body)
+    assert response.status_code == 200, response.text
+    made = response.json()["sessions"]
+    assert [one["base_url"] for one in made] == [f"/sessions/{one['session_id']}/v1" for one in made]
+    return [stand.known(one["session_id"]) for one in made]
+
+
+def said(stand: Stand, *texts: str, **body: Any) -> Talk:
+    """A session with a turn for each text, with tools."""
+    talk = stand.talk(**body)
+    for text in texts:
+        say(talk, text)
+    return talk
+
+
+def say(talk: Talk, text: str) -> None:
+    talk.say(text, tools=[WEATHER], sim={"tool_calls": False})
+
+
+def go_on(fork: Talk, source: Talk, turn: int, text: str) -> None:
+    """The fork's next turn, by a client that knows the source's first `turn` turns."""
+    fork.messages = source.messages[: 2 * turn]
+    say(fork, text)
+
+
+FOUR = ("One", "Two", "Three", "Four")
+
+
+def test_forks_begin_with_their_parents_tokens_and_train_only_their_own(used: Stand) -> None:
+    source = said(used, *FOUR, group_id=(group := uuid.uuid4().hex), attempt=3, metadata={"task": 1})
+    [before] = source.rows(replay="true")
+    made = forks(used, source, turn=2, count=2)
+    for nth, fork in enumerate(made):
+        go_on(fork, source, 2, f"Another way {nth}")
+    [row] = source.rows(replay="true")
+    assert row == {**before, "cursor": row["cursor"], "as_of_seq": row["as_of_seq"]}
+    start = row["turns"][1]["end"]
+    assert row["loss_mask"] == row["sampled_mask"]
+    for fork in made:
+        [own] = fork.rows(replay="true")
+        for name in ("tokens", "logprobs", "sampled_mask", "weight_versions"):
+            assert own[name][:start] == row[name][:start], name
+        assert not any(own["loss_mask"][:start])
+        assert own["loss_mask"][start:] == own["sampled_mask"][start:]
+        assert sum(own["loss_mask"]) == fork.committed()[2]["output_tokens"] > 0
+        assert own["turns"][:2] == row["turns"][:2]
+        assert (own["prompt_length"], own["segment"]) == (row["prompt_length"], 0)
+        assert fork.committed()[2]["base_tokens"] == start
+        names = ("group_id", "attempt", "metadata", "rollout_id", "parent_session_id")
+        assert [own[name] for name in names] == [group, None, {"task": 1}, fork.id, None]
+        [trained] = fork.rows(shape="slime")
+        assert trained["loss_mask"] == own["loss_mask"][own["prompt_length"] :]
+        for mine, theirs in zip(fork.state()["records"], source.state()["records"][:2], strict=False):
+            assert (mine["request"], mine["turn"]) == (theirs["request"], theirs["turn"])
+        assert fork.state()["session"]["forked_from"] == {
+            "session_id": source.id,
+            "turn": 2,
+            "parent_loss": False,
+        }
+    assert "forked_from" not in source.state()["session"]
+
+
+def test_with_parent_loss_the_copied_turns_are_trained_too(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2, parent_loss=True, metadata={"snapshot": "s-1"}, group_id="other")
+    [own], [row] = fork.rows(), source.rows()
+    assert own["loss_mask"] == own["sampled_mask"] == row["loss_mask"]
+    assert (own["metadata"], own["group_id"]) == ({"snapshot": "s-1"}, "other")
+    assert len(fork.rows(shape="slime")) == 1
+
+
+def test_a_row_that_only_repeats_is_in_no_trainers_file(used: Stand) -> None:
+    source = said(used, "One")
+    [fork] = forks(used, source, turn=1)
+    assert fork.rows(shape="slime") == []
+    [told] = fork.rows(shape="slime", explain="true")
+    assert told["excluded"] == "every sampled token is in another session's loss"
+    assert not any(fork.rows()[0]["loss_mask"])
+
+
+def test_each_sampled_token_is_in_one_rows_loss_through_forks_of_forks(used: Stand) -> None:
+    source = said(used, *FOUR)
+    members, sampled = [source], sum(event["output_tokens"] for event in source.committed())
+    for turn, parent in ((3, source), (2, source)):
+        for fork in forks(used, parent, turn=turn, count=2):
+            go_on(fork, parent, turn, "Else")
+            members.append(fork)
+            sampled += fork.committed()[-1]["output_tokens"]
+    [child] = forks(used, members[1], turn=4)
+    go_on(child, members[1], 4, "On")
+    sampled += child.committed()[-1]["output_tokens"]
+    rows = [row for talk in [*members, child] for row in talk.rows()]
+    assert len(rows) == 6
+    assert sum(sum(row["loss_mask"]) for row in rows) == sampled
+    assert child.rows()[0]["tokens"][: len(members[1].rows()[0]["tokens"])] == members[1].rows()[0]["tokens"]
+
+
+@pytest.mark.parametrize("turn", [1, 2, 3])
+def test_replay_rows_are_those_that_the_source_can_still_read(used: Stand, turn: int) -> None:
+    """The window is 1: the source keeps the payloads of its turns 2 and 3."""
+    source = said(used, "One", "Two", "Three")
+    kept = [event for event in used.http.get(f"{source.path}/events").text.splitlines() if "Tombstoned" in event]
+    assert len(kept) == 1
+    [fork] = forks(used, source, turn=turn)
+    [own], [row] = fork.rows(replay="true"), source.rows(replay="true")
+    if turn == 1:
+        assert (own["routed_experts"], own["tombstoned"]) == (None, list(KINDS))
+    else:
+        assert own["tombstoned"] == []
+        bytes_each = len(base64.b64decode(row["routed_experts"])) // row["rows"]
+        theirs = base64.b64decode(row["routed_experts"])[: own["rows"] * bytes_each]
+        assert base64.b64decode(own["routed_experts"]) == theirs
+        assert own["rows"] == len(own["tokens"]) - 1 - own["row_start"]
+    go_on(fork, source, turn, "On")
+    [later] = fork.rows(replay="true")
+    assert later["rows"] == len(later["tokens"]) - 1 - later["row_start"]
+
+
+def test_a_rolled_back_turn_can_be_forked_from(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    kept = list(source.messages)
+    source.messages = kept[:2]
+    say(source, "Two, otherwise")
+    [fork] = forks(used, source, turn=2)
+    assert fork.rows()[0]["turns"][1]["turn"] == 2
+    fork.messages = kept
+    say(fork, "Three")
+    assert [message["content"] for message in fork.rows()[0]["messages"]][:4] == [one["content"] for one in kept]
+    [later] = forks(used, source, turn=3)
+    assert [event["turn"] for event in later.committed()] == [1, 2]
+    assert later.rows()[0]["tokens"] == source.rows()[0]["tokens"]
+
+
+def test_a_fork_rolls_back_and_diverges_as_any_session(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2)
+    fork.messages = source.messages[:2]
+    reply = fork.chat([*fork.messages, user("Two, otherwise")], tools=[WEATHER], sim={"tool_calls": False})
+    assert (reply.status_code, reply.headers["x-turnlog-rolled-back"]) == (200, "1")
+    assert error_of(fork.chat([user("Nothing of this")]))[1] == "history_mismatch"
+    [excluded] = [row for row in fork.rows(explain="true") if row.get("excluded")]
+    assert (excluded["turn"], excluded["excluded"]) == (2, "rolled back")
+
+
+def test_a_closed_session_is_forked_and_neither_takes_the_other_along(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    rows = source.rows(replay="true")
+    assert used.http.delete(source.path).status_code == 204
+    first, second = forks(used, source, turn=2, count=2)
+    assert used.http.delete(first.path, params={"erase": "true"}).status_code == 204
+    assert source.rows(replay="true")[0]["tokens"] == rows[0]["tokens"]
+    assert used.http.delete(source.path, params={"erase": "true"}).status_code == 204
+    assert error_of(ask(used, source, turn=2)) == (404, "session_closed")
+    [own] = second.rows(replay="true")
+    assert (own["tokens"], own["routed_experts"]) == (rows[0]["tokens"], rows[0]["routed_experts"])
+    second.messages = source.messages
+    say(second, "Three")
+
+
+def test_a_turn_in_flight_at_the_source_is_not_disturbed(used: Stand) -> None:
+    source = said(used, "One")
+    waiting = used.meanwhile(source.say, "Two", tools=[WEATHER], sim={"tool_calls": False, "latency_s": 3})
+    used.until_generating(source, 2)
+    assert error_of(ask(used, source, turn=2)) == (404, "not_found")
+    [fork] = forks(used, source, turn=1)
+    go_on(fork, source, 1, "Else")
+    assert not waiting.done()
+    assert waiting.result().status_code == 200
+    say(source, "Three")
+    assert len(source.committed()) == 3
+
+
+def test_forks_while_the_source_takes_turns_and_frees_payloads(used: Stand) -> None:
+    source, enough = said(used, "One"), threading.Event()
+
+    def talking() -> None:
+        while not enough.is_set():
+            say(source, f"Turn {len(source.messages)}")
+
+    waiting = used.meanwhile(talking)
+    made: list[Talk] = []
+    try:
+        for number in range(5):
+            until(lambda: len(source.committed()) > number)  # noqa: B023
+            made += forks(used, source, turn=source.committed()[-1]["turn"], count=3)
+    finally:
+        enough.set()
+        waiting.result()
+    [row] = source.rows()
+    for fork in made:
+        [own] = fork.rows(replay="true")
+        assert own["tokens"] == row["tokens"][: len(own["tokens"])]
+        assert own["tombstoned"] == [] or own["routed_experts"] is None
+
+
+def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    key = uuid.uuid4().hex
+    first = ask(used, source, key=key, turn=1, count=2, metadata={"n": 1})
+    assert first.status_code == 200
+    assert ask(used, source, key=key, turn=1, count=2, metadata={"n": 1}).json() == first.json()
+    assert (
+        ask(used, source, key=key, turn=1, count=1, metadata={"n": 1}).json()["sessions"]
+        == first.json()["sessions"][:1]
+    )
+    assert error_of(ask(used, source, key=key, turn=2, count=2)) == (422, "idempotency_mismatch")
+    other = said(used, "One")
+    assert ask(used, other, key=key, turn=1).json()["sessions"][0] not in first.json()["sessions"]
+    assert ask(used, source, turn=1).json() != ask(used, source, turn=1).json()
+    ended = first.json()["sessions"][0]["session_id"]
+    assert used.http.delete(f"/sessions/{ended}").status_code == 204
+    assert error_of(ask(used, source, key=key, turn=1, metadata={"n": 1})) == (409, "session_closed")
+
+
+def test_an_idempotency_key_stays_with_the_turn_that_it_named(used: Stand) -> None:
+    source = used.talk()
+    key = {"idempotency-key": uuid.uuid4().hex}
+    source.say("One", headers=key)
+    [fork] = forks(used, source, turn=1)
+    fork.messages = list(source.messages)
+    assert "x-turnlog-replayed" not in fork.say("Two", headers=key).headers
+
+
+def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2)
+    sent = {"tools": [WEATHER], "sim": {"tool_calls": False}, "headers": {"x-stainless-retry-count": "1"}}
+    assert "x-turnlog-replayed" in source.chat(source.messages[:-1], **sent).headers
+    again = fork.chat(source.messages[:-1], **sent)
+    assert "x-turnlog-replayed" not in again.headers
+    assert again.headers["x-turnlog-rolled-back"] == "1"
+    assert fork.chat(source.messages[:-1], **sent).content == again.content
+
+
+MASKS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
+    **dict.fromkeys(("slime", "miles"), lambda row: row["loss_mask"]),
+    "verl": lambda row: row["response_mask"],
+    "skyrl": lambda row: row["loss_masks"],
+    "trl": lambda row: row["env_mask"],
+    "tinker": lambda row: row["mask"],
+    "areal": lambda row: row["loss_mask"][0],
+    "prime-rl": lambda row: row["mask"],
+    "atropos": lambda row: [mask != -100 for mask in row["masks"][0]],
+}
+
+
+@pytest.mark.parametrize("parent_loss", [False, True])
+def test_every_shape_has_the_same_tokens_in_the_loss(used: Stand, parent_loss: bool) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2, group_id=(group := uuid.uuid4().hex), parent_loss=parent_loss)
+    go_on(fork, source, 2, "Three")
+    assert used.http.put(f"{fork.path}/reward", json={"reward": 1.0}).status_code == 200
+    outputs = [event["output_tokens"] for event in fork.committed()]
+    expected = sum(outputs) if parent_loss else outputs[-1]
+    for shape, mask in MASKS.items():
+        [row] = used.rows(group_id=group, shape=shape, advantage="grpo")
+        assert sum(map(bool, mask(row))) == expected, shape
+    [sample] = parse(used.http.post(f"{fork.path}/samples").content).samples
+    assert sample.arrays["loss_mask"].sum() == expected
+    [document] = used.rows(group_id=group, format="atif")
+    copied = [step for step in document["steps"] if step.get("is_copied_context")]
+    assert len(copied) == (0 if parent_loss else 4)
+    assert len(used.rows(group_id=group, format="messages")[0]["messages"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({}, 400),
+        ({"turn": 0}, 400),
+        ({"turn": 1, "count": 0}, 400),
+        ({"turn": 1, "count": 65}, 400),
+        ({"turn": 1, "session_id": "mine"}, 400),
+        ({"turn": 1, "metadata": {"n": "x" * 70_000}}, 400),
+        ({"turn": 2}, 404),
+    ],
+)
+def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand, body: dict[str, Any], code: int) -> None:
+    source = said(used, "One", group_id=uuid.uuid4().hex)
+    assert ask(used, source, **body).status_code == code
+    assert (
+        len(used.http.get("/sessions", params={"group_id": source.state()["session"]["group_id"]}).json()["sessions"])
+        == 1
+    )
+    assert error_of(ask(used, used.known("nobody"), turn=1)) == (404, "session_not_found")
+
+
+def test_with_ids_a_fork_continues_its_parents(tito: Stand) -> None:
+    source = said(tito, *FOUR)
+    whole = source.state()["metadata"]["accumulated_token_ids"]
+    [fork] = forks(tito, source, turn=2)
+    start = source.rows()[0]["turns"][1]["end"]
+    go_on(fork, source, 2, "Else")
+    [prompt] = sent_ids(tito, fork)
+    assert prompt[:start] == whole[:start]
+    assert fork.state()["metadata"]["tito_session_mismatch"] == []
+    [record] = fork.state()["records"][2:]
+    assert record["request"]["input_ids"] == prompt
+
+
+def test_a_restarted_server_reads_a_fork_from_its_log(sglang: SimulatorProcess, places: Places) -> None:
+    with serving(places.new("forked"), sglang.base_url) as stand:
+        source = said(stand, "One", "Two")
+        [fork] = forks(stand, source, turn=2)
+        row = fork.rows()
+        go_on(fork, source, 2, "Three")
+        stand.server.stop()
+        stand.server.start()
+        assert fork.rows()[0]["tokens"][: len(row[0]["tokens"])] == row[0]["tokens"]
+        say(fork, "Four")
+        assert fork.committed()[3]["base_tokens"] == len(fork.rows()[0]["tokens"]) - sum(
+            fork.committed()[3][name] for name in ("suffix_tokens", "output_tokens")
+        )
+        assert problems(stand) == []
+
+
+def test_the_page_says_where_a_session_was_forked_from(used: Stand) -> None:
+    source = said(used, "One")
+    [fork] = forks(used, source, turn=1)
+    views = [used.http.get(f"/ui/api/sessions/{talk.id}").json() for talk in (fork, source)]
+    assert [view["fork"] for view in views] == [
+        {"session": source.id, "turn": 1, "turns": 1, "loss": False},
+        None,
+    ]
+    assert [turn["opened_at"] for turn in views[0]["turns"]] == [None]
