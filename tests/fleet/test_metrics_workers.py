@@ -10,11 +10,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.kept_server import KeptServer
 from integration.stand import until, user
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.server import KeptServer, ServerProcess
+from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 WORKERS = 2

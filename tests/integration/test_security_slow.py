@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from helpers.kept_server import KeptServer
 from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
@@ -24,7 +25,7 @@ from app.api.limits import RequestMemory, read_body
 from app.api.replies import error_parts, send_reply
 from app.api.tokens import Tokens
 from app.errors import AppError, BodyGivenUp
-from ops.server import KeptServer, ServerProcess
+from ops.server import ServerProcess
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from simulating import CHAT, SGLANG_ASKS, ask, choice_of, engine, user
 
-from ops.simulator.app import Simulator, create_app
+from ops.simulator.app import Simulator
 from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.wire import ChatRequest, Sim
@@ -61,7 +61,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(scope="module")
 def simulator() -> Simulator:
-    return create_app(Config(reasoning=0.5, seed=3))
+    return Simulator(Config(reasoning=0.5, seed=3))
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
