@@ -69,7 +69,9 @@ class Claim(BaseOperation, frozen=True):
         return self.expected + 1
 
     def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
-        if not tx.run(sql.claim_head, {"sid": self.session_id, "expected": self.expected, "tip": self.last_event_at}):
+        if not tx.run(
+            sql.claim_head, {"sid": self.session_id, "expected": self.expected, "last_event_at": self.last_event_at}
+        ):
             return self.failure(tx)
         tx.insert(sql.insert_open_turn, [self.open_row()])
         appended = append(tx, self.session_id, self.fence, self.at, [self.event])
@@ -117,7 +119,7 @@ class Stage(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> bool:
         tx.lock(sql.lock_head, {"sid": self.session_id})
-        held = {"sid": self.session_id, "fenced": self.fence, "holder": self.incarnation}
+        held = {"sid": self.session_id, "fenced": self.fence, "incarnation": self.incarnation}
         if tx.one(sql.holds_open_turn, held) is None:
             return False
         tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
@@ -203,7 +205,7 @@ class Commit(BaseOperation, frozen=True):
 def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
     """Release the open turn if this process still holds it under this fence; was it held?"""
     tx.lock(sql.lock_head, {"sid": session_id})
-    return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "holder": incarnation}) is not None
+    return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "incarnation": incarnation}) is not None
 
 
 class Release(BaseOperation, frozen=True):

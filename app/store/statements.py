@@ -59,7 +59,7 @@ claim_head = (
     update(sessions)
     .where(
         of_session(sessions),
-        *claimable(bindparam("expected", type_=BigInteger), bindparam("tip", type_=Double)),
+        *claimable(bindparam("expected", type_=BigInteger), bindparam("last_event_at", type_=Double)),
     )
     .values(version=sessions.c.version + 1, open_turns=1)
 )
@@ -67,7 +67,7 @@ free_open_turn = (
     delete(open_turns)
     .where(
         _fenced(open_turns),
-        open_turns.c.incarnation == bindparam("holder"),
+        open_turns.c.incarnation == bindparam("incarnation"),
     )
     .returning(open_turns.c.fence)
 )
@@ -134,7 +134,7 @@ dead_open_turns = (
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
 holds_open_turn = select(open_turns.c.fence).where(
     _fenced(open_turns),
-    open_turns.c.incarnation == bindparam("holder"),
+    open_turns.c.incarnation == bindparam("incarnation"),
 )
 drop_staged = delete(chunks).where(_fenced(chunks))
 tombstone_chunk = (
