@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows of the routes, what `describe` says of them, and the turns' own routes."""
+"""Makes the OpenAPI document from FastAPI's routes, their `describe` and the turns' own routes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TAGS: Mapping[str, str] = {
 
 
 def document(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI 3.1, of all routes of `app`."""
+    """The OpenAPI 3.1 document of all routes of `app`."""
     schemas = {**components(), **turns.SCHEMAS}
     responses: dict[str, Schema] = {}
     paths = turns.paths(GUARDED, SECURITY["session"], responses)
@@ -94,7 +94,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 
 def _routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
-    """Newer versions of FastAPI keep an included router as one route."""
+    """All routes, also those of included routers, which newer versions of FastAPI keep as one route."""
     for route in routes:
         if isinstance(route, APIRoute):
             yield route
@@ -105,7 +105,7 @@ def _routes(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
 def _operation(
     known: RouteDescription, found: Schema, schemas: dict[str, Schema], responses: dict[str, Schema]
 ) -> Schema:
-    """What the document says of it; models and error replies are put among the components."""
+    """The operation of a route; models and error replies are added to the components."""
     parameters = [_parameter(one) for one in found.get("parameters", ())]
     errors = [*known.errors, *(ANYONE if known.who == "anyone" else GUARDED)]
     made: Schema = {
@@ -137,7 +137,7 @@ def _reply(reply: Reply) -> Schema:
 
 
 def _parameter(found: Schema) -> Schema:
-    """A parameter that is left out is no null: a query cannot hold one."""
+    """A query parameter cannot be null: an optional one is left out."""
     schema = dict(found["schema"])
     one_of = [choice for choice in schema.pop("anyOf", ()) if choice != {"type": "null"}]
     if one_of:
@@ -150,6 +150,6 @@ def _parameter(found: Schema) -> Schema:
 
 
 def _paragraphs(text: str) -> str:
-    """Without the ends of a docstring's lines, and without what it says to those who call it from Python."""
+    """A docstring as a description: without line ends, and without its sentence about the Python errors raised."""
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
     return "\n\n".join(paragraph.partition(" Raises ")[0] for paragraph in paragraphs)

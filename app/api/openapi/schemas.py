@@ -1,4 +1,4 @@
-"""The shapes of replies and errors."""
+"""The schemas of replies and errors."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ _TOLD = {"type": "object", "additionalProperties": ref("Told"), "description": "
 
 _BY_HAND: Mapping[str, Schema] = {
     "Error": record("An error.", error=_ERROR),
-    "EngineError": {**ANYTHING, "description": "The engine's own error, as it came."},
+    "EngineError": {**ANYTHING, "description": "The engine's own error, unchanged."},
     "CreatedSession": record(
-        "A session. `base_url` is a path on this server; `token` is there where tokens are on.",
+        "A session. `base_url` is a path on this server; `token` is present if the server requires tokens.",
         optional=["token"],
         session_id=TEXT,
         base_url=TEXT,
@@ -79,7 +79,7 @@ _BY_HAND: Mapping[str, Schema] = {
         response=ANYTHING,
     ),
     "SessionRecords": record(
-        "A session's live turns, what is so of it now, and what it was given when it was created.",
+        "A session's live turns, its current state, and the arguments of its creation.",
         session_id=TEXT,
         records=listed(ref("Record")),
         metadata=ref("SessionMetadata"),
@@ -109,8 +109,8 @@ _BY_HAND: Mapping[str, Schema] = {
         ),
     ),
     "SessionMetadata": record(
-        "`accumulated_token_ids` are those of the newest turn, prompt and output. With a tokenizer there is "
-        "`tito_session_mismatch`.",
+        "`accumulated_token_ids` are those of the newest turn, prompt and output. `tito_session_mismatch` is present "
+        "if the server has a tokenizer.",
         optional=["tito_session_mismatch"],
         accumulated_token_ids=listed({"type": "integer"}),
         max_trim_tokens=COUNT,
@@ -125,9 +125,9 @@ _BY_HAND: Mapping[str, Schema] = {
         **record("An event of a session's log, and its own fields.", seq=COUNT, type=TEXT, at=NUMBER),
         "additionalProperties": True,
     },
-    "Rewarded": record("Which event assigned the reward.", session_id=TEXT, seq=COUNT),
+    "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),
     "Engine": record(
-        "An engine: what the processes agree on, and how this one finds it.",
+        "An engine: its state in the pool, and its health as seen by the answering process.",
         url=TEXT,
         state={"enum": ["serving", "draining"]},
         source={"enum": ["settings", "admin"]},
@@ -143,28 +143,30 @@ _BY_HAND: Mapping[str, Schema] = {
     "EngineList": record(
         "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT
     ),
-    "AdapterList": record("The adapters that a trainer has spoken of.", adapters=listed(ref("AdapterState"))),
+    "AdapterList": record("The adapters that a trainer has named.", adapters=listed(ref("AdapterState"))),
     "AdapterPaused": {
         "allOf": [
             ref("AdapterState"),
-            record("`aborted` are the generations, by rid.", aborted=listed(TEXT), count=COUNT, engines=_TOLD),
+            record(
+                "`aborted` are the rids of the aborted generations.", aborted=listed(TEXT), count=COUNT, engines=_TOLD
+            ),
         ]
     },
-    "FleetTold": {"allOf": [ref("FleetGate"), record("", engines=_TOLD)]},
+    "FleetOrdered": {"allOf": [ref("FleetGate"), record("", engines=_TOLD)]},
     "EnginesFailed": {"allOf": [ref("Error"), record("The gate's state beside the error.", engines=_TOLD)]},
     "LoraAborted": record("", status=TEXT, aborted=listed(TEXT), count=COUNT),
     "LoraResumed": record("", status=TEXT),
     "LoraWaited": record("", paused=BOOLEAN),
     "Health": record(
-        "Turns in flight, and what the writer and the worker pool have done.",
+        "Turns in flight, and counters of the writer and the worker pool.",
         status={"const": "ok"},
         in_flight=COUNT,
         writer={"type": "object", "additionalProperties": COUNT},
         pool={"type": "object", "additionalProperties": COUNT},
     ),
     "Readiness": record(
-        "`checks` says what is missing; `read_only`, why a process that has just started cannot write; `warnings`, "
-        "what the settings leave open.",
+        "`checks` says what is missing. `read_only` is why a process that has just started cannot write. `warnings` are "
+        "those about the settings.",
         status={"enum": ["ready", "not_ready"]},
         checks=record("", database=BOOLEAN, writable=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
         read_only=nullable(TEXT),
@@ -172,10 +174,10 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "Row": {
         **ANYTHING,
-        "description": "A training row in the shape that was asked for: docs/export.md.",
+        "description": "A training row in the requested shape: docs/export.md.",
     },
     "HandedOut": record(
-        "A group with its rows; with `explain`, also objects of `group_id` and `excluded` for groups that wait.",
+        "A group with its rows; with `explain`, also objects of `group_id` and `excluded` for waiting groups.",
         group_id=TEXT,
         attempts=listed(ANYTHING),
         lease_until=NUMBER,
@@ -191,14 +193,14 @@ _BY_HAND: Mapping[str, Schema] = {
 
 
 def _generated() -> dict[str, Schema]:
-    """Those of the types that replies are made of."""
+    """The schemas of the types that replies are made of."""
     kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 
 
 def of_model(model: type[BaseModel], into: dict[str, Schema]) -> Schema:
-    """The schema of a request's body, put among the components."""
+    """The schema of a request body, added to the components."""
     schema = model.model_json_schema(ref_template=COMPONENTS + "{model}")
     into.update(schema.pop("$defs", {}))
     into[model.__name__] = schema
@@ -212,9 +214,9 @@ def components() -> dict[str, Schema]:
 def error_replies(
     errors: Iterable[type[AppError]], into: dict[str, Schema], *, engines_too: bool = False
 ) -> dict[str, Schema]:
-    """The replies by status, which are put among the components.
+    """The error replies by status, added to the components.
 
-    `engines_too`: an engine's own error may come with the same status, and with any other.
+    `engines_too`: an engine's own error may have the same status, or any other.
     """
     by_status: dict[int, dict[str, type[AppError]]] = {}
     for error in errors:

@@ -1,4 +1,5 @@
-"""The routes that generate, which are no FastAPI routes: OpenAI's bodies, with what Turnlog reads of them."""
+"""Describes the routes that generate, which are not FastAPI routes: OpenAI's bodies, with the fields that Turnlog
+reads."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ _COMMON: Mapping[str, Schema] = {
     "lora_path": {"maxLength": 512, "description": "The turn's adapter; beside another of the session's: 400."},
     "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},
 }
-"""What is of no type here goes to the engine as it is, whatever it is."""
+"""Fields that are not listed are passed to the engine unchanged."""
 
 SCHEMAS: Mapping[str, Schema] = {
     "Message": {
@@ -127,7 +128,7 @@ TURN_HEADERS: Mapping[str, str] = {
 
 _BODIES = {"chat": "ChatRequest", "completions": "CompletionRequest"}
 TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK)
-"""What a reply's headers say of its turn."""
+"""The headers of a turn's reply."""
 
 _EXAMPLES: Mapping[str, Schema] = {
     "chat": {"model": "simulator", "messages": [{"role": "user", "content": "What is 6 times 7?"}]},
@@ -136,9 +137,9 @@ _EXAMPLES: Mapping[str, Schema] = {
 
 
 def paths(common: Errors, security: list[dict[str, list[str]]], responses: dict[str, Schema]) -> dict[str, Schema]:
-    """Each generating route, with the session in the path and in a header; `common` are errors of all routes.
+    """Each route that generates, with the session in the path or in a header; `common` are the errors of all routes.
 
-    The error replies are put among `responses`.
+    The error replies are added to `responses`.
     """
     errors = error_replies((*ERRORS, *common), responses, engines_too=True)
     found: dict[str, Schema] = {}
@@ -173,7 +174,7 @@ def _header(name: str, description: str) -> Schema:
 
 
 def _session_headers() -> list[Schema]:
-    """The first that is present names the session."""
+    """The first header that is present names the session."""
     named = [(harness.session, "Names the session, which is created on first use.") for harness in HARNESSES]
     others = [
         (AGENT, "An agent of the session, which has a session of its own."),
