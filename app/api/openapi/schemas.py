@@ -165,8 +165,8 @@ _BY_HAND: Mapping[str, Schema] = {
         pool={"type": "object", "additionalProperties": COUNT},
     ),
     "Readiness": record(
-        "`checks` says what is missing. `read_only` is why a process that has just started cannot write. `warnings` are "
-        "those about the settings.",
+        "`checks` says what is missing. `read_only` is why a process that has just started cannot write. "
+        "`warnings` are those about the settings.",
         status={"enum": ["ready", "not_ready"]},
         checks=record("", database=BOOLEAN, writable=BOOLEAN, pool=BOOLEAN, engine=BOOLEAN),
         read_only=nullable(TEXT),
