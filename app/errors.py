@@ -89,7 +89,7 @@ class SessionClosed(AppError):
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
-    meaning = "a turn, payload or refused reply does not exist"
+    meaning = "a turn, payload, group, engine or adapter that the request names does not exist"
 
 
 class RequestTimeout(AppError):

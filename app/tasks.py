@@ -1,4 +1,4 @@
-"""Ends background tasks."""
+"""Cancels tasks, and protects work from cancellation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ async def cancelled(*tasks: asyncio.Task[Any] | None) -> None:
     await asyncio.gather(*started, return_exceptions=True)
 
 
-async def uncancelled(reading: Coroutine[Any, Any, T]) -> T:
-    """Run `reading` to its end; a cancellation takes effect afterwards.
-
-    A cancelled SQLite read leaves its statement to the garbage collector, and until then a reader that prevents the log
-    file from being emptied.
-    """
-    task = asyncio.ensure_future(reading)
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end; a cancellation takes effect afterwards."""
+    task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

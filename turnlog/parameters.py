@@ -1,6 +1,7 @@
-"""What exports and the training feed can be asked for: the one list for both clients and the command line.
+"""The parameters of exports and of the training feed, for both clients and the command line.
 
-The server's are `app/export/query.py` and `app/export/feed.py`. What is left out is left to the server.
+The server's models are in `app/export/query.py` and `app/export/feed.py`; its defaults apply to parameters that are
+left out.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from typing import Annotated, Literal, TypedDict
 
 class RowParameters(TypedDict, total=False):
     shape: Annotated[str, "turnlog, or a trainer's: slime, verl, skyrl, trl, …"]
-    max_staleness: Annotated[int, "At most so many weight versions behind."]
-    weight_version: Annotated[int, "What counts as current; default: the newest."]
-    max_seq_len: Annotated[int, "Cut rows to at most so many tokens."]
+    max_staleness: Annotated[int, "At most this many weight versions behind."]
+    weight_version: Annotated[int, "The current weight version; default: the newest."]
+    max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
-    explain: Annotated[bool, "Also a line for what is left out, and why."]
+    explain: Annotated[bool, "Also give a line for each excluded row, with the reason."]
 
 
 class ExportParameters(RowParameters, total=False):
@@ -28,10 +29,10 @@ class ExportParameters(RowParameters, total=False):
     until: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
     min_reward: Annotated[float, "Only sessions with at least this reward."]
     max_reward: Annotated[float, "Only sessions with at most this reward."]
-    advantage: Annotated[Literal["grpo"], "grpo"]
-    replay: Annotated[bool, "Replay payloads too."]
-    limit: Annotated[int, "At most so many rows."]
-    cursor: Annotated[str, "Go on behind an earlier export, or behind one of its rows."]
+    advantage: Annotated[Literal["grpo"], "grpo: add each rollout's advantage over its group."]
+    replay: Annotated[bool, "Include replay payloads."]
+    limit: Annotated[int, "At most this many rows."]
+    cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]
 
 
 class FeedParameters(RowParameters, total=False):

@@ -64,7 +64,8 @@ def may_exceed(text: bytes, most: int) -> bool:
 
 
 def find(text: bytes, part: bytes, start: int = 0) -> int:
-    """As `bytes.find`, which prepares its search for a long part in time that grows with the part."""
+    """The same result as `bytes.find`. It searches for the first 32 bytes and compares the rest there, because
+    `bytes.find` preprocesses all of `part`."""
     at = text.find(part[:_HEAD], start)
     return at if at < 0 or text.startswith(part, at) else text.find(part, at + 1)
 

@@ -120,7 +120,7 @@ def describe(
     example: Mapping[str, Any] | None = None,
     passes_engines_errors: bool = False,
 ) -> Callable[[Endpoint], Endpoint]:
-    """Attach an Operation to an endpoint, whose docstring is the route's description."""
+    """Attach a RouteDescription to an endpoint; the endpoint's docstring is the description."""
     operation = RouteDescription(summary, who, replies, errors, body, optional_body, example, passes_engines_errors)
 
     def described(endpoint: Endpoint) -> Endpoint:

@@ -122,7 +122,7 @@ async def list_adapters(request: Request) -> dict[str, Any]:
 @describe(
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
-    json_reply("FleetOrdered", "The gate is shut, and every engine is paused."),
+    json_reply("FleetTold", "The gate is shut, and every engine is paused."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseFleet,
     optional_body=True,
@@ -140,7 +140,7 @@ async def pause_fleet(request: Request) -> JSONResponse:
 @describe(
     "Resume every engine and all turns",
     "admin",
-    json_reply("FleetOrdered", "The gate is open, and every engine has resumed."),
+    json_reply("FleetTold", "The gate is open, and every engine has resumed."),
     errors=(*BODY, EnginesFailed, *WRITE),
     body=ResumeFleet,
     optional_body=True,

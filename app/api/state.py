@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Services(Assembly):
-    """What takes turns, and what the routes need beside it."""
+    """The components of turns (`Assembly`), and those that only routes need."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ def _exporter(made: Services) -> Exporter:
 
 
 def _page(made: Services) -> PageReaders:
-    from app.api.page.page import page_of  # nobody may ever look
+    from app.api.page.page import page_of  # imported with the first view of the page
 
     return page_of(made)
 

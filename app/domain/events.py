@@ -133,7 +133,7 @@ class Timing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where a session was forked from: after turn `turn` of session `session`, with that turn's whole line.
+    """The origin of a fork: turn `turn` of session `session`, with all turns that it continues.
 
     The new session's first `turns` turns are copies. `loss`: their sampled tokens are in its loss too.
     """
@@ -142,6 +142,11 @@ class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     turn: int
     turns: int
     loss: bool
+
+    @property
+    def context_turns(self) -> int:
+        """How many copied turns are context: not in this session's loss."""
+        return 0 if self.loss else self.turns
 
 
 class SessionCreated(Event, frozen=True):

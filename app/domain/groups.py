@@ -138,7 +138,7 @@ def oldest_version(log: Iterable[Event]) -> int | None:
     context = 0
     for event in log:
         if isinstance(event, SessionCreated):
-            context = 0 if event.fork is None or event.fork.loss else event.fork.turns
+            context = 0 if event.fork is None else event.fork.context_turns
         elif isinstance(event, RolledBack):
             for turn in event.discarded:
                 live.pop(turn, None)

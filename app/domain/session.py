@@ -137,7 +137,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     @property
     def context_turns(self) -> int:
         """How many of the first turns were copied from another session, and are in that one's loss alone."""
-        return 0 if self.fork is None or self.fork.loss else self.fork.turns
+        return 0 if self.fork is None else self.fork.context_turns
 
     @property
     def open_turn(self) -> OpenTurn | None:

@@ -77,13 +77,13 @@ class FeedQuery(RowQuery):
     `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
     """
 
-    consumer: str = Field(pattern=ID, description="Who asks; what it has not acknowledged comes again to it alone.")
-    size: int = Field(default=1, ge=1, le=MAX_SIZE, description="At most so many groups.")
-    lease_s: float = Field(
-        default=600, ge=1, le=MAX_LEASE_S, description="Seconds for which the groups are the consumer's."
+    consumer: str = Field(
+        pattern=ID, description="The consumer's name. Groups that it has not acknowledged are given to it again."
     )
-    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups that have had so many sessions.")
-    new_only: bool = Field(default=False, description="Only groups that nobody holds.")
+    size: int = Field(default=1, ge=1, le=MAX_SIZE, description="Maximum number of groups.")
+    lease_s: float = Field(default=600, ge=1, le=MAX_LEASE_S, description="Duration of the lease in seconds.")
+    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least this many sessions.")
+    new_only: bool = Field(default=False, description="Only groups without a lease.")
 
 
 class _LeasedGroup(msgspec.Struct, frozen=True):

@@ -96,7 +96,7 @@ def takes_groups(shape: str) -> bool:
 
 
 def status_of(format: str, shape: str, segment: Segment) -> Status:
-    """The row of a segment in this shape."""
+    """The status that a segment's row has in this shape."""
     return segment.last_status if _entry(format, shape).last_status else segment.status
 
 
@@ -105,7 +105,8 @@ def of_row(format: str, shape: str, row: Row) -> Fields:
     make = _entry(format, shape).of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole group")
-    if shape != DEFAULT and row.sample.response_length and not row.sample.loss_mask.any():
+    is_for_training = shape != DEFAULT or format == "messages"
+    if is_for_training and row.sample.response_length and not row.sample.loss_mask.any():
         raise Unfit("every sampled token is in another session's loss")
     return make(row)
 

@@ -33,7 +33,7 @@ CHUNK_BYTES = 256
 """Approximate memory in bytes of an entry, of each of its turns, and of each chunk that its payloads name."""
 
 SNAPSHOT_EVENTS = 1024
-"""A fold of at least this many events since the last snapshot is saved as the next snapshot."""
+"""A snapshot is saved each time a log has grown by this many events, and after a read of at least this many."""
 
 
 class CacheEntry:
@@ -262,6 +262,8 @@ class SessionCache:
             session = await _off_loop(len(rows), lambda: _folded(session_id, snapshot, rows))  # noqa: B023
             newest = self._loading.get(session_id)
             if newest is own:
+                if session is not None and len(rows) >= SNAPSHOT_EVENTS:
+                    self._save_later(session)
                 return None if session is None else self.put(session)
             if newest is not None:
                 return await newest
@@ -298,7 +300,10 @@ class SessionCache:
         live = self._entries.get(session_id)
         if live is None or before // SNAPSHOT_EVENTS == live.session.version // SNAPSHOT_EVENTS:
             return
-        task = asyncio.create_task(self._save(live.session))
+        self._save_later(live.session)
+
+    def _save_later(self, session: Session) -> None:
+        task = asyncio.create_task(self._save(session))
         self._saving.add(task)
         task.add_done_callback(self._saving.discard)
 

@@ -29,6 +29,7 @@ from app.store.log_fork import Fork, Source, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.ports import Database, Writer
+from app.store.writer import HELD_PAUSE_S
 from workers import codec
 
 TRIES = 20
@@ -65,7 +66,7 @@ class Forks:
         Raises SessionNotFound, SessionClosed (the source is erased), NotFound (no such turn), IdempotencyMismatch (an
         id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded.
         """
-        if self._sessions.is_full:
+        if self._sessions.is_full and any([await self._sessions.config_of(one) is None for one in fork_ids]):
             raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
         blob = _metadata(order)
         decided: _Decided | None = None
@@ -78,6 +79,7 @@ class Forks:
             else:
                 raise Overloaded(f"session {order.source} changed with every try to fork it")
             reach("after_fork")
+            await asyncio.sleep(2 * HELD_PAUSE_S)  # Writes to the source that waited for its row come next.
 
     async def _decide(self, order: ForkOrder, blob: StoredBlob | None) -> _Decided:
         found = await self._database.read(

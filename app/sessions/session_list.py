@@ -19,7 +19,8 @@ from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
 
 State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
-"""`open` includes the next two. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of this process."""
+"""`open` includes `idle`, `claimed` and `gated`. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of
+this process."""
 
 Status = Literal["open", "closed", "erased"]
 

@@ -278,6 +278,7 @@ class Database:
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self.is_sqlite:
+            # A cancelled read would leave an open statement, which keeps the log file from being emptied.
             return await uncancelled(self._read_sqlite(function))
         return await self._patience.retrying(lambda: self._read(function, one_moment))
 

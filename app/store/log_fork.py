@@ -23,8 +23,8 @@ from app.store.log_turns import Stale
 from app.store.reads import ChunkKey, EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
-AT_ONCE = 64
-"""Content copied by one statement, about 1 MiB, so that the database answers in time."""
+AT_ONCE = 8
+"""Rows copied in one call, which must end within the database's statement timeout. A row has at most about 1 MiB."""
 
 MOST_BYTES = 64 << 20
 """The most bytes that a fork counts in the writer's queue, which holds 256 MiB."""
@@ -47,8 +47,7 @@ class Fork(BaseOperation, frozen=True):
 
     @property
     def size(self) -> int:
-        """Large enough for a batch of its own, and small enough to leave room in the queue; the content is never in
-        memory."""
+        """Approximate bytes written, at most MOST_BYTES so that the queue keeps room. The content is never in memory."""
         tokens = sum(event.suffix_tokens + event.output_tokens for event in self.forked.copied)
         chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
         return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)

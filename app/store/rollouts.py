@@ -1,15 +1,14 @@
-"""Rollouts: a root session with those of its agents and its children, which stand and fall with it.
+"""Rollouts: a rollout is a root session with the sessions of its agents and children.
 
-`sessions.root_id` is the last session that a session's line of parents names. It is settled when a session is created,
-so that everything else finds a rollout by one index. Where the root is not there, because it was never created or is
-still to come, each of its sessions stands for itself; once it is, they are its rollout. A session that is created in
-the middle of a line takes those along that named it as theirs.
+`sessions.root_id` is the last session in a session's line of parents, set when the session is created. If that root
+does not exist (yet), each session counts as its own rollout. A session created in the middle of a line also takes over
+the sessions that named it as their root.
 
-A group counts roots. One is finished when it is closed and has a reward, its other sessions are closed as well, and
-have that reward in their logs; erased ones do not count.
+A group counts roots. A rollout is finished when its root is closed and has a reward, and its other sessions are closed
+and have that reward in their logs; erased sessions do not count.
 
-`root_id IS NOT NULL` stands beside conditions that imply it: a list that might be empty does not, to the planner of an
-index of such rows.
+`root_id IS NOT NULL` is repeated beside conditions that imply it; otherwise PostgreSQL's planner does not use the
+partial index.
 """
 
 from __future__ import annotations

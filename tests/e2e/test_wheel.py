@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -180,6 +181,8 @@ with Turnlog({stand.server.base_url!r}) as turnlog:
 """
     assert alone.python(code).split() == ["True", "1", "1"]
     assert talk.id in alone.turnlog("show", talk.id, "--url", stand.server.base_url)
+    forked = json.loads(alone.turnlog("fork", talk.id, "--turn", "1", "--json", "--url", stand.server.base_url))
+    assert len(forked["sessions"]) == 1
     for command in (("serve",), ("migrate",), ("verify",), ("doctor",), ("bench", "--help")):
         [line] = alone.turnlog(*command, code=1).splitlines()
         assert line.startswith(f"turnlog: turnlog {command[0]} needs the extra turnlog[server]; missing: ")

@@ -45,7 +45,7 @@ class Client(Talk):
 
 
 class Guarded:
-    """A stand whose own client is the admin's; `strangers` has no token."""
+    """A stand whose own client is the admin's; `stranger` has no token."""
 
     def __init__(self, stand: Stand) -> None:
         self.stand = stand

@@ -9,13 +9,14 @@ import typer
 from turnlog.cli import export, fleet, forks, maintain, sessions, tail
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
-from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, asking
+from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
 
 app = typer.Typer(
     name="turnlog",
     cls=Commands,
     help="Turnlog's command line: run a server, look into it, keep its store.",
-    epilog="What reads or orders speaks to the server at --url; what keeps a store opens it itself (--database-url).",
+    epilog="Inspection and control commands call the server at --url. "
+    "Maintenance commands open the database (--database-url).",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -42,9 +43,9 @@ for _panel, _name, _function in (
     (KEEP, "retain", maintain.retain),
     (KEEP, "replay", maintain.replay),
 ):
-    _is_asking = _panel in (OBSERVE, ORDER)
-    _made = app.command(_name, rich_help_panel=_panel, cls=None if _is_asking else ServerCommand)
-    _made(asking(_function) if _is_asking else _function)
+    _calls_server = _panel in (OBSERVE, MAKE, ORDER)
+    _made = app.command(_name, rich_help_panel=_panel, cls=None if _calls_server else ServerCommand)
+    _made(server_options(_function) if _calls_server else _function)
 app.command("bench", cls=ServerCommand, rich_help_panel=RUN, add_help_option=False, context_settings=serving.PASSED_ON)(
     serving.bench
 )

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Json, Token, Url, UsageError, asking, printed_as_json
+from turnlog.cli.run import Json, Token, Url, UsageError, printed_as_json, server_options
 from turnlog.errors import TurnlogError
 
 
@@ -37,7 +37,7 @@ def engines(ctx: typer.Context, url: Url = None, token: Token = None, as_json: J
 
 
 @engines_app.command("list")
-@asking
+@server_options
 def list_engines(ctx: typer.Context) -> None:
     """List the engines, with their health as seen by the answering process."""
     found = remote(ctx).read("GET", "/engines")
@@ -46,21 +46,21 @@ def list_engines(ctx: typer.Context) -> None:
 
 
 @engines_app.command()
-@asking
+@server_options
 def add(ctx: typer.Context, engine: Engine) -> None:
     """Add an engine, or bring back one that was drained or removed."""
     _put(ctx, engine, "serving")
 
 
 @engines_app.command()
-@asking
+@server_options
 def drain(ctx: typer.Context, engine: Engine) -> None:
     """Send no more sessions to an engine; turns in flight end there."""
     _put(ctx, engine, "draining")
 
 
 @engines_app.command()
-@asking
+@server_options
 def remove(ctx: typer.Context, engine: Engine) -> None:
     """Take an engine out of the pool; turns in flight end there."""
     remote(ctx).call("DELETE", "/engines", parameters={"url": engine})

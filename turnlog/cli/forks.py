@@ -10,10 +10,9 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, asking, printed_as_json
+from turnlog.cli.run import UsageError, printed_as_json
 
 
-@asking
 def fork(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.")],
@@ -24,7 +23,7 @@ def fork(
     parent_loss: Annotated[bool, typer.Option("--parent-loss", help="Include the copied turns in their loss.")] = False,
     key: Annotated[str | None, typer.Option(help="The same key again gives the same sessions.")] = None,
 ) -> None:
-    """Create sessions that begin after a turn of this one."""
+    """Create sessions that begin after a turn of SESSION."""
     given = {
         "turn": turn,
         "count": count,

@@ -109,13 +109,13 @@ def wants_json(ctx: typer.Context, as_json: bool = False) -> bool:
 
 
 def override(ctx: typer.Context, url: Url = None, token: Token = None, as_json: Json = False) -> None:
-    """Options behind the command come before those that stand before it."""
+    """Apply the options after the command; they take precedence over those before it."""
     given = globals_of(ctx)
     ctx.find_root().obj = Globals(url or given.url, token or given.token, as_json or given.as_json)
 
 
-def asking(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that asks a server: with --url, --token and --json behind it."""
+def server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that calls a server: adds --url, --token and --json to its options."""
     own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
@@ -129,7 +129,7 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def printed_as_json(ctx: typer.Context, value: object) -> bool:
-    """Print it if JSON is wanted."""
+    """Print `value` as JSON if --json was given; returns whether it did."""
     if not wants_json(ctx):
         return False
     from turnlog.cli.output import machine

@@ -152,7 +152,7 @@ _BY_HAND: Mapping[str, Schema] = {
             ),
         ]
     },
-    "FleetOrdered": {"allOf": [ref("FleetGate"), record("", engines=_TOLD)]},
+    "FleetTold": {"allOf": [ref("FleetGate"), record("", engines=_TOLD)]},
     "EnginesFailed": {"allOf": [ref("Error"), record("The gate's state beside the error.", engines=_TOLD)]},
     "LoraAborted": record("", status=TEXT, aborted=listed(TEXT), count=COUNT),
     "LoraResumed": record("", status=TEXT),

@@ -25,8 +25,8 @@ class GroupRow(msgspec.Struct, frozen=True):
     """`sessions` counts the rollouts, by their root sessions, without erased ones. `mean`, `std` (of the population),
     `min` and `max` are of their rewards.
 
-    `zero_variance`: present are several rewards, all equal. `missing_attempts`: attempts between the first (0 or 1) and
-    the largest that no session has, erased ones included.
+    `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: attempts between the first (0 or
+    1) and the largest that no session has, erased ones included.
     """
 
     group_id: str

@@ -104,7 +104,8 @@ class AsyncSession:
 
         Arguments that are None are taken from this session. Its turns are in the new sessions' loss only with
         `parent_loss`. The same `key` returns the same sessions again, also in another process; without a key each
-        call creates new ones. Needs the admin token. Raises NotFound, SessionClosed (erased), InvalidRequest.
+        call creates new ones. Needs the admin token. Raises NotFound, SessionClosed (this session is erased), Conflict
+        (a fork of this key was closed), InvalidRequest (also for a key that was used with other arguments), Forbidden.
         """
         given: Object = {
             "turn": turn,
