@@ -47,7 +47,7 @@ class Fork(BaseOperation, frozen=True):
 
     @property
     def size(self) -> int:
-        """Approximate bytes written, at most MOST_BYTES so that the queue keeps room. The content is never in memory."""
+        """Approximate bytes written, at most MOST_BYTES so that the queue keeps room. Content is never in memory."""
         tokens = sum(event.suffix_tokens + event.output_tokens for event in self.forked.copied)
         chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
         return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)
