@@ -168,11 +168,6 @@ class SessionCache:
             live.tokens.extend(_tokens_parent(turn), turn.number, tokens, _trimmed(live.session, turn))
         self._account(session_id, live)
 
-    def held_elsewhere(self, session: Session, incarnation: int) -> bool:
-        """Does another process hold the session's open turn? On SQLite no other process can be alive."""
-        held = session.open_turn
-        return held is not None and held.incarnation != incarnation and not self.database.is_sqlite
-
     def drop(self, session_id: str) -> None:
         if self._entries.pop(session_id, None) is not None:
             self._bytes -= self._sizes.pop(session_id)

@@ -151,9 +151,16 @@ class Claims:
             fresh = await self._cache.refresh(session.session_id)
             if fresh is not None and fresh.session.version != session.version:
                 return None
-            if fresh is not None and self._cache.held_elsewhere(fresh.session, self.incarnation):
+            held = None if fresh is None else fresh.session.open_turn
+            if held is not None and await self._is_held_elsewhere(held.incarnation):
                 raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
             raise
+
+    async def _is_held_elsewhere(self, incarnation: int) -> bool:
+        """Is this the incarnation of another living process? On SQLite there is none."""
+        if incarnation == self.incarnation or self._cache.database.is_sqlite:
+            return False
+        return await self._lease_left(incarnation) is not None
 
     async def _check_busy(self, session_id: str, busy: Busy, request: Request, mark: RetryMark) -> float | None:
         """Seconds until the claim of another process, whose turn the request repeats, becomes void without a heartbeat.

@@ -241,5 +241,5 @@ def test_sessions_move_when_their_engine_dies(site: Site, tally: Tally) -> None:
         if event["type"] == "AffinityBound"
     ]
     assert (other.url, "dead") in {(event["engine"], event.get("cause")) for event in events}
-    tally.doubled += agents.doubled(site.other.url)
+    tally.doubled += agents.doubled(site.other.base_url)
     verified(site.cluster.url, agents.acknowledged, tally)

@@ -38,6 +38,7 @@ from app.errors import (
     SessionEnded,
 )
 from app.sessions.lifecycle import NewSession
+from app.sessions.recovery import Recovery
 from app.store import incarnations
 from app.turn.in_flight import TurnReply
 from fault.modelled import Engine, Flight, Message, Model, Node, Place, Turn
@@ -406,17 +407,20 @@ def judge(place: Place, tally: Tally) -> None:
 TITLE = "rules over memory, SQLite and PostgreSQL"
 
 
-def explore(url: str | None, tally: Tally, examples: int, steps: int) -> None:
-    """Run the machine from seeded choices; a failure is shrunk to the fewest rules that show it."""
-    place = Place(url)
-
+def placed(place: Place, tally: Tally) -> type[Machine]:
     class Placed(Machine):
         pass
 
     Placed.place, Placed.tally, Placed.ids = place, tally, itertools.count(1)
+    return Placed
+
+
+def explore(url: str | None, tally: Tally, examples: int, steps: int) -> None:
+    """Run the machine from seeded choices; a failure is shrunk to the fewest rules that show it."""
+    place = Place(url)
     try:
         run_state_machine_as_test(
-            Placed,
+            placed(place, tally),
             settings=settings(
                 max_examples=examples,
                 stateful_step_count=steps,
@@ -443,6 +447,27 @@ def url(request: pytest.FixtureRequest) -> str | None:
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_rules(url: str | None, tally: Tally) -> None:
     explore(url, tally, 40 if url is None else 6, 25)
+
+
+@pytest.mark.fault(15, TITLE)
+def test_the_turn_of_a_dead_process_is_not_in_flight(tally: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even before its claim was found and abandoned: a request that does not fit is 400, not 409."""
+    monkeypatch.setattr(Recovery, "_sweep", no_sweep)
+    place = Place(None)
+    machine = placed(place, tally)()
+    model = machine.begin_with_all(window=0)
+    machine.begin(model=model, node=0)
+    machine.finish(model=model)
+    machine.begin(model=model, node=0)
+    machine.end(node=0, orderly=False)
+    machine.rollback(model=model, node=0, back=1)
+    machine.another_conversation(model=model, node=1)
+    machine.teardown()
+    place.end()
+
+
+async def no_sweep(recovery: Recovery) -> None:
+    """A process that has not looked for dead ones yet."""
 
 
 @pytest.mark.long

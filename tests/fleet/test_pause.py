@@ -313,7 +313,7 @@ def test_a_process_that_was_frozen_on_its_way_to_the_engine_looks_at_the_gate_ag
     pid = armed.processes.pids[1]
     name = new_name()
     talk = second.talk(adapter=name)
-    client = Client(talk, second.url)
+    client = Client(talk, second.base_url)
     until(lambda: is_stopped(pid))
     try:
         assert order(first, f"/adapters/{name}/pause")["count"] == 1

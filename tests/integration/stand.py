@@ -99,6 +99,7 @@ class Api:
     """A server that sessions are made and read at."""
 
     def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
         self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
 
     def talk(self, **body: Any) -> Talk:
