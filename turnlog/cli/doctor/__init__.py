@@ -1,1 +1,1 @@
-"""`turnlog doctor`: what is wrong here, or soon will be, and what to do about it."""
+"""`turnlog doctor`: finds problems of the installation, and says what to do about them."""

@@ -1,4 +1,4 @@
-"""The command: every check in turn, a line each as soon as it is known."""
+"""Runs all checks in order and prints a line for each as soon as it is known."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def doctor(
 
 
 def _examined(given: Globals, *, generate: bool) -> Iterator[Finding]:
-    """What does not need the settings goes on where they are wrong."""
+    """Checks that need no settings run even if the settings are invalid."""
     from turnlog.cli.doctor import engines, host, server, settings, store, tokenizer
 
     yield from host.versions()

@@ -1,4 +1,4 @@
-"""The engines: reachable, of which dialect, and do their replies hold what a turn needs?"""
+"""Checks the engines: can they be reached, which dialect do they have, and do their replies contain what a turn needs?"""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from turnlog.cli.doctor.server import Engines
 
 SHORT_S = 5.0
-"""For a question that costs an engine nothing."""
+"""Timeout of a request that costs an engine nothing."""
 
 GENERATE_S = 60.0
-"""For a few tokens, of an engine that may be busy."""
+"""Timeout of a short generation by an engine that may be busy."""
 
 TOKENS = 4
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -35,8 +35,7 @@ MESSAGES = [{"role": "user", "content": "Say hello."}]
 async def examine(
     settings: Settings, fleet: Fleet | None, told: Engines, prompts: Prompts | None, *, generate: bool
 ) -> list[Finding]:
-    """Each of the settings, of those that a running server told, and, where the database could be read, of those that
-    were added at run time."""
+    """The engines of the settings, of a running server, and, if the database can be read, those added at run time."""
     known = dict.fromkeys([*(one.url for one in (fleet or Fleet()).members(settings.upstreams)), *(told or ())])
     if not known:
         return [_none(told)]
@@ -91,7 +90,7 @@ async def _look(
 async def _generated(
     client: EngineClient, settings: Settings, url: str, model: str, prompts: Prompts | None
 ) -> list[Finding]:
-    """A tiny chat, asked for as a turn's is, and judged by the same rules."""
+    """A short chat, requested and validated like a turn."""
     area = f"engine {url}"
     wish = {"model": model, "max_tokens": TOKENS}
     raw = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in wish.items()}
@@ -133,7 +132,7 @@ def _payloads(area: str, settings: Settings, parsed: Parsed) -> list[Finding]:
 
 
 def _same_prompt(area: str, parsed: Parsed, prompts: Prompts) -> Finding:
-    """Does the engine render and tokenise a chat as the tokenizer here does?"""
+    """Does the engine render and tokenise a chat like the local tokenizer?"""
     theirs = array("i", parsed.suffix_ids)
     ours = prompts.first(MESSAGES, None, {})
     if theirs == ours:
@@ -145,7 +144,7 @@ def _same_prompt(area: str, parsed: Parsed, prompts: Prompts) -> Finding:
 
 
 async def _asked(client: EngineClient, url: str, headers: list[tuple[str, str]]) -> EngineReply | str:
-    """The answer, or why there is none."""
+    """The answer, or the reason why there is none."""
     try:
         async with asyncio.timeout(SHORT_S):
             return await client.get(url, headers)

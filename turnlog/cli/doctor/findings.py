@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Level(StrEnum):
-    """`warning`: it works, but not as well or as safely as it could. `problem`: it does not, or promises break."""
+    """`warning`: it works, but not as well or as safely as possible. `problem`: it does not work, or breaks a promise."""
 
     OK = "ok"
     WARNING = "warning"
@@ -15,7 +15,7 @@ class Level(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One line: what was looked at, what was found, and what to do unless all is well. It holds no secret."""
+    """One line: what was checked, the result, and what to do about it. It contains no secret."""
 
     area: str
     level: Level

@@ -1,4 +1,4 @@
-"""The machine: Python, packages, open files, memory."""
+"""Checks the machine: Python, packages, open files, memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from app.extras import install, missing
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 
 OPEN_FILES = 4096
-"""A turn in flight has two sockets; a shell's usual 1024 are five hundred agents."""
+"""Enough descriptors: a turn in flight has two sockets, so the usual 1024 suffice for five hundred agents."""
 
 _OF_SERVER = re.compile(r"^[^;]*$|extra == ['\"]server['\"]")
-"""A requirement of the server's: of no extra, or of its own."""
+"""Is it a requirement of the server: without an extra, or of the server's extra?"""
 
 _BOUND = re.compile(r"(>=|<)\s*([\d.]+)")
 
 
 def versions() -> Iterator[Finding]:
-    """Of Python and of what is installed, against what this version says it needs."""
+    """Python and the installed packages, compared with this version's requirements."""
     try:
         needed = [line for line in requires("turnlog") or [] if _OF_SERVER.search(line)]
     except PackageNotFoundError:
@@ -45,7 +45,7 @@ def versions() -> Iterator[Finding]:
 
 
 def _fault(requirement: str) -> str | None:
-    """What is wrong with a package that is needed."""
+    """The problem of a required package."""
     name = re.split(r"[\[<>=;( ]", requirement, maxsplit=1)[0]
     try:
         found = version(name)
@@ -56,7 +56,7 @@ def _fault(requirement: str) -> str | None:
 
 
 def _beyond(found: str, requirement: str) -> str | None:
-    """The bound that a version does not keep; the project's own requirements have no other operators than these two."""
+    """The bound that a version violates; the project's requirements use only these two operators."""
     for operator, bound in _BOUND.findall(requirement):
         if (_numbers(found) >= _numbers(bound)) != (operator == ">="):
             return f"{operator}{bound}"
@@ -85,7 +85,7 @@ def limits() -> Iterator[Finding]:
 
 
 def memory() -> int:
-    """Bytes that this process may use: the machine's, or what its control group leaves it."""
+    """The memory in bytes that this process may use: the machine's, or its control group's limit."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""A PostgreSQL store."""
+"""Checks a PostgreSQL store."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 OLDEST = 130000
-"""PostgreSQL 13 has `pg_current_xact_id`, by which exports are ordered."""
+"""PostgreSQL 13 introduced `pg_current_xact_id`, which orders exports."""
 
 EACH = READERS + LANES + SPARE_WRITERS
-"""Connections that a process has at most."""
+"""The most connections of a process."""
 
 PATIENCE_S = 10.0
 
 OFF_S = 5.0
-"""A clock that is this far from the database's: nothing breaks, but the times in logs do not fit each other."""
+"""A clock that differs this much from the database's: nothing breaks, but the times in logs do not match."""
 
 
 class PostgresFacts(NamedTuple):
-    """What PostgreSQL says of itself; `sync` are the standbys that a commit waits for, among `standbys`."""
+    """What PostgreSQL reports; `sync` are the standbys that a commit waits for, out of `standbys`."""
 
     version: int
     in_recovery: bool
@@ -60,7 +60,7 @@ _SERVER = text(
 
 
 async def look(settings: Settings) -> tuple[list[Finding], str | None]:
-    """What was found, and the revision, empty for none; None where the database cannot be read."""
+    """The findings, and the revision (empty if there is none); None if the database cannot be read."""
     engine = create_engine(settings.database_url)
     try:
         async with asyncio.timeout(PATIENCE_S), engine.connect() as connection:
@@ -125,7 +125,7 @@ def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
 
 
 def _clock(theirs: float, asked_at: float, answered_at: float) -> Iterator[Finding]:
-    """Leases go by the database's clock alone; the times of events are the process's own."""
+    """Leases use only the database's clock; the times of events are the process's own."""
     off = max(asked_at - theirs, theirs - answered_at, 0.0)
     if off > OFF_S:
         yield warning("clock", f"this machine's is {off:.1f} s off the database's", "run an NTP client on both")

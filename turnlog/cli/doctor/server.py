@@ -1,4 +1,4 @@
-"""A server that runs already."""
+"""Checks a running server."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PORTS = {"http": 80, "https": 443}
 
 
 Engines = tuple[str, ...] | None
-"""Base URLs that a server told; None: it runs, and does not tell."""
+"""The engines' base URLs as reported by a server; None: a server runs and does not report them."""
 
 
 def examine(url: str, token: str | None, *, expected: bool) -> Generator[Finding, None, Engines]:
-    """Does one answer, is it ready, does it take the token? `expected`: somebody named its address.
+    """Does a server answer, is it ready, does it accept the token? `expected`: its address was given.
 
-    Returns its engines: its settings may be others than those that are examined here.
+    Returns its engines, since its settings may differ from those examined here.
     """
     with closing(connected(url, token, patience_s=0)) as server:
         return (yield from _examined(server, url, expected))

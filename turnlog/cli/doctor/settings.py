@@ -1,4 +1,4 @@
-"""The `TURNLOG_` variables: known, valid, and sensible together."""
+"""Checks the `TURNLOG_` variables: known, valid, and sensible together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 DISTINCT = 8
-"""Characters that a token has at least, unless somebody leant on a key."""
+"""The fewest different characters of a token that is not a repeated key."""
 
 GOOD = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes a good one"
 
 
 def examine() -> tuple[list[Finding], Settings | None]:
-    """Every mistake; no settings where there is one."""
+    """Every mistake; no settings if there is one."""
     from app import crash_points
     from app.settings import known_names, read_settings, unknown_names
 
@@ -43,7 +43,7 @@ def examine() -> tuple[list[Finding], Settings | None]:
 
 
 def advice(settings: Settings) -> Iterator[Finding]:
-    """What is valid, and yet most likely not what was meant."""
+    """Valid settings that are probably a mistake."""
     yield from _tokens(settings)
     for told in settings.warnings:
         yield warning("settings", told, "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK")
@@ -59,7 +59,7 @@ def advice(settings: Settings) -> Iterator[Finding]:
 
 
 def _tokens(settings: Settings) -> Iterator[Finding]:
-    """Their strength, never their text."""
+    """The tokens' strength, never their text."""
     from app.settings import SHORT_TOKEN
 
     for name, secrets in (("ADMIN_TOKEN", settings.admin_token), ("SESSION_SECRET", settings.session_secret)):

@@ -1,4 +1,4 @@
-"""The database: reachable, of the right revision, with room, and keeping what it promises."""
+"""Checks the database: can it be reached, is its revision right, has it room, and does it keep its promises?"""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 LITTLE, TIGHT = 256 << 20, 2 << 30
-"""Bytes of free space: below which the next replies may not fit, and below which it should be watched."""
+"""Free space in bytes below which the next replies may not fit, and below which it should be watched."""
 
 LONG_LOG = 256 << 20
-"""An SQLite log of writes is 16 to 64 MiB; more means that a reader holds it."""
+"""An SQLite log file has 16 to 64 MiB; a larger one means that a reader holds it."""
 
 SLOW_SYNC_MS = 20.0
-"""Each batch of commits waits for one: disks take under 5 ms, what takes longer is a network or a worn card."""
+"""Each batch of commits waits for an fsync: disks take under 5 ms; a slower one is on a network or worn."""
 
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
 NEWER = "a newer version has migrated it: run that one, or restore a backup from before"
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
-    """Returns what the fleet's log says, where the database can be read."""
+    """Returns the state of the fleet's log, if the database can be read."""
     url = make_url(settings.database_url)
     if url.get_backend_name() == "sqlite":
         path = Path(url.database or "").resolve()
@@ -89,7 +89,7 @@ async def _fleet(url: str) -> Fleet:
 
 
 def _folder(path: Path) -> Iterator[Finding]:
-    """Where the file is, or will be."""
+    """The folder of the file, or of the file to be created."""
     from app.store.lock import REMOTE, file_system
 
     folder = path.parent
@@ -126,7 +126,7 @@ def _folder(path: Path) -> Iterator[Finding]:
 
 
 def _sync_ms(folder: Path) -> float:
-    """The median of a few, of a page each."""
+    """The median time of a few fsyncs of one page."""
     took = []
     with tempfile.TemporaryFile(dir=folder) as file:
         for _ in range(5):
@@ -139,7 +139,7 @@ def _sync_ms(folder: Path) -> float:
 
 
 def _file(path: Path) -> Generator[Finding, None, bool]:
-    """May it be read and written, and by whom else?"""
+    """Can the file be read and written, and by which other users?"""
     if not os.access(path, os.R_OK | os.W_OK):
         yield problem("database", f"{path} cannot be read and written by this user", "run as the server's user")
         return False
@@ -160,7 +160,7 @@ def _file(path: Path) -> Generator[Finding, None, bool]:
 
 
 def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
-    """Reads, and takes no lock. Returns the revision, empty for none; None where the file cannot be read."""
+    """Reads without taking a lock. Returns the revision (empty if there is none); None if the file cannot be read."""
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as connection:
             (mode,) = connection.execute("PRAGMA journal_mode").fetchone()

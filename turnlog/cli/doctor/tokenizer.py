@@ -1,4 +1,4 @@
-"""The tokenizer: does it load, render, and join?"""
+"""Checks the tokenizer: can it be loaded, render and join?"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TALK = [
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Prompts | None]:
-    """Loading derives the junction; the rest tries it on a short talk. Returns the loaded one."""
+    """Loading derives the junction; the rest is tried on a short conversation. Returns the loaded tokenizer."""
     if settings.tokenizer is None:
         yield ok("tokenizer", "none: prompts are sent as messages, and their ids are the engine's (capture mode)")
         return None
