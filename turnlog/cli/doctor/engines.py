@@ -1,4 +1,4 @@
-"""Checks the engines: can they be reached, which dialect do they have, and do their replies contain what a turn needs?"""
+"""Checks the engines: can they be reached, what is their dialect, and do their replies contain what a turn needs?"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Level(StrEnum):
-    """`warning`: it works, but not as well or as safely as possible. `problem`: it does not work, or breaks a promise."""
+    """`warning`: it works, but not as well or safely as possible. `problem`: it does not work, or breaks a promise."""
 
     OK = "ok"
     WARNING = "warning"
