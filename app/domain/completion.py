@@ -17,7 +17,9 @@ from app.domain import split
 from app.domain.history import Plan, diverging
 from app.domain.history import digest as _digest
 from app.domain.request import CompletionRequest
-from app.domain.session import Session, Turn
+from app.domain.session import Session
+from app.domain.tree import TreeIndex
+from app.domain.turns import Turn
 from app.errors import HistoryMismatch, RollbackTooDeep
 
 
@@ -44,9 +46,16 @@ class IncomingPrompt:
     def __len__(self) -> int:
         return self._messages
 
-    def check(self, leaf: Turn | None) -> None:
+    def check(self, index: TreeIndex) -> None:
         """Checks nothing, but hashes a long prompt here, on the caller's thread."""
         self.spelling(0)
+
+    begun_reply = None
+    hash_before_last = None
+
+    @property
+    def whole_hash(self) -> str:
+        return self.spelling(0)
 
     def canonical(self, index: int) -> str:
         return _digest(self._new)
@@ -61,16 +70,19 @@ class IncomingPrompt:
         """The new text, if the prompt is text and has any."""
         return [split.quoted(self._new.decode())] if self._new else []
 
-    def reply_hash(self, message: bytes) -> str:
+    def reply_hashes(self, message: bytes) -> tuple[str, None]:
         """Identifies the text up to the reply's end, by size and hash, so that the next prompt can continue it."""
+        return self._reply_hash(message), None
+
+    def _reply_hash(self, message: bytes) -> str:
         if self._ids is not None:
             return _digest(message)
         whole = self._data + msgspec.json.decode(message, type=str).encode()
         return f"{len(whole)}:{_digest(whole)}"
 
-    def join(self, session: Session) -> Plan:
-        """Raises RollbackTooDeep, HistoryMismatch."""
-        plan = self._plan(session)
+    def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+        """Where the prompt joins the session. Raises RollbackTooDeep, HistoryMismatch in a linear session."""
+        plan = self._attached(session, agent_id) if session.is_tree else self._plan(session)
         base = 0
         if plan.base_messages and self._ids is None:
             base = self._stored(session.turn(plan.parent)).size
@@ -78,11 +90,23 @@ class IncomingPrompt:
         self._messages = plan.base_messages + bool(self._new)
         return plan
 
+    def _attached(self, session: Session, agent_id: str | None) -> Plan:
+        """After the turn with the longest text that begins the prompt: of several the same agent's, else the newest."""
+        continued = self._continued([turn for turn in session.turns if turn.shape == "completions"])
+        found = [session.turn(number) for number in continued]
+        parent = max(
+            found,
+            key=lambda turn: (self._stored(turn).size, turn.agent_id == agent_id, turn.seq),
+            default=None,
+        )
+        return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
+
     def _plan(self, session: Session) -> Plan:
-        if not session.path:
+        leaf = session.leaf
+        if leaf is None:
             return Plan(0, 0)
         own = self.spelling(0)
-        chain = session.message_chain(session.path[-1])
+        chain = session.message_chain(leaf.number)
         continued = self._continued(chain)
         for place in range(len(chain) - 1, -1, -1):
             turn = chain[place]
@@ -90,7 +114,7 @@ class IncomingPrompt:
                 break  # Its text is unknown: discarding the turns from here on would be a guess.
             if turn.number in continued and (turn is chain[-1] or any(map(self._sampled, chain[: place + 1]))):
                 return self._within(session, Plan(turn.number, turn.message_count, _numbers(chain[place + 1 :])))
-            if turn.protocol == "completions" and turn.client_hash == own:
+            if turn.shape == "completions" and turn.client_hash == own:
                 return self._within(session, Plan(turn.parent, turn.base_messages, _numbers(chain[place:])))
         return diverging(
             session, HistoryMismatch("the prompt begins with no stored output, and is no live turn's own prompt")
@@ -125,7 +149,7 @@ class IncomingPrompt:
         hasher, hashed = hashlib.sha256(), 0
         found: set[int] = set()
         for prefix, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
-            if turn.protocol != "completions" or not hashed <= prefix.size <= len(data):
+            if turn.shape != "completions" or not hashed <= prefix.size <= len(data):
                 continue
             hasher.update(data[hashed : prefix.size])
             hashed = prefix.size

@@ -15,7 +15,7 @@ from app.domain.events import (
     AffinityReleased,
     BlobRef,
     Event,
-    Protocol,
+    History,
     Recorded,
     RewardAssigned,
     RolledBack,
@@ -25,7 +25,9 @@ from app.domain.events import (
 )
 from app.domain.history import Plan
 from app.domain.reply import ValidatedReply
-from app.domain.session import Session, Turn, fold
+from app.domain.session import Session, fold
+from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
+from app.domain.turns import Turn
 from app.errors import InvalidRequest, SessionClosed, SessionNotFound
 from workers import codec
 
@@ -37,17 +39,23 @@ def open_turn(
     incarnation: int,
     body_hash: str,
     retry_key: str | None,
-    protocol: Protocol = "chat",
+    protocol: str = "chat",
     adapter: str | None = None,
+    agent_id: str | None = None,
+    history: History = "linear",
 ) -> TurnOpened:
+    """The opening of a turn. In a tree the store gives it its number, as other turns may be opened at the same time."""
+    decides = None if session.history else history
     return TurnOpened(
-        turn=len(session.turns) + 1,
+        turn=session.last_turn + 1,
         parent=plan.parent,
         incarnation=incarnation,
         body_hash=body_hash,
         retry_key=retry_key,
         protocol=protocol,
         adapter=adapter,
+        agent_id=agent_id,
+        history=decides,
     )
 
 
@@ -57,6 +65,7 @@ class TurnBlobs(msgspec.Struct, frozen=True):
     params: int
     tools: int | None = None
     new: tuple[BlobRef, ...] = ()
+    echo: int | None = None
 
 
 def token_parent(session: Session, plan: Plan) -> Turn | None:
@@ -64,11 +73,15 @@ def token_parent(session: Session, plan: Plan) -> Turn | None:
     return session.turn(plan.parent) if plan.base_messages else None
 
 
-def _segment(session: Session, plan: Plan, base: int) -> tuple[int, Literal["drift", "divergence"] | None]:
-    """The turn's segment, and the cause if a segment begins here.
+def _segment(
+    session: Session, plan: Plan, base: int, branch: Branch
+) -> tuple[int, Literal["drift", "divergence"] | None]:
+    """The turn's segment, and the cause if a segment begins here. In a tree it is the branch.
 
-    Segments are numbered along the live path, so a discarded one leaves no gap.
+    In a linear session segments are numbered along the live path, so a discarded one leaves no gap.
     """
+    if session.is_tree:
+        return branch.number, "drift" if branch.cause == "drift" else None
     if plan.parent == 0:
         return 0, None
     parent = session.turn(plan.parent)
@@ -86,9 +99,13 @@ class HashedMessages(typing.Protocol):
 
     def spelling(self, count: int) -> str: ...
 
+    @property
+    def whole_hash(self) -> str: ...
+
 
 def commit_turn(
     session: Session,
+    index: TreeIndex,
     opened: TurnOpened,
     fence: int,
     plan: Plan,
@@ -98,24 +115,29 @@ def commit_turn(
     blobs: TurnBlobs,
     binding: AffinityBound | AffinityReleased | None = None,
     timing: Timing | None = None,
+    max_replay_bytes: int | None = None,
+    uses: retention.ChunkUses | None = None,
 ) -> list[Event]:
     """The events that commit the turn. `binding` is a new binding to its engine.
 
-    A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window. `session` is the
-    state in which the turn was claimed.
+    A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window. They hold for
+    `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
+    again.
     """
-    committed = _committed(session, opened, fence, plan, incoming, reply, blobs, timing)
+    committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing)
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
     if session.payloads or reply.payloads:
-        after = fold(session.session_id, _numbered(session, events), session)
-        tombstoned = None if after is None else retention.tombstones(after)
+        before = msgspec.structs.replace(session, turns=session.turns.tentative())
+        after = fold(session.session_id, _numbered(session, events), before)
+        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses)
         events += [] if tombstoned is None else [tombstoned]
     return events
 
 
 def _committed(
     session: Session,
+    index: TreeIndex,
     opened: TurnOpened,
     fence: int,
     plan: Plan,
@@ -126,7 +148,19 @@ def _committed(
 ) -> TurnCommitted:
     new = range(plan.base_messages, len(incoming))
     result = reply.result
-    segment, cause = _segment(session, plan, result.base)
+    hashes = tuple(incoming.canonical(place) for place in new)
+    branch = branch_of(
+        session,
+        index,
+        NewTurn(
+            parent=plan.parent if plan.base_messages else 0,
+            message_hashes=hashes,
+            input_hash=incoming.whole_hash,
+            agent_id=opened.agent_id,
+            continues_tokens=result.base > 0,
+        ),
+    )
+    segment, cause = _segment(session, plan, result.base, branch)
     return TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,
@@ -135,7 +169,7 @@ def _committed(
         segment_cause=cause,
         base_messages=plan.base_messages,
         new_messages=len(new),
-        message_hashes=(*(incoming.canonical(index) for index in new), reply.message_hash),
+        message_hashes=(*hashes, reply.message_hash),
         client_hash=incoming.spelling(len(incoming)),
         base_tokens=result.base,
         suffix_tokens=result.suffix_tokens,
@@ -162,6 +196,12 @@ def _committed(
         dispatched=reply.dispatched,
         parts=reply.parts,
         timing=timing,
+        branch=branch.number,
+        branch_cause=branch.cause,
+        carries=branch.carries,
+        agent_id=opened.agent_id,
+        echo=blobs.echo,
+        calls_hash=reply.calls_hash,
     )
 
 
@@ -184,6 +224,6 @@ def assign_reward(
     ):
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number")
-    if turn is not None and not 1 <= turn <= len(session.turns):
-        raise InvalidRequest(f"turn {turn} does not exist; the session has {len(session.turns)}")
+    if turn is not None and turn not in session.turns:
+        raise InvalidRequest(f"turn {turn} is not committed")
     return RewardAssigned(reward, components, turn)

@@ -14,6 +14,7 @@ import msgspec
 from app.domain import retention
 from app.domain.events import (
     BlobRef,
+    ChunkKey,
     ChunkRef,
     Event,
     ForkRef,
@@ -25,9 +26,6 @@ from app.domain.events import (
 )
 from app.domain.session import Session, apply, fold
 from app.errors import NotFound, SessionClosed
-
-ChunkKey = tuple[int, int]
-"""The fence of the turn that brought a chunk, and the chunk's number."""
 
 
 class Forked(msgspec.Struct, frozen=True):
@@ -58,16 +56,15 @@ class Forked(msgspec.Struct, frozen=True):
         for event in self.copied:
             for payload in event.payloads:
                 for chunk in payload.chunks:
-                    if (chunk.fence, chunk.number) not in self.chunks:
+                    if chunk.key not in self.chunks:
                         yield payload.kind, chunk
 
 
 def config_of_fork(source: Session, group_id: str | None) -> SessionConfig:
     """The fork's configuration is the source's. A fork is a rollout of its own, so it has no parent and no attempt
     number."""
-    return msgspec.structs.replace(
-        source.config, group_id=group_id or source.config.group_id, attempt=None, parent=None
-    )
+    own_group = group_id or source.config.group_id
+    return msgspec.structs.replace(source.config, group_id=own_group, attempt=None, parent=None, history=source.history)
 
 
 def fork(
@@ -87,10 +84,10 @@ def fork(
     """
     _require_turn(source, turn)
     events = {one.event.turn: one.event for one in log if isinstance(one.event, TurnCommitted)}
-    chain = [events[number] for number in line_of(source, turn)]
+    chain = [events[number] for number in source.line(turn)]
     ref = ForkRef(source.session_id, turn, len(chain), loss)
     own = metadata or source.metadata
-    copies = _Copies(chain, _blobs(log), 0 if own is None else 1)
+    copies = _Copies(chain, _blobs(log), 0 if own is None else 1, is_tree=source.is_tree)
     created = SessionCreated(config, body_hash, own, ref)
     new: list[Event] = [created, *(copies.of(event) for event in chain)]
     session = fold(source.session_id, (Recorded(seq, 0.0, event) for seq, event in enumerate(new, 1)))
@@ -101,12 +98,7 @@ def fork(
         new.append(tombstoned)
         session = apply(session, Recorded(len(new), 0.0, tombstoned), source.session_id)
     back = {new_fence: old for old, new_fence in copies.fences.items()}
-    needed = {
-        (chunk.fence, chunk.number)
-        for payloads in session.payloads.values()
-        for payload in payloads
-        for chunk in payload.chunks
-    }
+    needed = retention.chunk_keys(payload for live in session.payloads.values() for payload in live)
     blobs = {new_number: old for old, new_number in copies.blobs.items()}
     if metadata is None and source.metadata is not None:
         blobs[source.metadata.number] = source.metadata.number
@@ -118,20 +110,11 @@ def fork(
     )
 
 
-def line_of(session: Session, turn: int) -> list[int]:
-    """The turns from the root to `turn`."""
-    line = []
-    while turn:
-        line.append(turn)
-        turn = session.turn(turn).parent
-    return line[::-1]
-
-
 def _require_turn(source: Session, turn: int) -> None:
     if source.status == "erased":
         raise SessionClosed(f"session {source.session_id} is erased")
-    if not 1 <= turn <= len(source.turns):
-        raise NotFound(f"turn {turn} is not committed; session {source.session_id} has {len(source.turns)}")
+    if turn not in source.turns:
+        raise NotFound(f"turn {turn} is not committed in session {source.session_id}")
 
 
 def _blobs(log: Iterable[Recorded]) -> dict[int, BlobRef]:
@@ -143,7 +126,11 @@ def _blobs(log: Iterable[Recorded]) -> dict[int, BlobRef]:
 class _Copies:
     """Makes the copies of a chain of turns. `fences` and `blobs` map the source's numbers to the new ones."""
 
-    def __init__(self, chain: Sequence[TurnCommitted], known: Mapping[int, BlobRef], first_blob: int) -> None:
+    def __init__(
+        self, chain: Sequence[TurnCommitted], known: Mapping[int, BlobRef], first_blob: int, *, is_tree: bool
+    ) -> None:
+        self._is_tree = is_tree
+        self._branch = -1
         self._numbers = {0: 0} | {event.turn: place for place, event in enumerate(chain, 1)}
         self._known = known
         self._next_blob = first_blob
@@ -152,8 +139,11 @@ class _Copies:
 
     def of(self, event: TurnCommitted) -> TurnCommitted:
         """A copied turn. It has no retry key and an empty body hash: no client sent its request to the fork, so no
-        retry can match it."""
+        retry can match it. Its branch follows from the chain alone: the fork has none of the others."""
         new: list[BlobRef] = []
+        self._branch += event.base_tokens == 0
+        drifts = event.base_tokens == 0 and event.base_messages > 0
+        place = {"segment": self._branch, "segment_cause": "drift" if drifts else None} if self._is_tree else {}
         return msgspec.structs.replace(
             event,
             turn=self._numbers[event.turn],
@@ -161,9 +151,14 @@ class _Copies:
             fence=self.fences[event.fence],
             params=self._blob(event.params, new),
             tools=None if event.tools is None else self._blob(event.tools, new),
+            echo=None if event.echo is None else self._blob(event.echo, new),
             new_blobs=tuple(new),
             retry_key=None,
             body_hash="",
+            branch=None,
+            branch_cause=None,
+            carries=None,
+            **place,
             payloads=tuple(
                 msgspec.structs.replace(payload, chunks=tuple(map(self._chunk, payload.chunks)))
                 for payload in event.payloads

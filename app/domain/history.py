@@ -9,15 +9,17 @@ as a retry would discard a sampled turn.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from app.domain import bounds
 from app.domain.events import Matcher
-from app.domain.session import Session, Turn
+from app.domain.session import Session
 from app.domain.split import LONG, quoted_parts
+from app.domain.tree import NOTHING, TreeIndex, running_hash
+from app.domain.turns import Turn
 from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.depth import MAX_DEPTH, too_deep
 
@@ -124,10 +126,22 @@ def _arguments(arguments: Any) -> Any:
     return {} if arguments is None else _plain(arguments)
 
 
+_EXACT = 2**53
+"""Below it, every integer is a double."""
+
+_DOUBLES = 2**1023
+"""Below it, every integer has a nearest double."""
+
+
 def _plain(value: Any) -> Any:
-    """JSON without what a re-serialisation changes: 1e3, 1000.0 and 1000 are one number."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+    """JSON without what a re-serialisation changes: 1e3, 1000.0 and 1000 are one number.
+
+    JavaScript has only doubles: what it returns for an integer from 2**53 on is the nearest one.
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
         return int(value)
+    if isinstance(value, int) and _EXACT <= abs(value) < _DOUBLES:
+        return float(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -138,17 +152,25 @@ def _plain(value: Any) -> Any:
 class Incoming:
     """A request's messages as raw JSON, decoded and hashed only on demand.
 
-    `raws[i]` is message i as the client wrote it.
+    `raws[i]` is message i as the client wrote it. `proven` are the turns whose proofs the request holds. `trusts_ids`:
+    where a client got arguments as objects and sends others, a reply is known by its calls' ids. Claude Code does so:
+    it trims an edit's text.
     """
 
-    def __init__(self, raws: Sequence[msgspec.Raw], matcher: Matcher) -> None:
+    def __init__(
+        self, raws: Sequence[msgspec.Raw], matcher: Matcher, proven: Container[int] = (), *, trusts_ids: bool = False
+    ) -> None:
         self.raws = raws
+        self._trusts_ids = trusts_ids and matcher == "tolerant"
+        self._proven = proven
         self.matcher: Matcher = matcher
         self._messages: dict[int, Message] = {}
         self._hashes: dict[int, str] = {}
         self._spelled = 0
         self._hasher = hashlib.sha256()
         self._spellings: dict[int, str] = {}
+        self._repeated: Turn | None = None
+        self._running: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -191,20 +213,109 @@ class Incoming:
         """The raw messages that are not in the stored history."""
         return [bytes(raw) for raw in self.raws[plan.base_messages :]]
 
-    def join(self, session: Session) -> Plan:
-        """As `match`."""
-        return match(session, self)
+    def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+        """Where the request joins the session. Raises as `match` in a linear session."""
+        if not session.is_tree:
+            return match(session, self)
+        parent = self._deepest(session, index, agent_id)
+        return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
-    def reply_hash(self, message: bytes) -> str:
-        """The canonical hash of the reply's raw message. Raises InvalidRequest if it is invalid."""
-        return canonical_hash(decode_message(message, "the reply's message"), self.matcher)
+    def _deepest(self, session: Session, index: TreeIndex, agent_id: str | None) -> Turn | None:
+        """The deepest turn whose whole history begins the request, as `index` has it now.
 
-    def check(self, leaf: Turn | None) -> None:
-        """Raises InvalidRequest for an invalid message; those that repeat `leaf`'s request were checked then."""
-        known = leaf.message_count - 1 if leaf is not None and self.repeats(leaf) else 0
-        for index in range(known, len(self.raws)):
-            self.canonical(index)
+        Of several, one that the request proves to hold is preferred, then one of the same agent, then one whose request
+        the client spelled as this one, then the newest.
+        """
+        for history in self._histories(index):
+            found = [session.turn(number) for number in index.ending_with(history) if number in session.turns]
+            if len(found) == 1:
+                return found[0]
+            if found:
+                return max(found, key=lambda turn: self._preference(turn, agent_id))
+        return None
+
+    def _preference(self, turn: Turn, agent_id: str | None) -> tuple[bool, bool, bool, int]:
+        return turn.number in self._proven, turn.agent_id == agent_id, self.repeats(turn), turn.seq
+
+    def _histories(self, index: TreeIndex) -> Iterator[str]:
+        """The running hashes of the request's beginnings, the longest first."""
+        repeated = 0 if self._repeated is None else self._repeated.message_count - 1
+        for count in range(len(self), repeated, -1):
+            yield self._running[count]
+        if self._repeated is not None:
+            yield from reversed(index.prefixes(self._repeated)[1 : repeated + 1])
+
+    @property
+    def whole_hash(self) -> str:
+        """The running hash of all messages."""
+        return self._running[len(self)]
+
+    @property
+    def begun_reply(self) -> Message | None:
+        """The last message, if it is an assistant's: perhaps the beginning of a reply that was cut."""
+        last = self.message(len(self) - 1) if self.raws else None
+        return last if last is not None and last["role"] == "assistant" else None
+
+    @property
+    def hash_before_last(self) -> str | None:
+        """The running hash of all messages but the last; None if they are known by their bytes alone."""
+        return self._running.get(len(self) - 1)
+
+    def reply_hashes(self, message: bytes) -> tuple[str, str | None]:
+        """The canonical hash of the reply's raw message, and if it calls tools that without the calls' arguments.
+
+        Raises InvalidRequest if it is invalid.
+        """
+        reply = decode_message(message, "the reply's message")
+        return canonical_hash(reply, self.matcher), _calls_hash(reply)
+
+    def _sampled(self, index: TreeIndex, before: str, place: int) -> str:
+        """The canonical hash of message `place`, or that of the one reply whose calls have the same ids.
+
+        Of several replies, that to the history before it counts, whose running hash is `before`, or a proven one.
+        """
+        own, message = self.canonical(place), self.message(place)
+        if not message.get("tool_calls") or (calls := _calls_hash(message)) is None:
+            return own
+        alike = list(index.with_calls(calls))
+        if any(turn.message_hashes[-1] == own for turn in alike):
+            return own
+        here = [turn for turn in alike if index.input_hash(turn.number) == before] or alike
+        if len(here) > 1:
+            here = [turn for turn in here if turn.number in self._proven]
+        return here[0].message_hashes[-1] if len(here) == 1 else own
+
+    def check(self, index: TreeIndex) -> None:
+        """Compute the running hashes. Raises InvalidRequest for an invalid message.
+
+        Messages that an earlier request had with the same bytes were checked then.
+        """
+        turn = self._repeated = index.repeated(self)
+        start = 0 if turn is None else turn.message_count - 1
+        at = NOTHING if turn is None else index.input_hash(turn.number) or NOTHING
+        self._running[start] = at
+        for place in range(start, len(self.raws)):
+            if self._trusts_ids:
+                self._hashes[place] = self._sampled(index, at, place)
+            at = self._running[place + 1] = running_hash(at, self.canonical(place))
         self.spelling(len(self.raws))
+
+
+def _calls_hash(message: Message) -> str | None:
+    """A hash of an assistant's text and its calls' ids and names; None without a call, or where one has no id."""
+    _, text, calls, _ = _tolerant(message)
+    if message["role"] != "assistant" or not calls or not all(isinstance(call[0], str) for call in calls):
+        return None
+    return digest(msgspec.json.encode([text, [call[:2] for call in calls]]))
+
+
+def is_beginning(part: Message, whole: Message) -> bool:
+    """Is an assistant's message the beginning of another one: of its text, with the first of its tool calls?"""
+    (_, text, calls, _), (_, whole_text, whole_calls, _) = _tolerant(part), _tolerant(whole)
+    has_text = text == whole_text or (
+        isinstance(text, str) and isinstance(whole_text, str) and whole_text.startswith(text)
+    )
+    return has_text and calls == whole_calls[: len(calls)]
 
 
 def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
@@ -245,7 +356,7 @@ def match(session: Session, incoming: Incoming) -> Plan:
     leaf = session.leaf
     if leaf is None:
         return Plan(0, 0)
-    if leaf.protocol != "chat":
+    if leaf.shape != "chat":
         return diverging(session, HistoryMismatch("the session's last turn is a completion, not a chat"))
     if (
         len(incoming) >= leaf.message_count

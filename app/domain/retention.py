@@ -1,70 +1,197 @@
 """Which replay payloads are kept, and which chunks are freed with the others.
 
-A payload of T tokens has T - 1 rows, and a turn's rows begin with the previous turn's, so the newest payload holds them
-all. Older ones are kept only as far back as a retry may go.
+A payload of T tokens has T - 1 rows, and a turn's rows begin with those of the turn it continues, so a leaf's newest
+payload holds them all. Older ones are kept only as far back as a retry may go.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from app.domain.events import BlobsTombstoned
+from app.domain.events import BlobsTombstoned, ChunkKey, ChunkRef, ReplayKind, TombstoneReason
 from app.domain.session import Payload, Session
+from app.domain.tree import TreeIndex
 
 
-def tombstones(session: Session) -> BlobsTombstoned | None:
-    """The payloads that leave the window in this state, if any.
+class ChunkUses:
+    """How many readable payloads refer to each chunk, the bytes of all chunks together, and all references to them."""
 
-    For each segment and kind, the newest `rollback_window` + 1 live turns with a payload are kept; with `retain: all`
-    every turn.
+    def __init__(self, payloads: Iterable[Sequence[Payload]] = ()) -> None:
+        self._uses: Counter[ChunkKey] = Counter()
+        self.bytes = self.references = 0
+        for of_turn in payloads:
+            self.add(of_turn)
+
+    def add(self, payloads: Sequence[Payload]) -> None:
+        """A turn's payloads can be read."""
+        for chunk in _chunks(payloads):
+            self.bytes += 0 if chunk.key in self._uses else chunk.size
+            self._uses[chunk.key] += 1
+            self.references += 1
+
+    def remove(self, payloads: Sequence[Payload]) -> list[ChunkKey]:
+        """A turn's payloads can no longer be read; returns the chunks that no other one refers to."""
+        freed: list[ChunkKey] = []
+        for chunk in _chunks(payloads):
+            self._uses[chunk.key] -= 1
+            self.references -= 1
+            if not self._uses[chunk.key]:
+                del self._uses[chunk.key]
+                self.bytes -= chunk.size
+                freed.append(chunk.key)
+        return freed
+
+
+def tombstones(
+    session: Session, index: TreeIndex, max_bytes: int | None = None, uses: ChunkUses | None = None
+) -> BlobsTombstoned | None:
+    """The payloads that leave the window with the commit of the newest turn, if any.
+
+    For each leaf and kind, the newest `rollback_window` + 1 turns with a payload are kept; with `retain: all` every
+    turn. What a turn in flight continues is kept too: its payload may share chunks. If all payloads together exceed
+    `max_bytes`, those of the leaves that were idle longest are dropped as well.
+
+    `index` and `uses` are those before the commit; the uses are counted where they are not given.
     """
-    return _event(session, _behind_window(session), "window")
+    newest = session.leaf
+    own = () if newest is None else session.payloads.get(newest.number, ())
+    if uses is None:
+        uses = ChunkUses(payloads for payloads in session.payloads.values() if payloads is not own)
+    uses.add(own)
+    dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None)
+    freed = [key for turn in dropped for key in uses.remove(session.payloads[turn])]
+    over = _over_budget(session, set(dropped), uses, max_bytes)
+    freed += over.freed
+    for turn in (*dropped, *over.turns):
+        uses.add(session.payloads[turn])
+    uses.remove(own)
+    return _event([*dropped, *over.turns], freed, "budget" if over.turns else "window")
 
 
 def tombstones_of_fork(session: Session, lost: Collection[int]) -> BlobsTombstoned | None:
     """As `tombstones`, of copied turns; `lost` are those whose payloads can no longer be read at the source."""
     readable = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost}
-    behind = _behind_window(msgspec.structs.replace(session, payloads=readable))
-    return _event(session, [*lost, *behind], "window")
-
-
-def _behind_window(session: Session) -> list[int]:
-    if session.config.retain == "all":
-        return []
-    newer: Counter[tuple[int, str]] = Counter()
-    dropped: list[int] = []
-    for turn in sorted(session.payloads, reverse=True):
-        places = [(session.turn(turn).segment, payload.kind) for payload in session.payloads[turn]]
-        if not _is_live(session, turn) or all(newer[place] > session.config.rollback_window for place in places):
-            dropped.append(turn)
-        else:
-            newer.update(places)
-    return dropped
-
-
-def _is_live(session: Session, turn: int) -> bool:
-    at = bisect.bisect_left(session.path, turn)
-    return at < len(session.path) and session.path[at] == turn
+    dropped = [*lost, *_behind_window(msgspec.structs.replace(session, payloads=readable), (), None)]
+    uses = ChunkUses(session.payloads.values())
+    return _event(dropped, [key for turn in dropped for key in uses.remove(session.payloads[turn])], "window")
 
 
 def tombstone_all(session: Session) -> BlobsTombstoned | None:
     """All remaining payloads, when a session has been closed for long enough."""
-    return _event(session, list(session.payloads), "closed")
+    keys = {chunk.key for payloads in session.payloads.values() for chunk in _chunks(payloads)}
+    return _event(list(session.payloads), keys, "closed")
 
 
-def _event(session: Session, turns: list[int], reason: Literal["window", "closed"]) -> BlobsTombstoned | None:
-    if not turns:
-        return None
-    dropped = set(turns)
-    kept_keys = _keys(payload for turn, live in session.payloads.items() if turn not in dropped for payload in live)
-    dropped_keys = _keys(payload for turn in turns for payload in session.payloads[turn])
-    return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(dropped_keys - kept_keys)), reason)
+def _event(turns: Sequence[int], freed: Iterable[ChunkKey], reason: TombstoneReason) -> BlobsTombstoned | None:
+    return BlobsTombstoned(tuple(sorted(turns)), tuple(sorted(freed)), reason) if turns else None
 
 
-def _keys(payloads: Iterable[Payload]) -> set[tuple[int, int]]:
-    return {(chunk.fence, chunk.number) for payload in payloads for chunk in payload.chunks}
+def _superseded(session: Session, index: TreeIndex) -> Collection[int]:
+    """The turns with payloads that the newest turn has superseded: in a tree by being its sibling's first child."""
+    newest = session.leaf
+    if newest is None or not session.payloads:
+        return ()
+    if not session.is_tree:
+        live, at, oldest = set[int](), newest.number, min(session.payloads)
+        while at >= oldest and at:
+            live.add(at)
+            at = session.turn(at).parent
+        return session.payloads.keys() - live
+    if not newest.history_parent:
+        return ()
+    parent = session.turn(newest.history_parent)
+    siblings = index.siblings(parent.history_parent)
+    return {turn.number for turn in siblings if parent.supersedes(turn) and not index.has_children(turn.number)}
+
+
+def _behind_window(session: Session, gone: Collection[int], index: TreeIndex | None) -> list[int]:
+    """`index`: of a tree; without it the session has one leaf."""
+    if session.config.retain == "all":
+        return []
+    window, pinned = session.config.rollback_window, _pinned(session)
+    ranks: dict[tuple[int, ReplayKind], int] = {}
+    dropped: list[int] = []
+    for number in sorted(session.payloads, key=lambda number: session.turn(number).seq, reverse=True):
+        kinds = [payload.kind for payload in session.payloads[number]]
+        if number in gone:
+            if number not in pinned:
+                dropped.append(number)
+            continue
+        for kind in kinds:
+            rank = ranks.get((number, kind), 0)
+            if rank and index is not None and _ends_bare(session, index, number, kind, gone):
+                rank = ranks[number, kind] = 0
+            before = _before(session, number, kind)
+            ranks[before, kind] = min(ranks.get((before, kind), rank + 1), rank + 1)
+        if number not in pinned and all(ranks.get((number, kind), 0) > window for kind in kinds):
+            dropped.append(number)
+    return dropped
+
+
+def _ends_bare(session: Session, index: TreeIndex, number: int, kind: ReplayKind, gone: Collection[int]) -> bool:
+    """Is turn `number`'s payload of a kind the newest of a leaf, which brought none itself?"""
+    todo = [number]
+    while todo:
+        at = todo.pop()
+        children = _continuing(session, index, at) - set(gone)
+        if at != number and not children:
+            return True
+        todo += [child for child in children if session.payload(child, kind) is None]
+    return False
+
+
+def _continuing(session: Session, index: TreeIndex, number: int) -> set[int]:
+    """The turns that continue the tokens of turn `number`. `index` may lack the newest turn."""
+    found = {turn.number for turn in index.siblings(number) if turn.token_parent}
+    newest = session.leaf
+    return found | {newest.number} if newest is not None and newest.token_parent == number else found
+
+
+def _pinned(session: Session) -> set[int]:
+    return {one.parent for one in session.open_turns.values()} if session.is_tree else set()
+
+
+def _before(session: Session, number: int, kind: ReplayKind) -> int:
+    """The nearest turn before `number`, in the tokens that it continues, with a readable payload of a kind; else 0."""
+    at = session.turn(number).token_parent
+    while at and not any(payload.kind == kind for payload in session.payloads.get(at, ())):
+        at = session.turn(at).token_parent
+    return at
+
+
+class _Over(NamedTuple):
+    """The turns that are dropped for the budget, and the chunks that this frees."""
+
+    turns: list[int]
+    freed: list[ChunkKey]
+
+
+def _over_budget(session: Session, dropped: Collection[int], uses: ChunkUses, max_bytes: int | None) -> _Over:
+    """The turns to drop, the longest idle first, until what is left fits; the newest turn's payloads always stay.
+
+    Their payloads are removed from `uses`.
+    """
+    over = _Over([], [])
+    if max_bytes is None or uses.bytes <= max_bytes:
+        return over
+    kept = sorted((number for number in session.payloads if number not in dropped), key=lambda n: session.turn(n).seq)
+    pinned = _pinned(session)
+    for number in kept[:-1]:
+        if uses.bytes <= max_bytes:
+            break
+        if number not in pinned:
+            over.turns.append(number)
+            over.freed.extend(uses.remove(session.payloads[number]))
+    return over
+
+
+def _chunks(payloads: Iterable[Payload]) -> Iterator[ChunkRef]:
+    return (chunk for payload in payloads for chunk in payload.chunks)
+
+
+def chunk_keys(payloads: Iterable[Payload]) -> set[ChunkKey]:
+    return {chunk.key for chunk in _chunks(payloads)}

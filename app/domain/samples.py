@@ -1,14 +1,14 @@
-"""What a trainer reads: one sample per segment of a session, from the facts of its live turns.
+"""What a trainer reads: one sample per leaf of a session's tokens, from the facts of its turns.
 
-A segment is a run of turns in which every prompt continues the previous tokens exactly, except for the trailing tokens
+A sample is a run of turns in which every prompt continues the previous tokens exactly, except for the trailing tokens
 that its turn trimmed. Nothing is guessed or padded, and only a limit cuts a sample. A prompt that did not continue them
-began a new segment when it was committed.
+began a new branch when it was committed. In a linear session a sample is a segment of its live path.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from app.domain.branches import BranchRow, Place, branch_rows, place_of
 from app.domain.events import Part, TurnCommitted, VersionSpan, is_number
 from app.domain.session import Session
 
@@ -63,11 +64,17 @@ class Sample(msgspec.Struct, frozen=True):
     `weight_versions` (int64) holds numbers where every version of the sample is one, else indices into
     `weight_version_names`; −1 where not sampled. `version_spans` are the same as the engines' own names.
     `prompt_length` counts the tokens before the first sampled one. `status` and `last_status` are the segment's.
+    `branch` is its leaf's, `place` where that begins, `agent_id` who sent the leaf's request, `in_loss` the turns that
+    it has in its loss, cut ones too.
     """
 
     segment: int
     cause: str | None
     parent_turn: int
+    branch: int
+    place: Place
+    agent_id: str | None
+    in_loss: Collection[int]
     tokens: Array
     loss_mask: Array
     sampled_mask: Array
@@ -93,26 +100,32 @@ class Inconsistent(Exception):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """The turns of a segment's sample; `cut`: there is more, which does not fit.
+    """The turns of a sample; `cut`: there is more, which does not fit.
 
-    Turns up to number `context` were copied from another session, which has them in its loss; here they are context.
-    `end`: the sample's number of tokens if it is cut inside the last turn's output; None: it ends with a whole turn.
+    `row` says of which branch, and which turns are in its loss: the others are context here. `end`: the sample's number
+    of tokens if it is cut inside the last turn's output; None: it ends with a whole turn.
     """
 
-    number: int
+    row: BranchRow
+    place: Place
     turns: Sequence[TurnTokens]
     cut: bool
     end: int | None = None
-    context: int = 0
+
+    @property
+    def number(self) -> int:
+        """The segment's number in a linear session, the branch in a tree."""
+        return self.row.leaf.segment
 
     @property
     def status(self) -> Status:
-        """The status of all turns: aborted, else truncated, else completed.
+        """The status of the turns that it has in its loss: aborted, else truncated, else completed.
 
-        A turn that is cut here does not reach its finish reason.
+        A turn that is cut here does not reach its finish reason. Where it has none in its loss, all turns count.
         """
         whole = self.turns if self.end is None else self.turns[:-1]
-        found = {status_of(turn.event.finish_reason) for turn in whole}
+        own = [turn.event for turn in whole if turn.event.turn in self.row.in_loss] if self.row.in_loss else None
+        found = {status_of(event.finish_reason) for event in (own or [turn.event for turn in whole])}
         if "aborted" in found:
             return "aborted"
         return "truncated" if self.cut or "truncated" in found else "completed"
@@ -124,41 +137,45 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 def segments(
-    session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
+    session: Session,
+    rows: Sequence[BranchRow],
+    content: Mapping[int, TurnTokens],
+    max_seq_len: int | None = None,
+    truncate: Truncate = "turn",
 ) -> list[Segment]:
-    """The session's segments in order; `content` holds every live turn.
+    """The samples' turns in the order of `rows`; `content` holds every turn of theirs.
 
     Each has at most `max_seq_len` tokens, is `truncated` where there were more, and is left out where nothing fits:
     no turn, with `token` no sampled token of the first turn.
     """
-    found: dict[int, list[TurnTokens]] = {}
-    for number in session.path:
-        turn = content[number]
-        found.setdefault(turn.event.segment, []).append(turn)
-    fitting = (_fitting(number, turns, max_seq_len, truncate) for number, turns in sorted(found.items()))
-    context = session.context_turns
-    return [msgspec.structs.replace(one, context=context) if context else one for one in fitting if one.turns]
+    fitting = (
+        _fitting(row, place_of(session, row.leaf), [content[number] for number in row.turns], max_seq_len, truncate)
+        for row in rows
+    )
+    return [one for one in fitting if one.turns]
 
 
 def samples(
     session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
 ) -> list[Sample]:
-    """The samples of all segments. Raises Inconsistent."""
-    return [sample(segment) for segment in segments(session, content, max_seq_len, truncate)]
+    """The samples of all kept branches; `content` holds their turns. Raises Inconsistent."""
+    return [sample(segment) for segment in segments(session, branch_rows(session), content, max_seq_len, truncate)]
 
 
-def _fitting(number: int, turns: Sequence[TurnTokens], max_seq_len: int | None, truncate: Truncate) -> Segment:
-    """The part of a segment that fits. No sample ends inside a prompt: there is nothing to learn from it."""
+def _fitting(
+    row: BranchRow, place: Place, turns: Sequence[TurnTokens], max_seq_len: int | None, truncate: Truncate
+) -> Segment:
+    """The part of a sample that fits. No sample ends inside a prompt: there is nothing to learn from it."""
     if max_seq_len is None:
-        return Segment(number, turns, cut=False)
+        return Segment(row, place, turns, cut=False)
     events = (turn.event for turn in turns)
     ends = [event.base_tokens + event.suffix_tokens + event.output_tokens for event in events]
     kept = bisect.bisect_right(ends, max_seq_len)
     if truncate == "token" and kept < len(turns):
         over = turns[kept].event
         if over.base_tokens + over.suffix_tokens < max_seq_len:
-            return Segment(number, turns[: kept + 1], cut=True, end=max_seq_len)
-    return Segment(number, turns[:kept], kept < len(turns))
+            return Segment(row, place, turns[: kept + 1], cut=True, end=max_seq_len)
+    return Segment(row, place, turns[:kept], kept < len(turns))
 
 
 def sample(segment: Segment) -> Sample:
@@ -193,17 +210,21 @@ def sample(segment: Segment) -> Sample:
     mask = np.zeros(len(joined), np.uint8)
     for span in spans:
         mask[span.output_start : span.end] = 1
-    in_loss = mask.copy() if segment.context else mask
-    for span in spans:
-        if span.turn <= segment.context:
-            in_loss[span.output_start : span.end] = 0
+    context = [span for span in spans if span.turn not in segment.row.in_loss]
+    in_loss = mask.copy() if context else mask
+    for span in context:
+        in_loss[span.output_start : span.end] = 0
     by_token, names = _versions(versions, len(joined))
     prompt_length = next((span.output_start for span in spans if span.end > span.output_start), len(joined))
     first = turns[0].event
     return Sample(
-        segment=first.segment,
+        segment=segment.number,
         cause=first.segment_cause,
         parent_turn=first.parent,
+        branch=segment.row.leaf.branch,
+        place=segment.place,
+        agent_id=segment.row.leaf.agent_id,
+        in_loss=segment.row.in_loss,
         tokens=joined,
         loss_mask=in_loss,
         sampled_mask=mask,

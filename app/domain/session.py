@@ -17,13 +17,16 @@ from app.domain.events import (
     AffinityReleased,
     BlobRef,
     BlobsTombstoned,
+    BranchCause,
     ChunkRef,
     Event,
     ForkRef,
+    History,
     PayloadRef,
-    Protocol,
     Recorded,
     ReplayKind,
+    ReplyRedelivered,
+    ReplyUndelivered,
     RewardAssigned,
     RolledBack,
     SessionClosed,
@@ -36,32 +39,12 @@ from app.domain.events import (
     TurnRejected,
     UnknownEvent,
 )
+from app.domain.turns import Turn, Turns
+from workers.codec import describe
+
+EMPTY = Turns()
 
 Status = Literal["open", "closed", "erased"]
-
-
-class Turn(msgspec.Struct, frozen=True, array_like=True):
-    """What later turns need to know of a committed one. `message_count` and `token_count` include its reply."""
-
-    number: int
-    parent: int
-    segment: int
-    base_messages: int
-    message_count: int
-    message_hashes: tuple[str, ...]
-    client_hash: str
-    base_tokens: int
-    token_count: int
-    tokens_hash: str
-    tokens_text_bytes: int
-    output_tokens: int
-    finish_reason: str | None
-    retry_key: str | None
-    body_hash: str
-    seq: int
-    params: int
-    tools: int | None
-    protocol: Protocol
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -89,6 +72,7 @@ class OpenTurn(msgspec.Struct, frozen=True, array_like=True):
     body_hash: str
     retry_key: str | None
     adapter: str | None = None
+    agent_id: str | None = None
 
 
 class Affinity(msgspec.Struct, frozen=True, array_like=True):
@@ -106,11 +90,13 @@ class AssignedReward(msgspec.Struct, frozen=True, array_like=True):
 class Session(msgspec.Struct, frozen=True, array_like=True):
     """The state after event `version`.
 
-    `turns[n - 1]` is committed turn n, live or discarded. `path` lists the live turns in order; its last
-    is the leaf. `open_turns` are the turns in flight, by number. `last_event_at` is when the last event was written:
-    with `version` it tells this log from another that has as many events. `blobs` are the per-session blobs that a turn
-    may refer to again. `payloads` are the replay payloads, by turn, that have not been tombstoned. `reward` is the
-    session's own, or, where `has_roots_reward`, that of the root of its rollout. `fork`: it began as a copy.
+    `turns` are the committed turns: a tree, of which a linear session has one live path. `open_turns` are the turns in
+    flight, by number; `last_turn` is the highest number given out, `branches` counts the branches. `last_event_at` is
+    when the last event was written: with `version` it distinguishes this log from another with as many events. `blobs`
+    are the per-session blobs that a turn may refer to again. `payloads` are the replay payloads, by turn, that have not
+    been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
+    `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
+    once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
     """
 
     session_id: str
@@ -121,8 +107,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     created_at: float
     last_event_at: float
     metadata: BlobRef | None = None
-    turns: tuple[Turn, ...] = ()
-    path: tuple[int, ...] = ()
+    turns: Turns = EMPTY
     open_turns: dict[int, OpenTurn] = {}
     blobs: tuple[BlobRef, ...] = ()
     blob_count: int = 0
@@ -133,6 +118,10 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     affinity: Affinity | None = None
     has_roots_reward: bool = False
     fork: ForkRef | None = None
+    last_turn: int = 0
+    branches: int = 0
+    deliveries: dict[int, bool] = {}
+    history: History | None = "linear"
 
     @property
     def context_turns(self) -> int:
@@ -145,25 +134,41 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         return next(iter(self.open_turns.values()), None)
 
     @property
+    def is_tree(self) -> bool:
+        return self.history == "tree"
+
+    @property
     def leaf(self) -> Turn | None:
-        return self.turns[self.path[-1] - 1] if self.path else None
+        """The newest turn: in a linear session the end of its live path, in a tree that of its main branch."""
+        return self.turns.newest
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """The turns from the root to the leaf: a linear session's live turns."""
+        leaf = self.leaf
+        return () if leaf is None else tuple(self.line(leaf.number))
 
     def turn(self, number: int) -> Turn:
-        return self.turns[number - 1]
+        """A committed turn. Raises KeyError."""
+        return self.turns[number]
 
     def payload(self, number: int, kind: ReplayKind) -> Payload | None:
         """Turn `number`'s payload of a kind; None where there was none or it has been tombstoned."""
         return next((payload for payload in self.payloads.get(number, ()) if payload.kind == kind), None)
 
     def superseded_by(self, number: int) -> int:
-        """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf.
-
-        A committed turn becomes the leaf, so the turn before it was the leaf then.
-        """
-        parent, before, count = self.turn(number).parent, number - 1, 0
-        while before > parent:
-            before, count = self.turn(before).parent, count + 1
+        """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf."""
+        if self.is_tree:
+            return 0
+        parent, count = self.turn(number).parent, 0
+        before = next((turn for turn in reversed(self.turns) if turn.number < number), None)
+        while before is not None and before.number > parent:
+            before, count = self.turns.get(before.parent), count + 1
         return count
+
+    def line(self, number: int) -> list[int]:
+        """The turns from the root to turn `number`."""
+        return [turn.number for turn in self._chain(number, lambda turn: turn.parent > 0)]
 
     def message_chain(self, number: int) -> list[Turn]:
         """The turns whose messages make up the history after turn `number`, oldest first."""
@@ -205,6 +210,7 @@ def apply(session: Session | None, recorded: Recorded, session_id: str) -> Sessi
             metadata=event.metadata,
             blob_count=0 if event.metadata is None else 1,
             fork=event.fork,
+            history=event.config.history,
         )
     if seq != session.version + 1:
         raise UnknownEvent(f"session {session_id} has version {session.version}; event {seq} does not follow")
@@ -223,13 +229,16 @@ def fold(session_id: str, events: Iterable[Recorded], session: Session | None = 
 def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
     match event:
         case TurnOpened():
-            return {"open_turns": {**session.open_turns, event.turn: _opened(event, recorded.seq)}}
+            return _opened(session, event, recorded.seq)
         case TurnCommitted():
-            return _committed(session, event, recorded.seq)
+            return _committed(session, event, recorded)
         case TurnRejected() | TurnAbandoned():
             return {"open_turns": _without(session.open_turns, event.turn)}
+        case ReplyUndelivered() | ReplyRedelivered():
+            given = isinstance(event, ReplyRedelivered)
+            return {"deliveries": {**session.deliveries, event.turn: given}}
         case RolledBack():
-            return {"path": session.path[: len(session.path) - len(event.discarded)]}
+            return {}
         case BlobsTombstoned():
             dropped = set(event.turns)
             return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in dropped}}
@@ -265,16 +274,32 @@ def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
     return {"reward": reward, "has_roots_reward": event.of_root}
 
 
-def _opened(event: TurnOpened, seq: int) -> OpenTurn:
-    return OpenTurn(event.turn, event.parent, seq, event.incarnation, event.body_hash, event.retry_key, event.adapter)
+def _opened(session: Session, event: TurnOpened, seq: int) -> dict[str, Any]:
+    opened = OpenTurn(
+        event.turn,
+        event.parent,
+        seq,
+        event.incarnation,
+        event.body_hash,
+        event.retry_key,
+        event.adapter,
+        event.agent_id,
+    )
+    return {
+        "open_turns": {**session.open_turns, event.turn: opened},
+        "last_turn": session.last_turn if event.is_provisional else max(session.last_turn, event.turn),
+        "history": session.history or event.history,
+    }
 
 
 def _without(open_turns: dict[int, OpenTurn], turn: int) -> dict[int, OpenTurn]:
     return {number: one for number, one in open_turns.items() if number != turn}
 
 
-def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, Any]:
+def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> dict[str, Any]:
     _require_parent(session, event)
+    held = session.open_turns.get(event.turn)
+    branch, cause = _derived_branch(session, event) if event.branch is None else (event.branch, event.branch_cause)
     turn = Turn(
         number=event.turn,
         parent=event.parent,
@@ -291,15 +316,25 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
         finish_reason=event.finish_reason,
         retry_key=event.retry_key,
         body_hash=event.body_hash,
-        seq=seq,
+        seq=recorded.seq,
         params=event.params,
         tools=event.tools,
         protocol=event.protocol,
+        branch=branch,
+        branch_cause=cause,
+        carries=event.carries,
+        agent_id=event.agent_id,
+        opened_seq=0 if held is None else held.fence,
+        incarnation=0 if held is None else held.incarnation,
+        committed_at=recorded.at,
+        echo=event.echo,
+        calls_hash=event.calls_hash,
     )
     changes: dict[str, Any] = {
-        "turns": (*session.turns, turn),
-        "path": (*session.path, turn.number),
+        "turns": session.turns.added(turn),
         "open_turns": _without(session.open_turns, event.turn),
+        "last_turn": max(session.last_turn, event.turn),
+        "branches": max(session.branches, branch + 1),
     }
     if event.new_blobs:
         changes["blobs"] = (*session.blobs, *event.new_blobs)[-RECENT_BLOBS:]
@@ -313,8 +348,28 @@ def _committed(session: Session, event: TurnCommitted, seq: int) -> dict[str, An
 def _require_parent(session: Session, event: TurnCommitted) -> None:
     """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
     continues = event.base_messages > 0 or event.base_tokens > 0
-    if event.turn != len(session.turns) + 1 or not int(continues) <= event.parent < event.turn:
+    is_known = event.parent in session.turns if event.parent else not continues
+    if not is_known or not event.parent < event.turn or event.turn in session.turns:
         raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
+
+
+def _derived_branch(session: Session, event: TurnCommitted) -> tuple[int, BranchCause | None]:
+    """The branch of a turn whose event does not name it: an older one of a linear session, or a copy.
+
+    The newest turn is the only live one without a child.
+    """
+    newest = session.leaf
+    if newest is None:
+        return 0, "start"
+    if event.parent == newest.number:
+        if event.base_tokens:
+            return newest.branch, None
+        return session.branches, "drift" if event.base_messages else "root"
+    new = event.message_hashes[:-1]
+    siblings = (
+        turn for turn in session.turns if (turn.parent, turn.base_messages) == (event.parent, event.base_messages)
+    )
+    return session.branches, "retry" if any(turn.input_hashes == new for turn in siblings) else "fork"
 
 
 def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
@@ -324,3 +379,20 @@ def _payload(session: Session, parent: int, ref: PayloadRef) -> Payload:
     if len(shared) != ref.shared:
         raise UnknownEvent(f"session {session.session_id}: {ref.kind} shares chunks that turn {parent} does not have")
     return Payload(ref.kind, ref.start, ref.stop, ref.sent, ref.shape, (*shared, *ref.chunks))
+
+
+def encode_session(session: Session) -> bytes:
+    """The state as a snapshot stores it."""
+    return msgspec.msgpack.encode(session, enc_hook=list)
+
+
+def decode_session(data: bytes) -> Session:
+    """Raises MsgspecError."""
+    return msgspec.msgpack.decode(data, type=Session, dec_hook=_decoded)
+
+
+def _decoded(kind: type, value: Any) -> Any:
+    return kind(msgspec.convert(value, list[Turn]))
+
+
+describe(Session, list[Turn])

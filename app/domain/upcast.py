@@ -15,9 +15,12 @@ from app.domain import fleet
 from app.domain.events import TYPES as OF_SESSIONS
 from app.domain.events import VERSIONS as OF_SESSIONS_VERSIONS
 from app.domain.events import Event, UnknownEvent
+from workers.codec import describe
 
 TYPES: Mapping[str, type[Event]] = {**OF_SESSIONS, **fleet.TYPES}
 VERSIONS: Mapping[str, int] = {**OF_SESSIONS_VERSIONS, **dict.fromkeys(fleet.TYPES, 1)}
+
+describe(*TYPES.values())
 
 Step = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -27,17 +30,26 @@ def _only_added(fields: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def _provisional(fields: dict[str, Any]) -> dict[str, Any]:
+    """Until version 3 the number of a turn that did not commit was given to the next one."""
+    return {**fields, "is_provisional": True}
+
+
 STEPS: Mapping[tuple[str, int], Step] = {
     ("SessionCreated", 1): _only_added,
     ("SessionCreated", 2): _only_added,
     ("SessionCreated", 3): _only_added,
+    ("SessionCreated", 4): _only_added,
     ("TurnOpened", 1): _only_added,
     ("TurnOpened", 2): _only_added,
+    ("TurnOpened", 3): _provisional,
     ("TurnCommitted", 1): _only_added,
     ("TurnCommitted", 2): _only_added,
     ("TurnCommitted", 3): _only_added,
     ("TurnCommitted", 4): _only_added,
+    ("TurnCommitted", 5): _only_added,
     ("TurnRejected", 1): _only_added,
+    ("BlobsTombstoned", 1): _only_added,
     ("RewardAssigned", 1): _only_added,
     ("SessionClosed", 1): _only_added,
     ("SessionClosed", 2): _only_added,

@@ -79,8 +79,8 @@ class _Batch:
             if operation.session_id in locked_elsewhere:
                 self._outcomes[place] = DEFERRED
         self._apply_kind(Create, lambda one: one.session_id not in locked and one.parent is None, self._create)
-        self._apply_kind(Claim, lambda _: True, self._claim)
-        self._apply_kind(Commit, lambda one: not one.staged, self._commit)
+        self._apply_kind(Claim, lambda one: one.tree is None, self._claim)
+        self._apply_kind(Commit, lambda one: not (one.staged or one.decided_at or one.opened_at), self._commit)
         for place, operation in enumerate(self._operations):
             if place not in self._outcomes:
                 self._outcomes[place] = operation.apply(tx)
@@ -122,10 +122,15 @@ class _Batch:
             "expected": [claim.expected for _, claim in claims],
             "last_events_at": [claim.last_event_at for _, claim in claims],
         }
-        won = {row[0] for row in tx.all(_claim_heads, given)}
-        winners = [(place, claim) for place, claim in claims if claim.session_id in won]
-        tx.insert(sql.insert_open_turn, [claim.open_row() for _, claim in winners])
-        self._append([(place, claim.session_id, claim.fence, claim.at, [claim.event]) for place, claim in winners])
+        won = {row[0]: (row[1], row[2]) for row in tx.all(_claim_heads, given)}
+        winners = [(place, claim, *won[claim.session_id]) for place, claim in claims if claim.session_id in won]
+        tx.insert(sql.insert_open_turn, [claim.open_row(fence, number) for _, claim, fence, number in winners])
+        self._append(
+            [
+                (place, claim.session_id, fence, claim.at, [claim.opened(number)])
+                for place, claim, fence, number in winners
+            ]
+        )
         reach("in_claim")
         for place, claim in claims:
             if claim.session_id not in won:
@@ -198,8 +203,8 @@ _claim_heads = (
         sessions.c.session_id == _claims.c.sid,
         *sql.claimable(_claims.c.expected, _claims.c.last_event_at),
     )
-    .values(version=sessions.c.version + 1, open_turns=1)
-    .returning(sessions.c.session_id)
+    .values(sql.opened_values)
+    .returning(sessions.c.session_id, sessions.c.version, sessions.c.last_turn)
 )
 
 _held = _given(sid=("sids", Text), fence=("fences", BigInteger), incarnation=("incarnations", BigInteger))

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Select, case, select
+from sqlalchemy import Connection, Select, case, or_, select
 
-from app.domain.events import RewardAssigned, SessionClosed, SessionErased, UnknownEvent
+from app.domain.events import ChunkKey, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.groups import Root
 from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.damaged import PageDamaged, attempt, split
-from app.store.reads import SPAN, ChunkKey, EventRow, Frames, Position, at_or_before
+from app.store.reads import SPAN, EventRow, Frames, Position, at_or_before
 from app.store.rollouts import REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
@@ -22,7 +22,8 @@ from app.store.schema import blobs, chunks, events, sessions, turns
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `root` is None for a root. `damage`: why only its head is here.
+    `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
+    export, where the rollout has several sessions.
     """
 
     session_id: str
@@ -34,6 +35,11 @@ class StoredSession(msgspec.Struct, frozen=True):
     chunks: dict[ChunkKey, bytes | None]
     root: Root | None = None
     damage: str | None = None
+    rollout_rows: int | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self.session_id if self.root is None else self.root.session_id
 
 
 class ExportHead(msgspec.Struct, frozen=True):
@@ -125,14 +131,15 @@ def _stored_heads(connection: Connection, session_ids: Sequence[str]) -> dict[st
     }
 
 
+_log = select(events.c.session_id, events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data).order_by(
+    events.c.session_id, events.c.seq
+)
+
+
 def _read_content(connection: Connection, found: Mapping[str, StoredSession], upto: Position, *, replay: bool) -> None:
     """Read log and content of sessions that have not been erased."""
     live = list(found)
-    log = (
-        select(events.c.session_id, events.c.seq, events.c.at, events.c.type, events.c.version, events.c.data)
-        .where(events.c.session_id.in_(live), at_or_before(upto))
-        .order_by(events.c.session_id, events.c.seq)
-    )
+    log = _log.where(events.c.session_id.in_(live), at_or_before(upto))
     # A damaged index may lead to another session's rows.
     for row in connection.execute(log):
         if row[0] in found:
@@ -152,6 +159,16 @@ def _read_content(connection: Connection, found: Mapping[str, StoredSession], up
         for session_id, fence, number, data in connection.execute(rows):
             if session_id in found:
                 found[session_id].chunks[fence, number] = data
+
+
+def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, list[EventRow]]:
+    """The logs alone, without content. An erased session has none, whenever it was erased."""
+    found: dict[str, list[EventRow]] = {session_id: [] for session_id in session_ids}
+    erased = events.c.type == SessionErased.__name__
+    for row in connection.execute(_log.where(events.c.session_id.in_(session_ids), or_(at_or_before(upto), erased))):
+        if row[0] in found:
+            found[row[0]].append(EventRow(*row[1:]))
+    return {session_id: log for session_id, log in found.items() if _status(log) != "erased"}
 
 
 def group_members(connection: Connection, group_id: str) -> list[ExportHead]:

@@ -28,8 +28,18 @@ _who = select(
     incarnations.c.ended_at,
     (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
 ).where(incarnations.c.id == bindparam("which"))
+_signs = select(
+    incarnations.c.heartbeat_at,
+    incarnations.c.ended_at,
+    (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
+).where(incarnations.c.id == bindparam("which"))
+_stop = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=now())
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
+
+
+SAME_MOMENT_S = 0.001
+"""Two times of the database's clock in one statement are at most so far apart."""
 
 
 def host_name() -> str:
@@ -87,14 +97,32 @@ def standing(connection: Connection, incarnation: int, lease_s: float) -> Incarn
     return IncarnationState(ended=False, gone=row[0] == host_name() and not _is_running(row[1]), left=row[3])
 
 
+def died_after(connection: Connection, incarnation: int, lease_s: float) -> float | None:
+    """When a process that died without an orderly stop last gave a sign of life, in seconds since the epoch.
+
+    None if it lives, as far as the store knows, or stopped orderly (its last sign of life was its end).
+    """
+    row = connection.execute(_signs, {"which": incarnation, "lease_s": lease_s}).first()
+    if row is None:
+        return None
+    heartbeat_at, ended_at, left = row
+    is_dead = left < 0 if ended_at is None else ended_at - heartbeat_at > SAME_MOMENT_S
+    return float(heartbeat_at) if is_dead else None
+
+
 def heartbeat(tx: Tx, incarnation: int) -> None:
     """Renew this process's lease, even if another process took it for dead: its fences decide what it may write."""
     tx.run(_beat, {"which": incarnation})
 
 
 def end(tx: Tx, incarnation: int) -> None:
-    """An orderly stop: this process's claims are void at once."""
+    """A process is dead: its claims are void at once."""
     tx.run(_end, {"which": incarnation})
+
+
+def stop(tx: Tx, incarnation: int) -> None:
+    """As `end`, for an orderly stop of this process itself: its replies have been sent."""
+    tx.run(_stop, {"which": incarnation})
 
 
 def _is_running(pid: int) -> bool:

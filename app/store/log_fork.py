@@ -11,7 +11,7 @@ from sqlalchemy import BigInteger, Connection, Integer, bindparam, insert, selec
 from sqlalchemy.sql import Executable
 
 from app.crash_points import reach
-from app.domain.events import BlobsTombstoned
+from app.domain.events import BlobsTombstoned, ChunkKey
 from app.domain.fork import Forked
 from app.domain.groups import largest_version
 from app.store import reads, rollouts
@@ -20,7 +20,7 @@ from app.store.dialect import Parameters, Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
-from app.store.reads import ChunkKey, EventRow
+from app.store.reads import EventRow
 from app.store.schema import SESSION_ID, blobs, chunks, events, turns
 
 AT_ONCE = 8
@@ -104,6 +104,7 @@ class Fork(BaseOperation, frozen=True):
             "status": "open",
             "open_turns": 0,
             "turns": len(copied),
+            "last_turn": len(copied),
             "group_id": created.config.group_id,
             "created_at": self.at,
             "updated_at": self.at,
@@ -176,7 +177,7 @@ _newest_tombstone = (
 )
 
 
-class Source(msgspec.Struct, frozen=True):
+class ForkSource(msgspec.Struct, frozen=True):
     """A session's whole log, and which of its content exists."""
 
     log: Sequence[EventRow]
@@ -194,14 +195,14 @@ class Source(msgspec.Struct, frozen=True):
         return next((f"{name} {sorted(missing)[:5]} are not there" for name, missing in needed if missing), None)
 
 
-def read_source(connection: Connection, session_id: str) -> Source:
+def read_source(connection: Connection, session_id: str) -> ForkSource:
     """Read the log without content."""
     whole = select(turns.c.turn).where(
         turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
     )
     kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
     live = select(chunks.c.fence, chunks.c.number).where(chunks.c.session_id == session_id, chunks.c.data.is_not(None))
-    return Source(
+    return ForkSource(
         reads.event_rows(connection, session_id),
         frozenset(connection.execute(whole).scalars()),
         frozenset(connection.execute(kept).scalars()),

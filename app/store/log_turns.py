@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 from sqlalchemy import Connection
 
 from app.crash_points import reach
-from app.domain.events import Event, TurnCommitted, TurnOpened
+from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
 from app.store import groups
 from app.store import statements as sql
-from app.store.dialect import Tx
+from app.store.dialect import Row, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -46,12 +46,26 @@ class Busy(msgspec.Struct, frozen=True):
     retry_key: str | None
 
 
-class Claim(BaseOperation, frozen=True):
-    """Claim the session's open turn, if it is at the version that the caller knows, written at `last_event_at`.
+class TooMany(msgspec.Struct, frozen=True):
+    """Nothing was claimed: a tree has as many open turns as it may."""
 
-    The time distinguishes logs with the same number of events: a PostgreSQL crash may lose claims, which are not
-    synced, and other events then take their places. A dead process's claim is abandoned on the way; the outcome is then
-    Stale, since the version has changed.
+
+class TreeClaim(msgspec.Struct, frozen=True):
+    """The conditions of a claim in a tree: `turns` turns are committed, and fewer than `max_open` are open."""
+
+    turns: int
+    max_open: int
+
+
+class Claim(BaseOperation, frozen=True):
+    """Open a turn, if the session is at version `expected`, written at `last_event_at`, and has no open turn.
+
+    In a `tree` other turns may be open, and events that commit no turn may follow `expected`; Busy is then only a turn
+    with the same retry key. The store then gives the turn its number and its fence, the `seq` of the returned event.
+
+    The time tells apart logs with the same number of events: a PostgreSQL crash may lose claims, which are not synced,
+    and other events then take their places. A dead process's claim is abandoned where it is in the way; the outcome is
+    then Stale, since the version has changed.
     """
 
     durable: ClassVar[bool] = False
@@ -63,26 +77,49 @@ class Claim(BaseOperation, frozen=True):
     event: TurnOpened
     lease_s: float
     is_alone: bool = False
+    tree: TreeClaim | None = None
 
-    @property
-    def fence(self) -> int:
-        return self.expected + 1
-
-    def apply(self, tx: Tx) -> Appended | Stale | Busy | Refused:
-        if not tx.run(
-            sql.claim_head, {"sid": self.session_id, "expected": self.expected, "last_event_at": self.last_event_at}
-        ):
+    def apply(self, tx: Tx) -> Appended | Stale | Busy | TooMany | Refused:
+        given = {"sid": self.session_id, "expected": self.expected, "last_event_at": self.last_event_at}
+        row: Row | None
+        if self.tree is None:
+            row = (self.expected + 1, self.event.turn) if tx.run(sql.claim_head, given) else None
+        elif (busy := self._same_key(tx)) is not None:
+            return busy
+        else:
+            limits = {"known_turns": self.tree.turns, "max_open": self.tree.max_open}
+            row = tx.one(sql.claim_tree_head, {**given, **limits})
+        if row is None:
             return self.failure(tx)
-        tx.insert(sql.insert_open_turn, [self.open_row()])
-        appended = append(tx, self.session_id, self.fence, self.at, [self.event])
+        fence, number = row
+        tx.insert(sql.insert_open_turn, [self.open_row(fence, number)])
+        appended = append(tx, self.session_id, fence, self.at, [self.opened(number)])
         reach("in_claim")
         return appended
 
-    def open_row(self) -> dict[str, Any]:
+    def _same_key(self, tx: Tx) -> Busy | None:
+        """The open turn of a living process with this claim's retry key. A dead process's is abandoned: it must not
+        commit after all."""
+        key = self.event.retry_key
+        if key is None:
+            return None
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
+        of_key = [row for row in holders if row[4] == key]
+        live = [row for row in of_key if not row[5]]
+        if of_key and not live:
+            abandon(tx, self.session_id, self.at, of_key, "owner_dead")
+        return Busy(*live[0][:5]) if live else None
+
+    def opened(self, number: int) -> TurnOpened:
+        """The event, with the number that the store has given the turn."""
+        return msgspec.structs.replace(self.event, turn=number)
+
+    def open_row(self, fence: int, number: int) -> dict[str, Any]:
         return {
             "session_id": self.session_id,
-            "fence": self.fence,
-            "turn": self.event.turn,
+            "fence": fence,
+            "turn": number,
             "parent_turn": self.event.parent,
             "incarnation": self.event.incarnation,
             "body_hash": self.event.body_hash,
@@ -91,20 +128,27 @@ class Claim(BaseOperation, frozen=True):
             "opened_at": self.at,
         }
 
-    def failure(self, tx: Tx) -> Stale | Busy | Refused:
+    def failure(self, tx: Tx) -> Stale | Busy | TooMany | Refused:
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return Refused(None if head is None else head[1])
+        if self.tree is not None and head[2] < self.tree.max_open:
+            return Stale()
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": self.lease_s})
         live = [row for row in holders if not row[5]]
-        abandon(tx, self.session_id, self.at, [row for row in holders if row[5]], "owner_dead")
+        dead = [row for row in holders if row[5]]
+        abandon(tx, self.session_id, self.at, dead, "owner_dead")
+        if self.tree is not None:
+            return Stale() if dead else TooMany()
+        if live and self.event.history is not None:
+            return Stale()  # Another turn has decided the session's history.
         return Busy(*live[0][:5]) if live else Stale()
 
 
 class Stage(BaseOperation, frozen=True):
     """Write chunks of an open turn before its commit, so that no transaction is long; False without the claim.
 
-    If the turn ends without a commit, they are deleted.
+    If the turn ends without a commit, they are deleted. `opened_at` as in `Commit`.
     """
 
     durable: ClassVar[bool] = False
@@ -112,6 +156,7 @@ class Stage(BaseOperation, frozen=True):
     fence: int
     incarnation: int
     chunks: Sequence[StoredChunk]
+    opened_at: float | None = None
 
     @property
     def size(self) -> int:
@@ -119,11 +164,20 @@ class Stage(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> bool:
         tx.lock(sql.lock_head, {"sid": self.session_id})
-        held = {"sid": self.session_id, "fenced": self.fence, "incarnation": self.incarnation}
-        if tx.one(sql.holds_open_turn, held) is None:
+        held = _held(self.session_id, self.fence, self.incarnation, self.opened_at)
+        if tx.one(sql.holds_open_turn if self.opened_at is None else sql.holds_opened_turn, held) is None:
             return False
         tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
         return True
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """The state for which a commit's events were decided: the log's version, when its last event was written, and how
+    many turns were committed."""
+
+    version: int
+    last_event_at: float
+    turns: int
 
 
 class Commit(BaseOperation, frozen=True):
@@ -131,6 +185,10 @@ class Commit(BaseOperation, frozen=True):
 
     `chunks` are those that were not staged. Staged ones must still be there: staging is not synced, and a PostgreSQL
     crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process.
+
+    The events of a turn of a tree depend on the turns committed before it: they are written only after `decided_at`,
+    else the outcome is Stale, and they must be decided again. `opened_at` is then when its claim was taken: where a
+    PostgreSQL crash undid a claim, the fence may be that of another turn of the same process.
     """
 
     session_id: str
@@ -143,6 +201,8 @@ class Commit(BaseOperation, frozen=True):
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
     is_alone: bool = False
+    decided_at: Decided | None = None
+    opened_at: float | None = None
 
     @property
     def size(self) -> int:
@@ -154,9 +214,11 @@ class Commit(BaseOperation, frozen=True):
         own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
         return own - {chunk.number for chunk in self.chunks}
 
-    def apply(self, tx: Tx) -> Appended | Refused:
+    def apply(self, tx: Tx) -> Appended | Stale | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
-        if not self._has_staged(tx) or not _take(tx, self.session_id, self.fence, self.incarnation):
+        if self.decided_at is not None and not self._is_current(tx, self.decided_at):
+            return Stale()
+        if not self._has_staged(tx) or not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
             return refused(tx, self.session_id)
         tx.insert(sql.insert_turn, [self.turn_row()])
         tx.insert(sql.insert_blob, self.blob_rows())
@@ -167,6 +229,16 @@ class Commit(BaseOperation, frozen=True):
         tombstone(tx, self.session_id, appended)
         reach("in_commit")
         return appended
+
+    def _is_current(self, tx: Tx, decided_at: Decided) -> bool:
+        """A tombstone depends on the open turns too: they may share the chunks that it frees."""
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] != "open":
+            return True  # Refused below.
+        if not any(isinstance(event, BlobsTombstoned) for event in self.events):
+            return bool(head[4] == decided_at.turns)
+        last = tx.one(sql.event_at, {"sid": self.session_id, "place": decided_at.version})
+        return head[0] == decided_at.version and last is not None and last[0] == decided_at.last_event_at
 
     @property
     def turn(self) -> TurnCommitted:
@@ -202,14 +274,20 @@ class Commit(BaseOperation, frozen=True):
         return [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks]
 
 
-def _take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
+def _take(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
     """Release the open turn if this process still holds it under this fence; was it held?"""
     tx.lock(sql.lock_head, {"sid": session_id})
-    return tx.one(sql.free_open_turn, {"sid": session_id, "fenced": fence, "incarnation": incarnation}) is not None
+    statement = sql.free_open_turn if opened_at is None else sql.free_opened_turn
+    return tx.one(statement, _held(session_id, fence, incarnation, opened_at)) is not None
+
+
+def _held(session_id: str, fence: int, incarnation: int, opened_at: float | None) -> dict[str, Any]:
+    held = {"sid": session_id, "fenced": fence, "incarnation": incarnation}
+    return held if opened_at is None else {**held, "opened_at": opened_at}
 
 
 class Release(BaseOperation, frozen=True):
-    """End the open turn without a commit."""
+    """End the open turn without a commit. `opened_at` as in `Commit`."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
@@ -218,18 +296,15 @@ class Release(BaseOperation, frozen=True):
     incarnation: int
     at: float
     event: Event
+    opened_at: float | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        return _release(tx, self.session_id, self.fence, self.incarnation, self.at, self.event)
-
-
-def _release(tx: Tx, session_id: str, fence: int, incarnation: int, at: float, event: Event) -> Appended | Refused:
-    if not _take(tx, session_id, fence, incarnation):
-        return refused(tx, session_id)
-    tx.run(sql.drop_staged, {"sid": session_id, "fenced": fence})
-    released = advance_head(tx, session_id, at, [event], freed=1)
-    reach("in_release")
-    return released
+        if not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+            return refused(tx, self.session_id)
+        tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
+        released = advance_head(tx, self.session_id, self.at, [self.event], freed=1)
+        reach("in_release")
+        return released
 
 
 REFUSED_KEPT = 8
@@ -247,13 +322,15 @@ class Reject(BaseOperation, frozen=True):
     event: Event
     reply_size: int
     data: bytes
+    opened_at: float | None = None
 
     @property
     def size(self) -> int:
         return 512 + len(self.data)
 
     def apply(self, tx: Tx) -> Appended | Refused:
-        released = _release(tx, self.session_id, self.fence, self.incarnation, self.at, self.event)
+        end = Release(self.session_id, self.fence, self.incarnation, self.at, self.event, self.opened_at)
+        released = end.apply(tx)
         if isinstance(released, Appended):
             row = {"session_id": self.session_id, "fence": self.fence, "size": self.reply_size, "data": self.data}
             tx.insert(sql.insert_refused_reply, [row])
@@ -261,6 +338,22 @@ class Reject(BaseOperation, frozen=True):
             if oldest is not None:
                 tx.run(sql.drop_refused, {"sid": self.session_id, "upto": oldest[0]})
         return released
+
+
+class NoteDelivery(BaseOperation, frozen=True):
+    """Write down that a reply was not delivered, or was given again, in an open session."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    at: float
+    event: ReplyUndelivered | ReplyRedelivered
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if head is None or head[1] != "open":
+            return Refused(None if head is None else head[1])
+        return advance_head(tx, self.session_id, self.at, [self.event])
 
 
 class AbandonDead(BaseOperation, frozen=True):
@@ -287,6 +380,33 @@ class AbandonDead(BaseOperation, frozen=True):
             holders = tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": self.lease_s})
             abandon(tx, session_id, self.at, [row for row in holders if row[5]], "owner_dead")
         return (found[-1][0] if len(found) == self.most else None), len(found)
+
+
+class AbandonLost(BaseOperation, frozen=True):
+    """Abandon the open turns of this process that it knows nothing of; returns how many.
+
+    A claim whose answer did not arrive, and one whose release was undone by a crash of PostgreSQL, belong to no turn in
+    flight. `known` are the sessions and times of the claims that do: those of `Claim.at`, from before it is submitted.
+    """
+
+    durable: ClassVar[bool] = False
+    incarnation: int
+    at: float
+    known: Collection[tuple[str, float]]
+
+    @property
+    def session_id(self) -> str:
+        """It belongs to no session, so it runs alone."""
+        return ""
+
+    def apply(self, tx: Tx) -> int:
+        lost: dict[str, list[Row]] = {}
+        for row in tx.all(sql.open_turns_by, {"incarnation": self.incarnation}):
+            if (row[2], row[3]) not in self.known:
+                lost.setdefault(row[2], []).append(row)
+        for session_id in sorted(lost):
+            abandon(tx, session_id, self.at, lost[session_id], "not_released")
+        return sum(map(len, lost.values()))
 
 
 def next_dead(connection: Connection, after: str, lease_s: float) -> str | None:

@@ -74,6 +74,7 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "weight_version": _weight_version,
     "engine": _engine,
     "root_id": lambda log: log.root_id,
+    "last_turn": lambda log: log.session.last_turn,
 }
 """How each column of `sessions` but the key follows from the log."""
 
@@ -272,7 +273,7 @@ def _named(columns: Sequence[str], row: Row | None) -> dict[str, Any] | None:
 
 
 def _open_turns(log: FoldedLog) -> list[OpenTurn]:
-    return [] if log.session.open_turn is None else [log.session.open_turn]
+    return list(log.session.open_turns.values())
 
 
 def head_row(log: FoldedLog) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from sqlalchemy import ColumnElement, exists, func, literal, null, or_, select, 
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
-from app.domain.events import EXPORTED, BlobsTombstoned, Recorded, UnknownEvent
+from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.patterns import MAX_INTEGER
-from app.domain.session import Session, fold
+from app.domain.session import Session, decode_session, fold
 from app.store import rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
@@ -32,7 +32,7 @@ from app.store.statements import is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-8"
+SNAPSHOT_FORMAT = "session-10"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -147,7 +147,7 @@ def load_snapshot(connection: Connection, session_id: str) -> Session | None:
     if row is None or row[0] != SNAPSHOT_FORMAT:
         return None
     try:
-        return msgspec.msgpack.decode(codec.decompress(row[1]), type=Session)
+        return decode_session(codec.decompress(row[1]))
     except (CorruptContent, msgspec.MsgspecError):
         return None
 
@@ -194,6 +194,11 @@ def unpack_facts(frames: Frames, numbers: Sequence[int]) -> dict[int, Facts]:
     return {number: codec.unpack(frames.get(number, (None, None))[0], Facts) for number in numbers}
 
 
+def load_messages(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Messages]:
+    """What each of these turns added to its history. Raises CorruptContent, also where the content is not there."""
+    return unpack_messages(load_frames(connection, session_id, numbers, facts=False), numbers)
+
+
 def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Messages]:
     """The messages of some turns. Raises CorruptContent, also where the content is not there."""
     return {number: codec.unpack_messages(frames.get(number, (None, None))[1]) for number in numbers}
@@ -210,10 +215,6 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
     query = select(blobs.c.number, blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.number.in_(wanted))
     found = {row[0]: row[1] for row in connection.execute(query)}
     return {number: codec.decompress(found.get(number)) for number in wanted}
-
-
-ChunkKey = tuple[int, int]
-"""A chunk's key in its session: the fence of its turn, and its number."""
 
 
 def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, bytes | None]:

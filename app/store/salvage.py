@@ -308,7 +308,7 @@ def _lost_event(session_id: str, seq: int, at: float) -> Fields:
 def _lost_chunks(session_id: str, log: FoldedLog) -> Iterator[Fields]:
     """Every live chunk of the log, without its content; those that were copied stay as they are."""
     needed = {
-        (chunk.fence, chunk.number): (payload.kind, chunk)
+        chunk.key: (payload.kind, chunk)
         for live in log.session.payloads.values()
         for payload in live
         for chunk in payload.chunks

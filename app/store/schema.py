@@ -88,6 +88,7 @@ sessions = Table(
     Column("weight_version", BigInteger),
     Column("engine", Text),
     Column("root_id", SESSION_ID),
+    Column("last_turn", Integer, server_default="0", nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
@@ -97,7 +98,8 @@ sessions = Table(
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
-"""The head of each log; `version` is its last seq, `turns` counts committed ones.
+"""The head of each log; `version` is its last seq, `turns` counts committed ones, `last_turn` is the highest number
+given to a turn.
 
 Each turn updates it twice; with room beside it in its page none of its indexes is touched (99 % of the updates,
 against a quarter in full pages). `weight_version` is the largest of its committed turns, discarded ones too, that is

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, ColumnElement, Double, Table, bindparam, delete, exists, insert, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Double,
+    Table,
+    bindparam,
+    case,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from app.store.dialect import now, up_since
 from app.store.schema import (
@@ -39,30 +52,48 @@ insert_blob = insert(blobs)
 insert_chunk = insert(chunks)
 insert_refused_reply = insert(refused_replies)
 
-head = select(sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash).where(
-    of_session(sessions)
-)
+head = select(
+    sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash, sessions.c.turns
+).where(of_session(sessions))
 lock_head = select(sessions.c.version).where(of_session(sessions)).with_for_update()
 """Always lock the head before changing a session or its open turns; another order could deadlock."""
 
 
-def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
-    """Conditions on a head: open, without an open turn, and its last event is number `expected`, written at
-    `last_event_at`."""
-    last = exists().where(
+def _is_open_after(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
+    """Conditions on a head: open, and its log has event `expected`, written at `last_event_at`."""
+    known = exists().where(
         events.c.session_id == sessions.c.session_id, events.c.seq == expected, events.c.at == last_event_at
     )
-    return [sessions.c.version == expected, sessions.c.open_turns == 0, sessions.c.status == "open", last]
+    return [sessions.c.status == "open", known]
 
 
-claim_head = (
+def claimable(expected: ColumnElement[int], last_event_at: ColumnElement[float]) -> list[ColumnElement[bool]]:
+    """Conditions on a linear session's head: open, without an open turn, and its last event is number `expected`,
+    written at `last_event_at`."""
+    alone = [sessions.c.version == expected, sessions.c.open_turns == 0]
+    return [*alone, *_is_open_after(expected, last_event_at)]
+
+
+_EXPECTED = bindparam("expected", type_=BigInteger), bindparam("last_event_at", type_=Double)
+opened_values = {
+    "version": sessions.c.version + 1,
+    "open_turns": sessions.c.open_turns + 1,
+    "last_turn": 1 + case((sessions.c.last_turn < sessions.c.turns, sessions.c.turns), else_=sessions.c.last_turn),
+}
+"""A process of a release before 0009 does not count `last_turn`, but leaves no gaps."""
+claim_head = update(sessions).where(of_session(sessions), *claimable(*_EXPECTED)).values(opened_values)
+claim_tree_head = (
     update(sessions)
     .where(
         of_session(sessions),
-        *claimable(bindparam("expected", type_=BigInteger), bindparam("last_event_at", type_=Double)),
+        *_is_open_after(*_EXPECTED),
+        sessions.c.turns == bindparam("known_turns"),
+        sessions.c.open_turns < bindparam("max_open"),
     )
-    .values(version=sessions.c.version + 1, open_turns=1)
+    .values(opened_values)
+    .returning(sessions.c.version, sessions.c.last_turn)
 )
+"""As `claim_head` for a tree: other turns may be open, but none has been committed that the caller does not know."""
 free_open_turn = (
     delete(open_turns)
     .where(
@@ -71,6 +102,7 @@ free_open_turn = (
     )
     .returning(open_turns.c.fence)
 )
+free_opened_turn = free_open_turn.where(open_turns.c.opened_at == bindparam("opened_at"))
 advance_head = (
     update(sessions)
     .where(of_session(sessions))
@@ -124,6 +156,9 @@ open_turns_of = (
     .select_from(holders)
     .where(of_session(open_turns))
 )
+open_turns_by = select(open_turns.c.turn, open_turns.c.fence, open_turns.c.session_id, open_turns.c.opened_at).where(
+    open_turns.c.incarnation == bindparam("incarnation")
+)
 dead_open_turns = (
     select(open_turns.c.session_id)
     .select_from(holders)
@@ -136,6 +171,7 @@ holds_open_turn = select(open_turns.c.fence).where(
     _fenced(open_turns),
     open_turns.c.incarnation == bindparam("incarnation"),
 )
+holds_opened_turn = holds_open_turn.where(open_turns.c.opened_at == bindparam("opened_at"))
 drop_staged = delete(chunks).where(_fenced(chunks))
 tombstone_chunk = (
     update(chunks)
@@ -151,6 +187,7 @@ tombstone_event = select(events.c.seq).where(
     events.c.seq == bindparam("place", type_=BigInteger),
     events.c.type == "BlobsTombstoned",
 )
+event_at = select(events.c.at).where(of_session(events), events.c.seq == bindparam("place", type_=BigInteger))
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
     .where(of_session(chunks), chunks.c.data.is_not(None))

@@ -1,0 +1,272 @@
+"""The tree of a session's turns: where a request attaches, which branch a turn begins, and which turns are kept.
+
+A history is identified by a running hash over the canonical hashes of its messages, so that the deepest turn that a
+request continues is found without walking every path.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from app.domain.events import BranchCause
+from app.domain.session import Session
+from app.domain.turns import Turn, Turns
+
+NOTHING = ""
+"""The running hash of an empty history."""
+
+RECENT_COUNTS = 8
+"""Lengths of earlier requests at which a request's bytes are compared first, the longest before the others: a new one
+is usually a few messages longer than the one that it continues."""
+
+
+def running_hash(before: str, message_hash: str) -> str:
+    """The hash of a history with one more message: 128 bits as hex."""
+    return hashlib.sha256(f"{before}:{message_hash}".encode()).hexdigest()[:32]
+
+
+class SpelledRequest(Protocol):
+    """A request's messages: their number, and a hash of the bytes of the first ones."""
+
+    def __len__(self) -> int: ...
+
+    def spelling(self, count: int) -> str: ...
+
+
+class _Newest:
+    """Turns by a key, the newest first. Few turns share a key, so there is no list for each."""
+
+    __slots__ = ("_newest", "_older")
+
+    def __init__(self) -> None:
+        self._newest: dict[str | int | None, int] = {}
+        self._older: dict[int, int] = {}
+
+    def add(self, key: str | int, number: int) -> None:
+        before = self._newest.get(key)
+        self._newest[key] = number
+        if before is not None:
+            self._older[number] = before
+
+    def all(self, key: str | int) -> Iterator[int]:
+        number = self._newest.get(key)
+        while number is not None:
+            yield number
+            number = self._older.get(number)
+
+    def __contains__(self, key: str | int | None) -> bool:
+        return key in self._newest
+
+
+class TreeIndex:
+    """Finds turns by what their histories are. Grows with each commit; never shrinks."""
+
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns: dict[int, Turn] = {}
+        self._histories: dict[int, str] = {}
+        self._inputs: dict[int, str] = {}
+        self._by_parent = _Newest()
+        self._by_history = _Newest()
+        self._by_input = _Newest()
+        self._by_reply = _Newest()
+        self._by_calls = _Newest()
+        self._by_body = _Newest()
+        self._by_spelling: dict[str, Turn] = {}
+        self._counts: list[int] = []
+        for turn in turns:
+            self.add(turn)
+
+    def add(self, turn: Turn) -> None:
+        """A turn has been committed."""
+        number, hashes = turn.number, turn.message_hashes
+        self._turns[number] = turn
+        self._by_parent.add(turn.history_parent, number)
+        if turn.body_hash:
+            self._by_body.add(turn.body_hash, number)
+        if turn.shape != "chat":
+            self._by_input.add(turn.client_hash, number)
+            return
+        at = self._base_hash(turn)
+        for message_hash in hashes[:-1]:
+            at = running_hash(at, message_hash)
+        self._inputs[number] = at
+        self._by_input.add(at, number)
+        history = self._histories[number] = running_hash(at, hashes[-1])
+        self._by_history.add(history, number)
+        self._by_reply.add(hashes[-1], number)
+        if turn.calls_hash is not None:
+            self._by_calls.add(turn.calls_hash, number)
+        count = turn.message_count - 1
+        self._by_spelling[turn.client_hash] = turn
+        if not self._counts or count > self._counts[-1]:
+            self._counts.append(count)
+            return
+        place = bisect.bisect_left(self._counts, count)
+        if self._counts[place] != count:
+            self._counts.insert(place, count)
+
+    def _base_hash(self, turn: Turn) -> str:
+        """The running hash of the messages that the turn takes from its parent."""
+        parent = self._turns.get(turn.history_parent)
+        if parent is None:
+            return NOTHING
+        if parent.message_count == turn.base_messages and parent.number in self._histories:
+            return self._histories[parent.number]
+        return self.prefixes(parent)[turn.base_messages]
+
+    def input_hash(self, number: int) -> str | None:
+        """The running hash of a turn's request; None for a completion's."""
+        return self._inputs.get(number)
+
+    def prefixes(self, turn: Turn) -> list[str]:
+        """The running hashes of the turn's history: item n is that of its first n messages."""
+        chain = [turn]
+        while (parent := self._turns.get(chain[-1].history_parent)) is not None:
+            chain.append(parent)
+        hashes: list[str] = []
+        for member in reversed(chain):
+            del hashes[member.base_messages :]
+            hashes += member.message_hashes
+        found = [NOTHING]
+        for message_hash in hashes:
+            found.append(running_hash(found[-1], message_hash))
+        return found
+
+    def repeated(self, request: SpelledRequest) -> Turn | None:
+        """The newest of the longest earlier requests with whose bytes this one begins."""
+        stop = bisect.bisect_right(self._counts, len(request))
+        likely, recent = max(stop - 1, 0), max(stop - RECENT_COUNTS, 0)
+        for counts in (self._counts[likely:stop], self._counts[recent:likely], self._counts[:recent]):
+            spelled = [request.spelling(count) for count in counts]
+            for key in reversed(spelled):
+                if (turn := self._by_spelling.get(key)) is not None:
+                    return turn
+        return None
+
+    def ending_with(self, history: str) -> Iterator[int]:
+        """The turns whose whole history has this running hash, the newest first."""
+        return self._by_history.all(history)
+
+    def sampled(self, message_hash: str) -> Iterator[int]:
+        """The turns whose reply has this canonical hash, the newest first."""
+        return self._by_reply.all(message_hash)
+
+    def with_calls(self, calls_hash: str) -> Iterator[Turn]:
+        """The turns whose reply has this hash without its calls' arguments, the newest first."""
+        return (self._turns[number] for number in self._by_calls.all(calls_hash))
+
+    def with_input(self, input_hash: str) -> Iterator[Turn]:
+        """The turns whose request has this running hash (a completion's: the hash of its prompt), the newest first."""
+        return (self._turns[number] for number in self._by_input.all(input_hash))
+
+    def knows_body(self, *body_hashes: str | None) -> bool:
+        """Has a turn's request one of these hashes?"""
+        return any(body_hash in self._by_body for body_hash in body_hashes)
+
+    def with_body(self, *body_hashes: str) -> Iterator[int]:
+        """The turns whose request has one of these hashes, the newest first."""
+        return (number for body_hash in body_hashes for number in self._by_body.all(body_hash))
+
+    def has_children(self, parent: int) -> bool:
+        """Does a turn continue `parent`?"""
+        return parent in self._by_parent
+
+    def siblings(self, parent: int) -> Iterator[Turn]:
+        """The turns that continue `parent` (0: that begin a conversation), the newest first."""
+        return (self._turns[number] for number in self._by_parent.all(parent))
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """The branch of a turn. `cause` is None where it continues its parent's; `carries` as in `TurnCommitted`."""
+
+    number: int
+    cause: BranchCause | None = None
+    carries: int | None = None
+
+
+def branch_of(session: Session, index: TreeIndex, turn: NewTurn) -> Branch:
+    """The branch of a turn that is about to be committed.
+
+    A turn's first child continues its branch if its tokens do; any other turn begins one.
+    """
+    has_siblings = index.has_children(turn.parent)
+    if turn.parent and not has_siblings and turn.continues_tokens:
+        return Branch(session.turn(turn.parent).branch)
+    if not session.turns:
+        return Branch(0, "start")
+    if any(turn.repeats(other) for other in index.with_input(turn.input_hash)):
+        return Branch(session.branches, "retry")
+    carries = _carried(session, index, turn) if has_siblings or not turn.parent else None
+    return Branch(session.branches, _cause(session, turn, has_siblings, carries), carries)
+
+
+class NewTurn(msgspec.Struct, frozen=True):
+    """What decides a turn's branch. `parent` is the turn whose messages it continues (0: none); `message_hashes` are
+    its new messages', `input_hash` is the running hash of all of them, or the hash of a completion's prompt."""
+
+    parent: int
+    message_hashes: tuple[str, ...]
+    input_hash: str
+    agent_id: str | None
+    continues_tokens: bool
+
+    def repeats(self, other: Turn) -> bool:
+        """Is it a sibling's input, of the same agent, once more?"""
+        return (self.parent, self.agent_id) == (other.history_parent, other.agent_id)
+
+
+def _cause(session: Session, turn: NewTurn, has_siblings: bool, carries: int | None) -> BranchCause:
+    if carries is not None:
+        return "compaction"
+    before = session.turns[turn.parent] if turn.parent else next(iter(session.turns))
+    if turn.agent_id != before.agent_id:
+        return "agent"
+    if not turn.parent:
+        return "root"
+    return "fork" if has_siblings else "drift"
+
+
+def _carried(session: Session, index: TreeIndex, turn: NewTurn) -> int | None:
+    """The newest turn whose reply is among the new messages, and which the turn does not continue."""
+    own: set[int] | None = None
+    for message_hash in turn.message_hashes:
+        for number in index.sampled(message_hash):
+            own = own if own is not None else set(session.line(turn.parent)) if turn.parent else set()
+            if number not in own:
+                return number
+    return None
+
+
+def superseded(session: Session) -> set[int]:
+    """The turns that no row is made of, unless all branches are asked for.
+
+    In a linear session these are the turns off the live path. In a tree, a childless turn is superseded by a sibling
+    with the same request and agent that was opened after it had committed, and has a child.
+    """
+    if not session.is_tree:
+        live = set(session.path)
+        return {turn.number for turn in session.turns if turn.number not in live}
+    parents = {turn.history_parent for turn in session.turns}
+    continued: dict[tuple[int, str, str | None], Turn] = {}
+    for turn in session.turns:
+        if turn.number in parents:
+            key = turn.history_parent, turn.body_hash, turn.agent_id
+            continued[key] = max(continued.get(key, turn), turn, key=lambda one: one.opened_seq)
+    childless = (turn for turn in session.turns if turn.number not in parents)
+    return {
+        turn.number
+        for turn in childless
+        if (newer := continued.get((turn.history_parent, turn.body_hash, turn.agent_id))) and newer.supersedes(turn)
+    }
+
+
+def leaves(turns: Turns | Sequence[Turn]) -> list[Turn]:
+    """The turns whose tokens none of the given turns continues, by branch: each ends a row."""
+    given = list(turns)
+    continued = {turn.token_parent for turn in given}
+    return sorted((turn for turn in given if turn.number not in continued), key=lambda turn: turn.branch)
