@@ -1,15 +1,14 @@
-"""A committed reply as an OpenAI stream of server-sent events, sent all at once."""
+"""A committed reply as a stream of chat completion chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from app.domain.json_lines import in_one_line
+from app.protocols.sse import event
 
-KEEPALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 _NOT_IN_A_CHUNK = (
@@ -29,20 +28,6 @@ _WITH_CONTENT = frozenset(("index", "logprobs"))
 """Fields of a choice that come with its content; the others (such as `finish_reason`) come with the last chunk."""
 
 
-class _Flag(msgspec.Struct):
-    stream: bool | None = None
-
-
-def wants_stream(body: bytes) -> bool:
-    """Does the request ask for a stream? False for an invalid body, which the turn rejects later."""
-    if b'"stream"' not in body:
-        return False
-    try:
-        return bool(msgspec.json.decode(body, type=_Flag).stream)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-
-
 Fields = dict[str, msgspec.Raw]
 
 _CHUNK = msgspec.Raw(b'"chat.completion.chunk"')
@@ -57,16 +42,36 @@ def as_stream(body: bytes) -> bytes:
     the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages). A
     completion is one chunk.
     """
-    reply = {name: value for name, value in _FIELDS.decode(body).items() if name not in _NOT_IN_A_CHUNK}
-    choices = _CHOICES.decode(reply.pop("choices"))
+    reply = _without(_FIELDS.decode(body), _NOT_IN_A_CHUNK)
+    choices = _CHOICES.decode(reply["choices"])
     if not any("message" in choice for choice in choices):
-        return _event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
-    repeated = {name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}
-    repeated["object"] = _CHUNK
-    *first, last = [part for choice in choices for part in _parts(choice)]
+        return event({**reply, "choices": [_without(choice, _NOT_IN_A_CHUNK) for choice in choices]}) + DONE
+    return chunks_of(reply, [part for choice in choices for part in _parts(choice)])
+
+
+def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]]) -> bytes:
+    """The parts as chunks, to the end of the stream; the last has also what no other repeats."""
+    *first, last = parts
+    repeated = repeated_fields(reply)
     chunks = [{**repeated, "choices": [part]} for part in first]
-    chunks.append({**reply, "object": _CHUNK, "choices": [last]})
-    return b"".join(map(_event, chunks)) + DONE
+    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": _CHUNK, "choices": [last]})
+    return b"".join(map(event, chunks)) + DONE
+
+
+def repeated_fields(reply: Fields) -> Fields:
+    """What each chunk of a reply has."""
+    return {**{name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}, "object": _CHUNK}
+
+
+def fields_of(body: bytes) -> Fields:
+    found: Fields = _FIELDS.decode(body)
+    return found
+
+
+def parts_of(reply: Fields) -> list[dict[str, Any]]:
+    """A chat's only choice: the message without its calls, the calls' pieces, and the end."""
+    [choice] = _CHOICES.decode(reply["choices"])
+    return list(_parts(choice))
 
 
 def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
@@ -77,13 +82,13 @@ def _parts(choice: Fields) -> Iterator[dict[str, Any]]:
     with_content = {name: value for name, value in choice.items() if name in _WITH_CONTENT}
     yield {"index": index, **with_content, "delta": delta, "finish_reason": None}
     for number, call in enumerate(calls):
-        for piece in _pieces(call):
+        for piece in call_pieces(call):
             delta_of_call = {"tool_calls": [{**piece, "index": number}]}
             yield {"index": index, "delta": delta_of_call, "finish_reason": None}
     yield {"index": index, "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
 
 
-def _pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A tool call's head with empty arguments, then its arguments."""
     function = call.get("function")
     if not isinstance(function, dict) or "arguments" not in function:
@@ -95,23 +100,3 @@ def _pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _without(fields: Fields, names: Collection[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
-
-
-def _event(chunk: Mapping[str, Any]) -> bytes:
-    return b"data: " + in_one_line(msgspec.json.encode(chunk)) + b"\n\n"
-
-
-def as_comment(text: str) -> bytes:
-    """A comment, which clients skip, for a stream whose headers were already sent."""
-    return b": " + text.encode() + b"\n\n"
-
-
-def as_error_event(body: dict[str, Any] | bytes) -> bytes:
-    """`body`: our own error object, or an engine's error as it came."""
-    if isinstance(body, bytes):
-        try:
-            decoded = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            decoded = {"message": "the engine returned an error that is not JSON", "type": "upstream_error"}
-        body = decoded if isinstance(decoded, dict) and "error" in decoded else {"error": decoded}
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,0 +1,86 @@
+"""What the service asks of a protocol: one spelling of a turn on the wire.
+
+Every protocol's request becomes a chat of messages, tools and parameters (or a completion's prompt), and every reply
+is rendered from the engine's committed one. The turn knows a protocol only by its name in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from app.domain.events import History
+from app.domain.request import ChatRequest, CompletionRequest
+from app.protocols.errors import ErrorFields
+
+
+class CommittedReply(msgspec.Struct, frozen=True):
+    """A committed turn as a client gets it. `body` is the engine's JSON reply, `echo` what the request's parser kept of
+    the request for its reply, `proof` names the turn (`app.domain.proofs`)."""
+
+    body: bytes
+    proof: str
+    echo: bytes | None = None
+
+
+class StoredTurn(msgspec.Struct, frozen=True):
+    """A committed turn that a request refers to, as raw chat messages: its whole history with its reply, or its reply
+    alone where the request needs no more."""
+
+    messages: list[msgspec.Raw]
+    echo: bytes | None = None
+
+
+class LiveRenderer(Protocol):
+    """Renders one reply while it is generated. Nothing before `end` may be taken for final."""
+
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        """What can be sent of the message's next piece (`app.upstream.streams`); may be empty."""
+
+    def end(self, reply: CommittedReply) -> bytes:
+        """The rest, once the reply is committed. Raises UpstreamInvalid if it does not begin with what was sent."""
+
+    def error(self, error: ErrorFields) -> bytes:
+        """The end of a stream that cannot be completed."""
+
+
+class WireProtocol(Protocol):
+    """One protocol. `route` is its path below a base URL. `is_native`: engines speak it, so that their replies and
+    errors pass as they are. `history` is that of a session whose first turn comes in this protocol and that has none
+    yet. `keepalive` is sent while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for
+    the OpenAPI document, and `example` a request."""
+
+    name: str
+    route: str
+    is_native: bool
+    history: History
+    keepalive: bytes
+    schema: Mapping[str, Any]
+    example: Mapping[str, Any]
+
+    def parse(self, body: bytes, has_few_values: bool = False) -> ChatRequest | CompletionRequest:
+        """The request. Raises InvalidRequest, which names the field, and Unsupported.
+
+        `has_few_values`: the body has no more values than `bounds.FEW`.
+        """
+
+    def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
+        """The request with what it refers to. `turns` are those that it `continues` and `needs`, by proof. Raises
+        InvalidRequest."""
+
+    def reply(self, reply: CommittedReply) -> bytes:
+        """The reply's JSON."""
+
+    def events(self, reply: CommittedReply) -> bytes:
+        """The reply as a whole stream of server-sent events."""
+
+    def live(self, begun: CommittedReply) -> LiveRenderer:
+        """For a reply that is still generated: `begun` is what its first chunk says, with an empty message."""
+
+    def error(self, error: ErrorFields) -> bytes:
+        """An error's JSON."""
+
+    def error_event(self, error: ErrorFields) -> bytes:
+        """The end of a stream that has begun and cannot be completed."""

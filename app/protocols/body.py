@@ -1,0 +1,153 @@
+"""Splits a request's body into raw fields, within bounds; shared by all protocols."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import cast, get_args
+
+import msgspec
+
+from app.domain import bounds, split
+from app.domain.events import StreamMode
+from app.domain.request import TokenIds, value_of
+from app.errors import InvalidRequest, Unsupported
+from workers import scan
+from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_prompt import MAX_TOKEN_ID, TokenId
+
+MAX_ADAPTER = 512
+"""Maximum length of a `lora_path`, which is stored with each turn."""
+
+IDS = frozenset({"input_ids", "prompt"})
+
+OURS = frozenset({"stream", "stream_options", "stream_mode", "n", "rid"})
+"""Fields that Turnlog handles itself."""
+
+
+_CONVERSATIONS = frozenset({"messages", "input"})
+
+_TOKEN_IDS = msgspec.json.Decoder(list[TokenId])
+
+
+def hash_body(body: bytes, route: bytes = b"") -> str:
+    """The hash that identifies a retry: 128 bits over the body's bytes and its route, as hex.
+
+    For chats the route is left out, so that stored hashes stay valid.
+    """
+    hasher = hashlib.sha256(body)
+    hasher.update(route)
+    return hasher.hexdigest()[:32]
+
+
+def has_many_values(body: bytes, has_few_values: bool) -> bool:
+    """May the body have more values than `bounds.FEW`? Then its fields are checked before they are decoded."""
+    return not has_few_values and scan.may_exceed(body, bounds.FEW)
+
+
+def split_fields(body: bytes, many_values: bool) -> dict[str, msgspec.Raw]:
+    """`many_values`: it may hold more values than `bounds.FEW`."""
+    if many_values:
+        bounds.require_fields(body)
+    try:
+        if not body.isascii():
+            body.decode()
+        fields = split.fields(body, _require_within_bounds) if many_values else split.FIELDS.decode(body)
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the body is not UTF-8 at byte {error.start}") from error
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("the body must be a JSON object") from error
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequest(f"the body nests deeper than {MAX_DEPTH} levels") from error
+    if len(fields) > bounds.MAX_FIELDS:
+        raise bounds.too_many_fields()
+    return fields
+
+
+def _require_within_bounds(name: str, raw: bytes) -> None:
+    """Raises InvalidRequest for a long field that must not be decoded; lists of ids may be long."""
+    if name in _CONVERSATIONS:
+        bounds.require_messages(raw)
+    elif name not in IDS:
+        bounds.require_field(name, raw)
+
+
+def list_of(name: str, raw: msgspec.Raw | None, many_values: bool) -> list[msgspec.Raw]:
+    """The items of a conversation's list. Raises InvalidRequest."""
+    if raw is None:
+        raise InvalidRequest(f"{name} is missing")
+    if many_values:
+        bounds.require_messages(bytes(raw))
+    try:
+        items = split.items(bytes(raw)) if many_values else split.ITEMS.decode(raw)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name} must be a list") from error
+    if not items:
+        raise InvalidRequest(f"{name} must not be empty")
+    return items
+
+
+def engine_params(fields: dict[str, msgspec.Raw], many_values: bool) -> dict[str, msgspec.Raw]:
+    """The fields that are passed to the engine. Raises InvalidRequest for a field that nests too deep, or an invalid
+    adapter."""
+    params = {name: raw for name, raw in fields.items() if name not in OURS}
+    for name, raw in params.items():
+        if many_values:
+            bounds.require_field(name, bytes(raw))
+        if too_deep(bytes(raw)):
+            raise InvalidRequest(f"{name} nests deeper than {MAX_DEPTH} levels")
+    adapter = value_of(params.get("lora_path"), "lora_path")
+    if isinstance(adapter, str) and (len(adapter) > MAX_ADAPTER or "\0" in adapter):
+        raise InvalidRequest(f"lora_path must have at most {MAX_ADAPTER} characters, and no NUL")
+    return params
+
+
+def token_ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
+    """Token ids. Raises InvalidRequest for an empty list or anything else."""
+    if raw is None or bytes(raw) == b"null":
+        return None
+    text = bytes(raw)
+    if text[:1] != b"[" or text[-1:] != b"]" or b"-" in text:
+        raise _no_ids(name)
+    count = 0
+    parts: list[bytes] = []
+    for part in split.parts(text[1:-1]):
+        try:
+            found = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _no_ids(name) from error
+        if not found:
+            raise _no_ids(name)
+        count += found
+        parts.append(part.translate(None, split.WHITE))
+    return TokenIds(count, b",".join(parts))
+
+
+def _no_ids(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be a list of token ids from 0 to {MAX_TOKEN_ID}, at least one")
+
+
+def flag(raw: msgspec.Raw | None, name: str) -> bool:
+    value = value_of(raw, name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidRequest(f"{name} must be true or false")
+
+
+def stream_mode(fields: Mapping[str, msgspec.Raw]) -> StreamMode | None:
+    """Raises InvalidRequest."""
+    value = value_of(fields.get("stream_mode"), "stream_mode")
+    if value is None or value in get_args(StreamMode):
+        return cast(StreamMode | None, value)
+    raise InvalidRequest("stream_mode must be whole or live")
+
+
+def require_one(raw: msgspec.Raw | None, name: str = "n") -> None:
+    value = value_of(raw, name)
+    if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+        raise Unsupported(f"{name} must be 1: a session has one continuation")
+    raise InvalidRequest(f"{name} must be 1")

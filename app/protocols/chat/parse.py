@@ -1,0 +1,40 @@
+"""Parses a chat completion's request."""
+
+from __future__ import annotations
+
+from app.domain import control
+from app.domain.request import ChatRequest
+from app.protocols.body import (
+    engine_params,
+    flag,
+    has_many_values,
+    hash_body,
+    list_of,
+    require_one,
+    split_fields,
+    stream_mode,
+    token_ids,
+)
+
+
+def parse_chat(body: bytes, has_few_values: bool = False) -> ChatRequest:
+    """`has_few_values`: the body has no more values than `bounds.FEW`.
+
+    Raises InvalidRequest, which names the field, and Unsupported for `n` other than 1.
+
+    Messages are only split here; `history.Incoming.check` checks the new ones.
+    """
+    many_values = has_many_values(body, has_few_values)
+    fields = split_fields(body, many_values)
+    messages = list_of("messages", fields.pop("messages", None), many_values)
+    tools = fields.pop("tools", None)
+    ids = token_ids(fields.pop("input_ids", None), "input_ids")
+    stream = flag(fields.pop("stream", None), "stream")
+    mode = stream_mode(fields)
+    require_one(fields.pop("n", None))
+    params = engine_params({"tools": tools, **fields} if tools is not None else fields, many_values)
+    params.pop("tools", None)
+    if tools is not None and bytes(tools) == b"null":
+        tools = None
+    own = control.remove_control(params)
+    return ChatRequest(messages, tools, params, stream, hash_body(body), ids, own, stream_mode=mode)

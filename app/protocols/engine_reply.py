@@ -1,0 +1,105 @@
+"""What every rendering reads of an engine's committed reply, in either dialect. It was validated before its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """Numbers of tokens. `cached` are those of the prompt that the engine did not compute again."""
+
+    prompt: int
+    cached: int
+    sampled: int
+    reasoning: int
+
+
+class ReplyFields(msgspec.Struct, frozen=True):
+    """`matched` is the stop string or token that ended the generation."""
+
+    message: dict[str, Any]
+    finish_reason: str | None
+    matched: Any
+    model: str
+    created: int
+    counts: Counts
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: Any = None
+    matched_stop: Any = None
+    stop_reason: Any = None
+    meta_info: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    created: Any = None
+    model: Any = None
+    usage: Any = None
+
+
+class _Meta(msgspec.Struct):
+    """SGLang's counts."""
+
+    prompt_tokens: Any = None
+    completion_tokens: Any = None
+    cached_tokens: Any = None
+    finish_reason: Any = None
+
+
+_REPLY = msgspec.json.Decoder(_Reply)
+_META = msgspec.json.Decoder(_Meta)
+
+
+def read_reply(body: bytes) -> ReplyFields:
+    """A chat's reply. Ids and logprobs, which may be long, are skipped."""
+    found = _REPLY.decode(body)
+    choice = found.choices[0]
+    meta = _META.decode(choice.meta_info) if bytes(choice.meta_info).lstrip()[:1] == b"{" else _Meta()
+    created = found.created if isinstance(found.created, int | float) else 0
+    return ReplyFields(
+        choice.message,
+        _finish_reason(choice, meta),
+        choice.matched_stop if choice.matched_stop is not None else choice.stop_reason,
+        found.model if isinstance(found.model, str) else "",
+        int(created),
+        _counts(_object(found.usage), meta),
+    )
+
+
+def reasoning_of(message: Mapping[str, Any]) -> str:
+    found = message.get("reasoning_content") or message.get("reasoning")
+    return found if isinstance(found, str) else ""
+
+
+def _finish_reason(choice: _Choice, meta: _Meta) -> str | None:
+    reason = choice.finish_reason
+    if reason is None:
+        reason = meta.finish_reason.get("type") if isinstance(meta.finish_reason, dict) else meta.finish_reason
+    return reason if isinstance(reason, str) else None
+
+
+def _counts(usage: dict[str, Any], meta: _Meta) -> Counts:
+    cached = _object(usage.get("prompt_tokens_details")).get("cached_tokens")
+    reasoning = _object(usage.get("completion_tokens_details")).get("reasoning_tokens")
+    prompt = _count(usage.get("prompt_tokens"), meta.prompt_tokens)
+    return Counts(
+        prompt,
+        min(prompt, _count(meta.cached_tokens, cached)),
+        _count(usage.get("completion_tokens"), meta.completion_tokens),
+        _count(reasoning, usage.get("reasoning_tokens")),
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _count(*values: Any) -> int:
+    """The first value that is a count, else 0."""
+    return next((value for value in values if type(value) is int and value >= 0), 0)

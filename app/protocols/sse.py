@@ -1,0 +1,40 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from app.domain.json_lines import in_one_line
+from workers.codec import describe
+
+KEEPALIVE = b": keep-alive\n\n"
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event; `data` may hold raw JSON."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + in_one_line(msgspec.json.encode(data)) + b"\n\n"
+
+
+def comment(text: str) -> bytes:
+    """A comment, which clients skip, for a stream whose headers were already sent."""
+    return b": " + text.encode() + b"\n\n"
+
+
+class _Flag(msgspec.Struct):
+    stream: bool | None = None
+
+
+describe(_Flag)
+
+
+def wants_stream(body: bytes) -> bool:
+    """Does the request ask for a stream? False for an invalid body, which the turn rejects later."""
+    if b'"stream"' not in body:
+        return False
+    try:
+        return bool(msgspec.json.decode(body, type=_Flag).stream)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
