@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from app.crash_points import reach
 from app.domain import decide
-from app.domain.events import Event, TurnAbandoned, TurnRejected
+from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
 from app.domain.history import Plan
 from app.domain.rids import rid_of
 from app.domain.session import Session, fold
-from app.errors import AppError, HistoryMismatch, RollbackTooDeep, SessionBusy, SessionUnreadable, StoreUnavailable
+from app.errors import (
+    AppError,
+    HistoryMismatch,
+    RollbackTooDeep,
+    SessionBusy,
+    SessionUnreadable,
+    StoreUnavailable,
+    TooManyTurns,
+)
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.sessions.lifecycle import Clock, refusal
 from app.store.log import Appended, Refused
-from app.store.log_turns import Busy, Claim, Reject, Release
+from app.store.log_turns import AbandonLost, Busy, Claim, Reject, Release, TooMany, TreeClaim
 from app.store.ports import Writer
 from app.tasks import cancelled
-from app.turn.context import ClaimedTurn, Request, RequestHistory, TurnContext
-from app.turn.in_flight import RetryMark
+from app.turn.context import ClaimedTurn, TurnContext
+from app.turn.in_flight import Identity, InFlightTurn
+from app.turn.retries import Retries
 from app.upstream.body import Body
 from workers import codec
 
@@ -38,8 +48,21 @@ MIN_POLL_S, MAX_POLL_S = 0.05, 1.0
 """Interval at which a retry checks whether the turn it repeats, in flight in another process, has ended. It doubles
 from the first to the second value."""
 
+LOST_S = 10.0
+"""Interval at which the store is looked through for claims of this process that none of its turns has."""
+
 RELEASE_RETRY_S = 1.0
 """Pause between attempts to release claims while the store is unavailable."""
+
+
+class TurnLimits(Protocol):
+    """The most turns that a session may have, in flight and altogether."""
+
+    @property
+    def max_open_turns(self) -> int: ...
+
+    @property
+    def max_turns(self) -> int: ...
 
 
 class Claims:
@@ -59,10 +82,17 @@ class Claims:
         incarnation: Callable[[], int],
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
+        retries: Retries,
+        limits: TurnLimits,
     ) -> None:
+        self._retries = retries
+        self._limits = limits
         self._incarnation = incarnation
         self._lease_left = lease_left
         self._unreleased: dict[tuple[str, int], Release] = {}
+        self._known: Counter[tuple[str, float]] = Counter()
+        self._held: set[tuple[str, int]] = set()
+        self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
         self._cache = cache
         self._writer = writer
@@ -80,14 +110,15 @@ class Claims:
 
         `is_alone`: no other turn is in flight in this process.
         """
-        session_id, request, mark = context.session_id, context.request, context.mark
+        session_id = context.session_id
         tries, look_s = 0, MIN_POLL_S
         while tries < CLAIM_TRIES:
             tries += 1
             # While the turn waited at a gate, the session may have changed.
-            if repeated_turn(entry, mark, request) is not None:
+            if await self._retries.repeated(entry, context.identity) is not None:
                 return None
-            plan = await self._match(entry.session, context.history)
+            self._require_room(entry.session)
+            plan = await self._match(entry, context)
             if plan is not None:
                 outcome = await self._claim(entry, plan, context, is_alone)
                 if isinstance(outcome, ClaimedTurn):
@@ -95,31 +126,38 @@ class Claims:
                 if isinstance(outcome, Refused):
                     self._cache.drop(session_id)
                     raise refusal(session_id, outcome.status)
+                if isinstance(outcome, TooMany):
+                    raise _too_many_open(session_id, self._limits.max_open_turns)
                 if isinstance(outcome, Busy):
-                    left = await self._check_busy(session_id, outcome, request, mark)
+                    left = await self._check_busy(session_id, outcome, context.identity)
                     if left is not None:
                         await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
                         tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
+            known = len(entry.session.turns)
             entry = require_open(await self._cache.refresh(session_id), session_id)
+            if entry.session.is_tree and len(entry.session.turns) > known:
+                tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
         busy.retry = True
         raise busy
 
     async def _claim(
         self, entry: CacheEntry, plan: Plan, context: TurnContext, is_alone: bool
-    ) -> ClaimedTurn | Refused | Busy | None:
+    ) -> ClaimedTurn | Refused | Busy | TooMany | None:
         """Claim the session at `entry`'s version; None if the session has changed since."""
-        session = entry.session
+        session, identity = entry.session, context.identity
         opened = decide.open_turn(
             session,
             plan,
             incarnation=self.incarnation,
-            body_hash=context.request.body_hash,
-            retry_key=context.mark.key,
+            body_hash=identity.body_hash,
+            retry_key=identity.mark.key,
             protocol=context.request.protocol,
             adapter=context.adapter,
+            agent_id=identity.agent_id,
+            history=context.history_if_new,
         )
-        session_id, fence = session.session_id, session.version + 1
+        session_id = session.session_id
         claim = Claim(
             session_id,
             session.version,
@@ -128,25 +166,41 @@ class Claims:
             opened,
             self._lease_s(),
             is_alone=is_alone,
+            tree=TreeClaim(len(session.turns), self._limits.max_open_turns) if session.is_tree else None,
         )
         reach("before_claim")
+        self._known[session_id, claim.at] += 1
+        context.flight.claims.append(claim.at)
         outcome = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):
-            return outcome if isinstance(outcome, Refused | Busy) else None
+            return outcome if isinstance(outcome, Refused | Busy | TooMany) else None
         reach("after_claim")
+        fence, event = outcome.events[0].seq, outcome.events[0].event
+        assert isinstance(event, TurnOpened)
         # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
+        context.flight.fence = fence
+        self._held.add((session_id, fence))
         claimed = self._session_after(entry, session, outcome)
         rid = rid_of(session_id, fence)
-        return ClaimedTurn(entry, claimed, plan, opened, fence, rid, session.last_event_at)
+        opened_at = None if session.history == "linear" else claim.at
+        return ClaimedTurn(entry, claimed, plan, event, fence, rid, session.last_event_at, opened_at)
 
-    async def _match(self, session: Session, history: RequestHistory) -> Plan | None:
+    def _require_room(self, session: Session) -> None:
+        """Raises TooManyTurns."""
+        if len(session.turns) >= self._limits.max_turns:
+            raise TooManyTurns(
+                f"session {session.session_id} has {len(session.turns)} turns, the most that it may have"
+            )
+
+    async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan | None:
         """Where the request joins the session's history; None if the session has changed since it was read.
 
         Raises SessionBusy (takes precedence over the others), RollbackTooDeep, HistoryMismatch.
         """
+        session = entry.session
         try:
-            return history.join(session)
+            return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):
             fresh = await self._cache.refresh(session.session_id)
             if fresh is not None and fresh.session.version != session.version:
@@ -162,18 +216,23 @@ class Claims:
             return False
         return await self._lease_left(incarnation) is not None
 
-    async def _check_busy(self, session_id: str, busy: Busy, request: Request, mark: RetryMark) -> float | None:
+    async def _check_busy(self, session_id: str, busy: Busy, own: Identity) -> float | None:
         """Seconds until the claim of another process, whose turn the request repeats, becomes void without a heartbeat.
 
         None if the session can be claimed again: this process had failed to release the claim, or its owner is dead.
         Raises SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
+        if (session_id, busy.fence) in self._held:
+            raise SessionBusy(f"session {session_id} has a turn in flight")
         if busy.incarnation == self.incarnation:
             event = TurnAbandoned(busy.turn, busy.fence, "not_released")
             await self._write_release(Release(session_id, busy.fence, self.incarnation, self._clock(), event))
             return None
         left = await self._lease_left(busy.incarnation)
-        if left is None or mark.repeats(busy.retry_key, busy.body_hash, request.body_hash):
+        repeats = own.has_key(busy.retry_key, busy.body_hash) or (
+            own.mark.key is None and own.mark.is_retry and busy.body_hash in (own.body_hash, own.raw_hash)
+        )
+        if left is None or repeats:
             return left
         raise SessionBusy(f"session {session_id} has a turn in flight")
 
@@ -193,7 +252,16 @@ class Claims:
         kept = reply.beginning(KEPT_BYTES)
         event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
         await self._release(
-            Reject(session_id, fence, self.incarnation, self._clock(), event, len(reply), codec.compress(kept))
+            Reject(
+                session_id,
+                fence,
+                self.incarnation,
+                self._clock(),
+                event,
+                len(reply),
+                codec.compress(kept),
+                claimed.opened_at,
+            )
         )
 
     async def fail(
@@ -203,16 +271,19 @@ class Claims:
         if not isinstance(error, StoreUnavailable):
             await self.reject(claimed, error.code, None, detail, reply)
             return
-        session_id, fence = claimed.session.session_id, claimed.fence
-        event = TurnRejected(claimed.opened.turn, fence, error.code, None, detail)
-        self._retry_release(Release(session_id, fence, self.incarnation, self._clock(), event), 0)
+        event = TurnRejected(claimed.opened.turn, claimed.fence, error.code, None, detail)
+        self._retry_release(self._end(claimed, event), 0)
 
     async def abandon(self, claimed: ClaimedTurn, reason: Literal["disconnect", "not_released"]) -> None:
         """Release the claim of a turn that no longer runs."""
         await self.release(claimed, TurnAbandoned(claimed.opened.turn, claimed.fence, reason))
 
     async def release(self, claimed: ClaimedTurn, event: Event) -> None:
-        await self._release(Release(claimed.session.session_id, claimed.fence, self.incarnation, self._clock(), event))
+        await self._release(self._end(claimed, event))
+
+    def _end(self, claimed: ClaimedTurn, event: Event) -> Release:
+        session_id = claimed.session.session_id
+        return Release(session_id, claimed.fence, self.incarnation, self._clock(), event, claimed.opened_at)
 
     async def _release(self, operation: Release | Reject) -> None:
         """Release a claim. If the store is unavailable, retry in the background; the turn gets no error."""
@@ -223,7 +294,8 @@ class Claims:
             return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
-            self._retry_release(Release(session_id, fence, self.incarnation, operation.at, event), RELEASE_RETRY_S)
+            release = Release(session_id, fence, self.incarnation, operation.at, event, operation.opened_at)
+            self._retry_release(release, RELEASE_RETRY_S)
 
     def _retry_release(self, operation: Release, pause_s: float) -> None:
         self._unreleased[operation.session_id, operation.fence] = operation
@@ -263,24 +335,45 @@ class Claims:
     def _session_after(self, entry: CacheEntry, before: Session, outcome: Appended) -> Session:
         """The session after `outcome` was appended to `before`, the state when the write was decided."""
         self.appended(before.session_id, outcome)
-        if entry.session.version == outcome.events[-1].seq:
-            return entry.session
+        first, last = outcome.events[0].seq, outcome.events[-1].seq
+        if entry.session.version == last or first != before.version + 1:
+            # In a tree, the events of other turns may stand between: the state before the claim serves as well.
+            return entry.session if entry.session.version >= before.version else before
         # The entry has advanced further meanwhile, or it left the cache.
         after = fold(before.session_id, outcome.events, before)
         assert after is not None
         return after
 
+    def start(self) -> None:
+        self._looking = asyncio.create_task(self._look_for_lost(), name="turnlog-claims")
+
+    def forget(self, session_id: str, flight: InFlightTurn) -> None:
+        """The turn is no longer in flight: what the store may still hold of its claims is nobody's."""
+        if flight.fence is not None:
+            self._held.discard((session_id, flight.fence))
+        for at in flight.claims:
+            self._known[session_id, at] -= 1
+            if not self._known[session_id, at]:
+                del self._known[session_id, at]
+
+    async def _look_for_lost(self) -> None:
+        while True:
+            await asyncio.sleep(LOST_S)
+            try:
+                found = await self._writer.submit(AbandonLost(self.incarnation, self._clock(), self._known))
+            except AppError as error:
+                log.warning("claims of turns that are not in flight were not looked for: %s", error)
+                continue
+            if found:
+                log.info("abandoned %d open turns of this process that are not in flight", found)
+
     async def close(self) -> None:
         """Claims that are not released by now become void when the process ends."""
         await cancelled(self._releasing)
+        await cancelled(self._looking)
 
 
-def repeated_turn(entry: CacheEntry, mark: RetryMark, request: Request) -> int | None:
-    """The committed turn that the request repeats, if it is marked as a retry."""
-    if mark.key is not None and mark.key in entry.keyed:
-        turn = entry.session.turn(entry.keyed[mark.key])
-    elif entry.session.leaf is not None:
-        turn = entry.session.leaf
-    else:
-        return None
-    return turn.number if mark.repeats(turn.retry_key, turn.body_hash, request.body_hash) else None
+def _too_many_open(session_id: str, most: int) -> SessionBusy:
+    error = SessionBusy(f"session {session_id} has {most} turns in flight, the most that it may have; come again")
+    error.retry, error.retry_after_s = True, 1
+    return error

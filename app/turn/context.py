@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from app.domain.completion import IncomingPrompt
-from app.domain.events import TurnOpened
+from app.domain.events import History, TurnOpened
 from app.domain.history import Incoming, Plan
 from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.session import Session
 from app.fleet.gates import GatePass
 from app.sessions.cache import CacheEntry
-from app.turn.in_flight import InFlightTurn, RetryMark, Waiter
+from app.turn.in_flight import Identity, InFlightTurn, Waiter
 from app.turn.stages import Stages
 from app.upstream.headers import Headers
 
@@ -37,7 +37,8 @@ class TurnContext(msgspec.Struct, frozen=True):
     """A parsed and admitted request for a turn.
 
     `template` is None unless the prompt is rendered here. `adapter` is the turn's LoRA adapter. `client` are the
-    client's headers. `large` is the body's size in bytes if it must not be processed on the event loop, else 0.
+    client's headers. `history_if_new` becomes the session's where its first turn decides that. `large` is the body's
+    size in bytes if it must not be processed on the event loop, else 0.
     """
 
     session_id: str
@@ -46,7 +47,8 @@ class TurnContext(msgspec.Struct, frozen=True):
     template: TemplateInputs | None
     adapter: str | None
     client: Headers
-    mark: RetryMark
+    identity: Identity
+    history_if_new: History
     waiter: Waiter
     stages: Stages
     flight: InFlightTurn
@@ -58,6 +60,7 @@ class ClaimedTurn(msgspec.Struct, frozen=True):
     """A session's claim. `session` is its state at the claim; its turns cannot change while the claim stands.
 
     `rid` is the generation's id at the engine. `idle_since` is the time of the session's last event before the claim.
+    `opened_at` is when the claim was taken, None in a linear session.
     """
 
     entry: CacheEntry
@@ -67,3 +70,4 @@ class ClaimedTurn(msgspec.Struct, frozen=True):
     fence: int
     rid: str
     idle_since: float
+    opened_at: float | None = None

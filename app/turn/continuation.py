@@ -95,7 +95,7 @@ class Continuation:
         result = first.reply.result
         self._shape = Shape(
             dialect=result.dialect,
-            protocol=request.protocol,
+            protocol=request.shape,
             prompt_tokens=result.base + result.suffix_tokens,
             stops=_stops(request),
             keeps_stop=any(self._param(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain.decide import TurnBlobs
-from app.domain.events import BlobRef, Protocol
+from app.domain.events import BlobRef, EngineShape
 from app.domain.fleet import Fleet
 from app.domain.request import ChatRequest, join_object, value_of
 from app.domain.session import Session
@@ -57,24 +57,49 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
     clients: frozenset[str]
 
 
-class EngineRequest(msgspec.Struct, frozen=True):
-    """A turn's request without its messages: `params` is a JSON object, `tools` raw JSON.
+class SharedBlob(msgspec.Struct, frozen=True):
+    """Parameters, tools or an echo, which a session stores once however many turns repeat them.
 
-    `blobs` refers to both in the store; `new_blobs` are the rows not stored yet.
+    `frame` is the compressed content; None where the session was seen to have it already.
     """
 
-    protocol: Protocol
+    kind: Literal["params", "tools", "echo"]
+    raw: bytes
+    hash: str
+    frame: bytes | None
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """A turn's request without its messages: `params` is a JSON object, `tools` raw JSON; `shared` are both for the
+    store, with the request's echo."""
+
+    shape: EngineShape
     params: bytes
     tools: bytes | None
-    blobs: TurnBlobs
-    new_blobs: tuple[StoredBlob, ...]
+    shared: tuple[SharedBlob, ...]
+
+    def blobs(self, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
+        """Their numbers in the session, and the rows that it does not have yet."""
+        numbers: dict[str, int] = {}
+        refs: list[BlobRef] = []
+        rows: list[StoredBlob] = []
+        known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
+        for one in self.shared:
+            number = known.get((one.kind, one.hash))
+            if number is None:
+                number = session.blob_count + len(refs)
+                refs.append(BlobRef(number, one.kind, len(one.raw), one.hash))
+                frame = codec.compress(one.raw) if one.frame is None else one.frame
+                rows.append(StoredBlob(number, one.kind, len(one.raw), one.hash, frame))
+            numbers[one.kind] = number
+        return TurnBlobs(numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo")), rows
 
     def body(
         self, options: EngineRequestOptions, messages: Sequence[bytes], text: str | None, prompt: PromptIds | None
     ) -> bytes:
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
-        if self.protocol == "chat":
+        if self.shape == "chat":
             return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids)
         return transcript.completion_body(self.params, text, ids, options.rid, options.own)
 
@@ -82,35 +107,26 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def engine_request(
     session: Session, request: Request, settings: Settings, adapter: str | None, engines: DialectChoice
 ) -> EngineRequest:
-    """The request, with parameters and tools stored once per session, however many turns repeat them.
-
-    `adapter` is the turn's. `engines` is the dialect that the engines are known to speak.
-    """
-    protocol = request.protocol
+    """The request. `adapter` is the turn's. `engines` is the dialect that the engines are known to speak."""
     dialect = settings.upstream_dialect
-    fields = complete(request.params, dialect, settings.replay, protocol)
+    fields = complete(request.params, dialect, settings.replay, request.shape)
     if adapter is not None:
         fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
     params = join_object(fields)
     raw_tools = request.tools if isinstance(request, ChatRequest) else None
     tools = None if raw_tools is None else bytes(raw_tools)
-    refs: list[BlobRef] = []
-    rows: list[StoredBlob] = []
+    known = {ref.hash for ref in session.blobs}
+    shared = [_shared("params", params, known)]
+    if tools is not None:
+        shared.append(_shared("tools", tools, known))
+    if request.echo is not None:
+        shared.append(_shared("echo", request.echo, known))
+    return EngineRequest(request.shape, params, tools, tuple(shared))
 
-    def number_of(kind: Literal["params", "tools"], raw: bytes) -> int:
-        digest = hashlib.sha256(raw).hexdigest()
-        for ref in session.blobs:
-            if ref.kind == kind and ref.hash == digest:
-                return ref.number
-        ref = BlobRef(session.blob_count + len(refs), kind, len(raw), digest)
-        refs.append(ref)
-        rows.append(StoredBlob(ref.number, kind, ref.size, digest, codec.compress(raw)))
-        return ref.number
 
-    params_number = number_of("params", params)
-    tools_number = None if tools is None else number_of("tools", tools)
-    blobs = TurnBlobs(params_number, tools_number, tuple(refs))
-    return EngineRequest(protocol, params, tools, blobs, tuple(rows))
+def _shared(kind: Literal["params", "tools", "echo"], raw: bytes, known: Collection[str]) -> SharedBlob:
+    digest = hashlib.sha256(raw).hexdigest()
+    return SharedBlob(kind, raw, digest, None if digest in known else codec.compress(raw))
 
 
 def options_for(

@@ -17,9 +17,10 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain import decide
+from app.domain.events import OnAbort
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.request import CompletionRequest
+from app.domain.request import ChatRequest, CompletionRequest
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
 from app.fleet.engines import Answer, EngineChoice
@@ -27,6 +28,7 @@ from app.sessions.cache import id_text, require_open
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
+from app.turn.live import LiveStream
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
@@ -34,6 +36,7 @@ from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import Withheld
 from app.upstream.headers import Headers
+from app.upstream.streams import STREAM, Push
 from workers import codec
 from workers.codec import Facts
 from workers.parse_parts import UNKNOWN_VERSION
@@ -119,7 +122,7 @@ class Generation:
 
     async def _stored_messages(self) -> list[bytes]:
         claimed = self._claimed
-        if claimed.plan.base_messages == 0 or claimed.opened.protocol != "chat":
+        if claimed.plan.base_messages == 0 or self._context.request.shape != "chat":
             return []
         return [await self._services.cache.messages(claimed.entry, claimed.plan.parent)]
 
@@ -139,12 +142,34 @@ class Generation:
     ) -> tuple[EngineRequestOptions, Answer]:
         """Send the request; returns the final options and the engine's answer. Raises as `Engines.generate`."""
         options = options_for(self._claimed, self._context.request, prompt, self._services.settings)
+        live = self._live(options)
+        if live is not None:
+            options = msgspec.structs.replace(options, own=STREAM)
+            return options, await self._send(choice, request, options, messages, prompt, live.push)
         answer = await self._send(choice, request, options, messages, prompt)
         if answer.reply.status == 400 and options.own:
             # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
             options = msgspec.structs.replace(options, own=b"", first_row=0)
             answer = await self._send(choice, request, options, messages, prompt)
         return options, answer
+
+    def _live(self, options: EngineRequestOptions) -> LiveStream | None:
+        """The client's stream if it is sent while the engine generates. Not if the engines may not stream with ids, if
+        a replay payload is needed, which no stream has, or if the generation may be continued by another."""
+        context, claimed, settings = self._context, self._claimed, self._services.settings
+        live, request = context.waiter.live, context.request
+        if live is None or not isinstance(request, ChatRequest):
+            return None
+        if (request.stream_mode or claimed.session.config.stream_mode) == "whole" or live.mode is not None:
+            return None
+        dialect = self._services.engines.dialect if settings.upstream_dialect == "auto" else settings.upstream_dialect
+        if dialect != "vllm" or settings.replay or options.clients or self._on_abort() == "continue":
+            return None
+        live.go_live(claimed.opened.turn, request.echo)
+        return live
+
+    def _on_abort(self) -> OnAbort:
+        return self._claimed.session.config.on_abort or self._services.settings.abort_policy
 
     async def _send(
         self,
@@ -153,9 +178,10 @@ class Generation:
         options: EngineRequestOptions,
         messages: Sequence[bytes],
         prompt: PromptIds | None,
+        push: Push | None = None,
     ) -> Answer:
         """Send one request while the gates are open; returns the engine's answer."""
-        context, claimed, services = self._context, self._claimed, self._services
+        context, services = self._context, self._services
         text = context.request.text if isinstance(context.request, CompletionRequest) else None
         body = await services.large_bodies.run(context.large, lambda: request.body(options, messages, text, prompt))
         headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
@@ -166,13 +192,14 @@ class Generation:
             try:
                 answer = await services.engines.generate(
                     choice,
-                    claimed.opened.protocol,
+                    context.request.shape,
                     body,
                     headers,
                     context.waiter.grow,
                     rid=options.rid,
                     version=context.gate.version,
                     may_send=self._may_send,
+                    push=push,
                 )
             except Withheld:
                 continue
@@ -262,8 +289,7 @@ class Generation:
         It is continued only if a gate was shut since it was sent: a driver that has enough samples ends the others for
         good. `messages` are the messages that were sent. Raises GenerationAborted, and as `run`.
         """
-        claimed, request, settings = self._claimed, self._context.request, self._services.settings
-        policy = claimed.session.config.on_abort or settings.abort_policy
+        request, settings, policy = self._context.request, self._services.settings, self._on_abort()
         if policy == "fail":
             raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
         if policy == "return" or not await self._context.gate.was_shut():

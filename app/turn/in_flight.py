@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
+from app.domain.events import History
 from app.errors import ClientGone, IdempotencyMismatch
+from app.turn.live import LiveStream
 from app.upstream.headers import Headers
 
 CancelReason = Literal["session_closed", "disconnect"]
@@ -22,16 +24,41 @@ class RetryMark(msgspec.Struct, frozen=True):
     key: str | None = None
     is_retry: bool = False
 
-    def repeats(self, key: str | None, body_hash: str, own_body: str) -> bool:
-        """Does the request with `own_body` repeat the turn with `key` and `body_hash`? A request's key decides alone.
+
+class Sender(msgspec.Struct, frozen=True):
+    """What a request's headers and route say of its sender: the retry mark, the agent, and the history that a session
+    gets whose first turn decides that."""
+
+    mark: RetryMark = RetryMark()
+    agent_id: str | None = None
+    history: History = "linear"
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What tells whether two requests are the same: the hash of the canonical body, the agent, and the retry mark.
+
+    `raw_hash` is of the body's bytes: earlier releases stored that of each turn. If the last message is an assistant's,
+    `begun_reply` is that message, and `begun_hash` the hash of the body without it.
+    """
+
+    mark: RetryMark
+    body_hash: str
+    raw_hash: str
+    agent_id: str | None = None
+    begun_reply: Mapping[str, Any] | None = None
+    begun_hash: str | None = None
+
+    def has_body(self, body_hash: str, agent_id: str | None = None) -> bool:
+        return body_hash in (self.body_hash, self.raw_hash) and agent_id == self.agent_id
+
+    def has_key(self, key: str | None, body_hash: str) -> bool:
+        """Does the turn with this key and body hash have this request's key?
 
         Raises IdempotencyMismatch if the key was used with another body.
         """
-        if self.key is None:
-            return self.is_retry and body_hash == own_body
-        if self.key != key:
+        if self.mark.key is None or self.mark.key != key:
             return False
-        if body_hash != own_body:
+        if body_hash not in (self.body_hash, self.raw_hash):
             raise IdempotencyMismatch("the idempotency key was used with another request body")
         return True
 
@@ -45,7 +72,7 @@ class TurnReply(msgspec.Struct, frozen=True):
 
     `turn` is None for an engine's own error, which commits nothing. `replayed`: another request's turn, stored or, if
     `joined`, still in flight. `is_aborted`: an engine ended the generation early. `rolled_back`: how many live turns
-    this one superseded when it committed.
+    this one superseded when it committed. `echo`: what the request's parser kept for the rendering of the reply.
     """
 
     status: int
@@ -56,25 +83,31 @@ class TurnReply(msgspec.Struct, frozen=True):
     joined: bool = False
     is_aborted: bool = False
     rolled_back: int = 0
+    echo: bytes | None = None
 
 
 class InFlightTurn:
-    """A turn in flight in this process; a marked retry joins it. `engine_asked`: its request may have reached an
-    engine.
+    """A turn in flight in this process; a retry joins it. `engine_asked`: its request may have reached an engine.
 
-    `fence` is its claim's, None until it has one. `finished` resolves to its reply if it commits, else to None.
+    `fence` is its claim's, None until it has one; `claims` are the times of all its attempts to claim. `finished`
+    resolves to its reply if it commits, else to None.
     """
 
-    def __init__(self, mark: RetryMark, body_hash: str) -> None:
-        self.mark = mark
-        self.body_hash = body_hash
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
         self.cancel_reason: CancelReason | None = None
         self.is_held = False
         self.engine_asked = False
         self.fence: int | None = None
+        self.claims: list[float] = []
         self._waiters: list[Waiter] = []
         self._task: asyncio.Task[object] | None = None
         self.finished: asyncio.Future[TurnReply | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def has_client(self) -> bool:
+        """Is a client known to wait for the reply?"""
+        return any(not waiter.is_gone for waiter in self._waiters)
 
     def finish(self, reply: TurnReply | None) -> None:
         """The turn has ended, with `reply` if it committed. Waiters are released, so that no cycle keeps the reply
@@ -135,12 +168,17 @@ def _no_watch(waiter: Waiter) -> None:
     """For clients that report their disconnect without being watched."""
 
 
+def _is_connected() -> bool:
+    """For clients whose connection cannot be looked at."""
+    return False
+
+
 class Waiter:
     """A client that waits for a turn, its own or one that it joined.
 
     `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it is needed only at a
     gate, since other turns go on without their client. `token_session` is the session whose token authorised the
-    request.
+    request. `is_lost` tells whether the client's connection has ended. `live` takes its own turn's deltas.
     """
 
     def __init__(
@@ -148,14 +186,22 @@ class Waiter:
         grow: Callable[[int], None],
         watch: Callable[[Waiter], None] = _no_watch,
         token_session: str | None = None,
+        is_lost: Callable[[], bool] = _is_connected,
+        live: LiveStream | None = None,
     ) -> None:
         self.grow = grow
+        self.live = live
+        self._is_lost = is_lost
         self.token_session = token_session
         self._watch = watch
         self._flight: InFlightTurn | None = None
         self._departure: asyncio.Future[None] | None = None
         self._is_disconnected = False
         self._has_left = False
+
+    @property
+    def is_gone(self) -> bool:
+        return self._is_disconnected or self._is_lost()
 
     def wait_for(self, flight: InFlightTurn) -> None:
         """Wait for this client's own turn."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from app.domain.proofs import Proofs
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates
 from app.fleet.state import FleetState
@@ -14,6 +15,7 @@ from app.store.ports import Writer
 from app.turn.claims import Claims
 from app.turn.large_bodies import LargeBodies
 from app.turn.placement import Placement
+from app.turn.retries import Retries
 from app.turn.session_control import SessionControls
 from app.turn.token_in import TokenIn
 from app.turn.validation import ReplyValidator
@@ -24,6 +26,7 @@ class TurnServices(msgspec.Struct, frozen=True):
 
     cache: SessionCache
     claims: Claims
+    retries: Retries
     writer: Writer
     engines: Engines
     fleet: FleetState
@@ -33,5 +36,6 @@ class TurnServices(msgspec.Struct, frozen=True):
     token_in: TokenIn
     controls: SessionControls
     large_bodies: LargeBodies
+    proofs: Proofs
     settings: Settings
     clock: Clock

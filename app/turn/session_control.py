@@ -81,7 +81,7 @@ class SessionControls:
         self._cache = cache
         self._opted_in = settings.engine_sessions
         self._in_use: Counter[str] = Counter()
-        self._turns: dict[str, ControlledTurn] = {}
+        self._turns: list[ControlledTurn] = []
         self._background: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -105,21 +105,22 @@ class SessionControls:
 
     def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
         """Begin a turn that holds its session's claim; call `finish` on it in the end."""
-        turn = self._turns[session_id] = ControlledTurn(self, control, session_id)
+        turn = ControlledTurn(self, control, session_id)
+        self._turns.append(turn)
         self._in_use[control.session_id] += 1
         return turn
 
     def finished(self, turn: ControlledTurn) -> None:
-        del self._turns[turn.session_id]
+        self._turns.remove(turn)
         self._stop_using(turn.control.session_id)
 
     def session_closed(self, session_id: str, ended: Sequence[int]) -> None:
-        """The session was closed: end the name that it used last, after its turn here has ended.
+        """The session was closed: end the name that it used last, after its turns here have ended.
 
         A cached session without such an affinity needs no look-up.
         """
         known = self._cache.known(session_id)
-        if known is None or session_id in self._turns or (known.affinity is not None and known.affinity.control):
+        if known is None or self._running(session_id) or (known.affinity is not None and known.affinity.control):
             self._create_task(self._end_used_by(session_id))
 
     async def submit(self, operation: Operation[T]) -> T:
@@ -190,8 +191,7 @@ class SessionControls:
             del self._in_use[control_id]
 
     async def _end_used_by(self, session_id: str) -> None:
-        running = self._turns.get(session_id)
-        if running is not None:
+        for running in self._running(session_id):
             await running.over.wait()
             await running.aborted()
         try:
@@ -203,6 +203,9 @@ class SessionControls:
             return
         async with self._ending:
             self._close_all(await self.write_with_retry(end))
+
+    def _running(self, session_id: str) -> list[ControlledTurn]:
+        return [turn for turn in self._turns if turn.session_id == session_id]
 
     async def _watch(self) -> None:
         tick = 0
@@ -221,7 +224,7 @@ class SessionControls:
     async def _slide(self) -> None:
         """Extend the names that running turns use, so that they do not expire."""
         now = asyncio.get_running_loop().time()
-        running = [turn for turn in self._turns.values() if turn.slides_at <= now]
+        running = [turn for turn in self._turns if turn.slides_at <= now]
         if running:
             await self._writer.submit(store.Slide([turn.control.session_id for turn in running]))
             for turn in running:

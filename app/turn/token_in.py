@@ -22,7 +22,8 @@ import msgspec
 from app.domain import decide
 from app.domain.history import Incoming
 from app.domain.request import ChatRequest, TokenIds, value_of
-from app.domain.session import Session, Turn
+from app.domain.session import Session
+from app.domain.turns import Turn
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
 from app.store import reads
@@ -75,6 +76,21 @@ class TokenIn:
         if value_of(request.params.get("continue_final_message"), "continue_final_message"):
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
         return template
+
+    async def count(self, request: ChatRequest) -> int | None:
+        """The tokens of a chat's whole prompt; None if it is not rendered here. Raises InvalidRequest, Unsupported."""
+        if request.ids is not None:
+            return request.ids.count
+        template = self.template_of(request)
+        if template is None or self.prompts is None:
+            return None
+        prompts, raws = self.prompts, request.messages
+
+        def counted() -> int:
+            messages = [msgspec.json.decode(raw) for raw in raws]
+            return len(prompts.first(messages, template.offered, template.arguments))
+
+        return await self._run(sum(len(memoryview(raw)) for raw in raws), counted)
 
     async def given(self, claimed: ClaimedTurn, ids: TokenIds) -> PromptIds:
         """The client's own ids. Raises TokenPrefixMismatch if the session rejects drift, and SessionUnreadable."""
@@ -194,7 +210,8 @@ class TokenIn:
         """
         assert self.prompts is not None
         first = session.token_chain(parent.number)[0]
-        if first.params == engine_request.blobs.params and first.tools == engine_request.blobs.tools:
+        blobs, _ = engine_request.blobs(session)
+        if (first.params, first.tools) == (blobs.params, blobs.tools):
             return
         before = await self._rendered_with(session, parent)
         kept = template.choice == "none" and template.tools == before.tools

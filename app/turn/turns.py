@@ -9,8 +9,8 @@
     commit      TurnCommitted, content, no open_turns row    the retry gets the stored reply
     refusal     TurnRejected, no open_turns row          the retry generates again
 
-No transaction is open and no lock is held while an engine works. The claim prevents two turns of a session at the
-same time; its fence rejects a commit that comes too late.
+No transaction is open and no lock is held while an engine works. In a linear session the claim prevents two turns at
+the same time. In any session its fence rejects a commit that comes too late.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from app.crash_points import reach
-from app.domain import decide
 from app.domain.completion import IncomingPrompt
-from app.domain.events import Protocol
 from app.domain.history import Incoming
 from app.domain.holding import require_own
-from app.domain.request import ChatRequest, parse_chat, parse_completion
+from app.domain.proofs import HeldProofs
+from app.domain.request import ChatRequest, canonical_hash
 from app.domain.rids import rid_of
 from app.domain.session import Session
+from app.domain.split import ITEMS
+from app.domain.turns import Turn
 from app.errors import (
     AppError,
-    ClaimLost,
     ClientGone,
     IdempotencyMismatch,
     InvalidRequest,
@@ -40,28 +39,21 @@ from app.errors import (
     Unsupported,
 )
 from app.fleet.gates import GatePass
+from app.protocols.base import StoredTurn, WireProtocol
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
-from app.sessions.lifecycle import refusal
-from app.store.log import Refused, StoredChunk, size_of
 from app.store.log_sessions import Settled
-from app.store.log_turns import Commit, Stage
-from app.turn.claims import repeated_turn
+from app.turn.commits import Commits
 from app.turn.context import ClaimedTurn, Request, RequestHistory, TemplateInputs, TurnContext
 from app.turn.engine_request import adapter_of, shown_kinds
 from app.turn.generation import EngineRefusal, GeneratedTurn, Generation
-from app.turn.in_flight import InFlightTurn, RetryMark, TurnCancelled, TurnReply, Waiter
+from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
 from app.turn.large_bodies import large_bytes
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import Stages, TurnStage
-from app.turn.token_in import added_text
-from app.turn.validation import stored_chunks
 from app.upstream.dialects import asked_for, takes_rid
 from app.upstream.headers import Headers
-
-STAGE_BYTES = 512 << 10
-"""Payload chunks larger than this together are written before the commit: about 2 ms of one transaction."""
 
 
 class Turns:
@@ -69,30 +61,28 @@ class Turns:
 
     def __init__(self, services: TurnServices) -> None:
         self._services = services
-        self._in_flight: dict[str, InFlightTurn] = {}
+        self._in_flight: dict[str, list[InFlightTurn]] = {}
+        self.in_flight = 0
+        self._commits = Commits(services, lambda: self.in_flight == 1)
         self._aborting: set[asyncio.Task[None]] = set()
         self.large_bodies = services.large_bodies
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._in_flight)
-
     def held(self) -> dict[str, bool]:
-        """Sessions whose turn waits here at a gate; True if the turn has its claim already."""
-        return {name: flight.fence is not None for name, flight in self._in_flight.items() if flight.is_held}
+        """Sessions with a turn that waits here at a gate; True if such a turn has its claim already."""
+        held = {name: [one for one in flights if one.is_held] for name, flights in self._in_flight.items()}
+        return {name: any(one.fence is not None for one in flights) for name, flights in held.items() if flights}
 
     def close(self, session_id: str, ended: Sequence[int]) -> None:
         """The session was closed, which ended the turns with these fences: cancel their work, here or elsewhere."""
-        flight = self._in_flight.get(session_id)
-        if flight is not None:
+        flights = self._in_flight.get(session_id, ())
+        for flight in flights:
             flight.cancel("session_closed")
-        for fence in ended:
-            if flight is None or flight.fence != fence:
-                self._abort(rid_of(session_id, fence))
+        for fence in set(ended) - {flight.fence for flight in flights}:
+            self._abort(rid_of(session_id, fence))
 
     async def drain(self, grace_s: float) -> None:
         """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
-        finished = [flight.finished for flight in self._in_flight.values()]
+        finished = [flight.finished for flights in self._in_flight.values() for flight in flights]
         if finished:
             await asyncio.wait(finished, timeout=grace_s)
         for task in self._aborting:
@@ -101,10 +91,10 @@ class Turns:
     async def take(
         self,
         session_id: str,
-        protocol: Protocol,
+        protocol: WireProtocol,
         body: bytes,
         client: Headers,
-        mark: RetryMark,
+        sender: Sender,
         waiter: Waiter,
         stages: Stages,
     ) -> TurnReply:
@@ -112,19 +102,28 @@ class Turns:
         services, cache, large = self._services, self._services.cache, large_bytes(body)
         entry = require_open(await cache.get(session_id), session_id)
         try:
-            request = await self.large_bodies.run(large, lambda: _parse(protocol, body, not large))
+            request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large))
+            if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
+                request = protocol.complete(request, await self._stored_turns(entry, request))
             adapter = self._admit(request, entry.session, waiter.token_session)
             while True:
-                history, template = await self.large_bodies.run(large, lambda: self._read(request, entry.session))  # noqa: B023
-                in_flight = self._in_flight.get(session_id)
+                read = lambda: self._read(request, entry, sender)  # noqa: B023, E731
+                history, template, identity = await self.large_bodies.run(large, read)
+                flights = self._in_flight.get(session_id, [])
+                in_flight = services.retries.joinable(entry, flights, identity)
                 if in_flight is not None:
-                    reply = await self._join(in_flight, session_id, request, mark, waiter)
-                elif (repeated := repeated_turn(entry, mark, request)) is not None:
+                    reply = await self._join(in_flight, waiter)
+                elif (repeated := await services.retries.repeated(entry, identity)) is not None:
                     reply = await self._replay(session_id, repeated, request, waiter)
                 else:
+                    if request.refusal is not None:
+                        raise InvalidRequest(request.refusal)
+                    self._require_free(session_id, entry.session, sender)
                     services.engines.require_some()
                     gate = services.gates.arrive(adapter)
-                    flight = self._in_flight[session_id] = InFlightTurn(mark, request.body_hash)
+                    flight = InFlightTurn(identity)
+                    self._in_flight.setdefault(session_id, []).append(flight)
+                    self.in_flight += 1
                     context = TurnContext(
                         session_id,
                         request,
@@ -132,7 +131,8 @@ class Turns:
                         template,
                         adapter,
                         client,
-                        mark,
+                        identity,
+                        sender.history,
                         waiter,
                         stages,
                         flight,
@@ -141,7 +141,7 @@ class Turns:
                     )
                     reply = await self._take_new(entry, context)
                 if reply is not None:
-                    return reply
+                    return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
                 entry = require_open(await cache.get(session_id), session_id)
         except (InvalidRequest, SessionBusy, IdempotencyMismatch):
             # If another process has closed the session, that error takes precedence.
@@ -161,30 +161,74 @@ class Turns:
             require_own(request, session.session_id, token_session, settings.session_params)
         return adapter
 
-    def _read(self, request: Request, session: Session) -> tuple[RequestHistory, TemplateInputs | None]:
-        """The request's history, and the template inputs if the prompt is rendered here. Raises InvalidRequest,
-        Unsupported."""
+    async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
+        """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
+
+        Of those that it needs only the replies are read: the histories of a session's turns grow with their square.
+        """
+        cache, session = self._services.cache, entry.session
+        needed = {proof: turn.number for proof in request.needs if (turn := self._proven_chat(session, proof))}
+        messages = await transcript.reply_messages(cache.database, session, list(needed.values())) if needed else {}
+        found = {proof: StoredTurn([msgspec.Raw(messages[number])]) for proof, number in needed.items()}
+        if request.continues is not None and (turn := self._proven_chat(session, request.continues)):
+            history = ITEMS.decode(b"[" + await cache.messages(entry, turn.number) + b"]")
+            found[request.continues] = StoredTurn(history, await transcript.echo(cache.database, session, turn))
+        return found
+
+    def _proven_chat(self, session: Session, proof: str) -> Turn | None:
+        turn = session.turns.get(self._services.proofs.turn_of(session.session_id, proof) or 0)
+        return turn if turn is not None and turn.shape == "chat" else None
+
+    def _read(
+        self, request: Request, entry: CacheEntry, sender: Sender
+    ) -> tuple[RequestHistory, TemplateInputs | None, Identity]:
+        """The request's history, the template inputs if the prompt is rendered here, and what it is told by.
+
+        Raises InvalidRequest, Unsupported.
+        """
         history: RequestHistory
         if isinstance(request, ChatRequest):
-            history = Incoming(request.messages, session.config.matcher)
+            proven = HeldProofs(self._services.proofs, entry.session.session_id, request.proofs)
+            history = Incoming(
+                request.messages, entry.session.config.matcher, proven, trusts_ids=request.has_object_arguments
+            )
         else:
             history = IncomingPrompt(request)
-        history.check(session.leaf)
-        return history, self._services.token_in.template_of(request)
+        history.check(entry.index)
+        begun = history.hash_before_last if history.begun_reply is not None else None
+        identity = Identity(
+            sender.mark,
+            canonical_hash(request, history.whole_hash),
+            request.body_hash,
+            sender.agent_id,
+            history.begun_reply,
+            None if begun is None else canonical_hash(request, begun),
+        )
+        return history, self._services.token_in.template_of(request), identity
+
+    def _require_free(self, session_id: str, session: Session, sender: Sender) -> None:
+        """Raises SessionBusy if the session is linear and has a turn in flight here."""
+        is_tree = session.is_tree or (session.history is None and sender.history == "tree")
+        if not is_tree and self._in_flight.get(session_id):
+            raise SessionBusy(f"session {session_id} has a turn in flight")
 
     # join or replay
 
-    async def _join(
-        self, flight: InFlightTurn, session_id: str, request: Request, mark: RetryMark, waiter: Waiter
-    ) -> TurnReply | None:
-        """The reply of the turn in flight, which the request repeats; None if it did not commit. Raises SessionBusy."""
-        if not mark.repeats(flight.mark.key, flight.body_hash, request.body_hash):
-            raise SessionBusy(f"session {session_id} has a turn in flight")
+    async def _join(self, flight: InFlightTurn, waiter: Waiter) -> TurnReply | None:
+        """The reply of the turn in flight, which the request repeats; None if it did not commit."""
         reply = await waiter.join(flight)
         return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
     async def _replay(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
+        self._services.retries.giving(session_id, number)
+        try:
+            return await self._stored_reply(session_id, number, request, waiter)
+        except BaseException:
+            self._services.retries.not_given(session_id, number)
+            raise
+
+    async def _stored_reply(self, session_id: str, number: int, request: Request, waiter: Waiter) -> TurnReply:
         cache, writer = self._services.cache, self._services.writer
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
@@ -207,14 +251,18 @@ class Turns:
                 stages.enter(TurnStage.GATE)
                 await self._wait_at_gate(context.gate, flight, context.session_id)
                 stages.enter(TurnStage.CLAIM)
-            claimed = await services.claims.take(entry, context, is_alone=len(self._in_flight) == 1)
+            claimed = await services.claims.take(entry, context, is_alone=self.in_flight == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
                 stages.enter(TurnStage.PREPARE)
                 reply = await self._run_claimed(context, claimed)
             return reply
         finally:
-            del self._in_flight[context.session_id]
+            services.claims.forget(context.session_id, flight)
+            self._in_flight[context.session_id].remove(flight)
+            self.in_flight -= 1
+            if not self._in_flight[context.session_id]:
+                del self._in_flight[context.session_id]
             flight.finish(reply if reply is not None and reply.turn is not None else None)
 
     async def _wait_at_gate(self, gate: GatePass, flight: InFlightTurn, session_id: str) -> None:
@@ -265,7 +313,7 @@ class Turns:
             return TurnReply(generated.status, generated.headers, generated.body.pieces)
         stages = context.stages
         stages.enter(TurnStage.COMMIT)
-        await self._commit(context, claimed, generated)
+        await self._commits.commit(context, claimed, generated)
         stages.enter(TurnStage.REPLY)
         return self._reply(claimed, generated)
 
@@ -283,69 +331,6 @@ class Turns:
             task = asyncio.create_task(self._services.engines.abort(rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
-
-    async def _commit(self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn) -> None:
-        """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
-        StoreFull."""
-        services, session_id = self._services, claimed.session.session_id
-        result, chunks = generated.reply.result, stored_chunks(generated.reply.result)
-        context.stages.reply_bytes = len(generated.body)
-        context.stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
-        events = decide.commit_turn(
-            claimed.session,
-            claimed.opened,
-            claimed.fence,
-            claimed.plan,
-            context.history,
-            generated.reply,
-            blobs=generated.request.blobs,
-            binding=services.placement.binding(claimed.session, generated.choice, generated.reply.engine),
-            timing=context.stages.timing(),
-        )
-        try:
-            operation = Commit(
-                session_id,
-                claimed.fence,
-                services.claims.incarnation,
-                services.clock(),
-                events,
-                result.facts,
-                result.wire,
-                generated.request.new_blobs,
-                await self._stage(claimed, chunks),
-                is_alone=len(self._in_flight) == 1,
-            )
-            reach("before_commit")
-            outcome = await services.writer.submit(operation)
-            reach("after_commit")
-        except AppError as error:
-            services.cache.drop(session_id)
-            await services.claims.fail(claimed, error)
-            raise
-        if isinstance(outcome, Refused):
-            services.cache.drop(session_id)
-            if outcome.status == "open":
-                # The session still has the claim if only its staged chunks are gone.
-                await services.claims.reject(claimed, ClaimLost.code)
-                raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
-            raise refusal(session_id, outcome.status)
-        services.claims.appended(session_id, outcome)
-        prompt = generated.prompt
-        tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
-        messages = b",".join((*generated.new, result.message))
-        services.cache.remember(session_id, claimed.opened.turn, messages, tokens)
-        services.cache.snapshot_if_due(claimed.fence - 1, session_id)
-
-    async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Write large chunks before the commit, one at a time; returns the chunks that the commit must write."""
-        if size_of(chunks) <= STAGE_BYTES:
-            return chunks
-        services, session_id = self._services, claimed.session.session_id
-        for chunk in chunks:
-            if not await services.writer.submit(Stage(session_id, claimed.fence, services.claims.incarnation, [chunk])):
-                break
-            reach("after_staged")
-        return ()
 
     # reply
 
@@ -368,7 +353,3 @@ def _cancel_error(flight: InFlightTurn, session_id: str) -> AppError:
     if flight.cancel_reason == "session_closed":
         return SessionClosed(f"session {session_id} was closed during the turn")
     return ClientGone("the client disconnected, which ended its turn")
-
-
-def _parse(protocol: Protocol, body: bytes, has_few_values: bool) -> Request:
-    return parse_chat(body, has_few_values) if protocol == "chat" else parse_completion(body, has_few_values)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from app.domain import decide
-from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan
+from app.domain.events import ChunkRef, Dtype, PayloadRef, ReplayKind, VersionSpan, shape_of
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
 from app.domain.request import has_more_than_text
@@ -69,17 +69,19 @@ class ReplyValidator:
             status=reply.status,
             rid=options.rid,
             own=options.own,
-            protocol=claimed.opened.protocol,
+            protocol=shape_of(claimed.opened.protocol),
             sent=b"" if prompt is None else prompt.text + b",",
         )
         result = await self._run_job(work, answer, sum(map(len, new)))
         if result.miscounted is not None and not _has_images(history):
             raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
+        message_hash, calls_hash = history.reply_hashes(result.message)
         return ValidatedReply(
             result,
             engine=answer.engine,
             requested_at=requested_at,
-            message_hash=history.reply_hash(result.message),
+            message_hash=message_hash,
+            calls_hash=calls_hash,
             weight_versions=_versions(result, answer.dispatched),
             payloads=_payload_refs(claimed.fence, result),
             trimmed=0 if prompt is None else prompt.trimmed,
@@ -111,7 +113,7 @@ class ReplyValidator:
         return Want(
             kind=kind,
             required=kind in self._settings.replay
-            and returns(kind, self._settings.upstream_dialect, claimed.opened.protocol),
+            and returns(kind, self._settings.upstream_dialect, shape_of(claimed.opened.protocol)),
             start=options.first_row if of_experts else 0,
             shape=self._settings.expert_shape if of_experts else None,
             parent=parent,

@@ -20,6 +20,7 @@ from aiohttp.connector import Connection
 
 from app.upstream.body import Body
 from app.upstream.headers import Headers
+from app.upstream.streams import EVENT_STREAM, ReplyStream
 
 KEEPALIVE_S = 4.0
 """Idle connections are closed before the engines' servers close them (uvicorn: 5 s)."""
@@ -35,7 +36,7 @@ PIECE = 256 << 10
 
 
 PATHS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
     *("/health", "/model_info", "/is_paused"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
@@ -146,17 +147,19 @@ class EngineClient:
         headers: Headers,
         grow: Grow = _unbounded,
         may_send: Callable[[], bool] | None = None,
+        stream: ReplyStream | None = None,
     ) -> EngineReply:
         """Calls `grow` with the reply's size before it is read, and `may_send` right before anything is sent.
 
-        Raises NotSent, Lost, TimedOut, TooLarge; Withheld.
+        With `stream` a reply that is a stream is read into it; what is returned is the reply that it assembles.
+        Raises NotSent, Lost, TimedOut, TooLarge; Withheld; BadStream.
         """
         if len(body) > PIECE:
             headers = [*headers, ("content-length", str(len(body)))]
         token = _may_send.set(may_send or _always)
         try:
             return await self._request(
-                "POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow
+                "POST", url, headers, lambda: body if len(body) <= PIECE else _pieces(body), grow, stream
             )
         finally:
             _may_send.reset(token)
@@ -166,24 +169,39 @@ class EngineClient:
         return await self._request("GET", url, headers, lambda: None, _unbounded)
 
     async def _request(
-        self, method: str, url: str, headers: Headers, data: Callable[[], Any], grow: Grow
+        self,
+        method: str,
+        url: str,
+        headers: Headers,
+        data: Callable[[], Any],
+        grow: Grow,
+        stream: ReplyStream | None = None,
     ) -> EngineReply:
         """Send a request, on another connection if an idle one is bad; aiohttp then closes that one."""
         if not url.partition("?")[0].endswith(PATHS):
             raise ValueError("an engine is not asked for such a path")
         for _ in range(BAD_CONNECTION_TRIES):
             with contextlib.suppress(_UnsolicitedData):
-                return await self._request_once(method, url, headers, data(), grow)
+                return await self._request_once(method, url, headers, data(), grow, stream)
         raise NotSent("every connection brings bytes before it is asked")
 
-    async def _request_once(self, method: str, url: str, headers: Headers, data: Any, grow: Grow) -> EngineReply:
+    async def _request_once(
+        self, method: str, url: str, headers: Headers, data: Any, grow: Grow, stream: ReplyStream | None
+    ) -> EngineReply:
         try:
             async with self._session.request(
                 method, url, data=data, headers=headers, allow_redirects=False
             ) as response:
-                body = await self._read(response, grow)
                 # Decoded as HTTP defines them (RFC 9110, section 5.5); aiohttp's own strings may not be encodable.
                 headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
+                if stream is not None and _is_stream(response):
+                    body = await self._read_stream(response, grow, stream)
+                    headers = [
+                        (name, "application/json" if name.lower() == "content-type" else value)
+                        for name, value in headers
+                    ]
+                else:
+                    body = await self._read(response, grow)
                 return EngineReply(response.status, headers, body)
         except _UnsolicitedData:
             raise
@@ -213,6 +231,23 @@ class EngineClient:
                 grow(len(piece))
             pieces.append(piece)
         return Body(pieces)
+
+    async def _read_stream(self, response: aiohttp.ClientResponse, grow: Grow, stream: ReplyStream) -> Body:
+        """The stream's bytes count as the reply's: what is kept of them is less."""
+        size = 0
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > self._max_bytes:
+                raise TooLarge(f"more than {self._max_bytes} bytes")
+            grow(len(piece))
+            stream.feed(piece)
+        return Body([stream.reply()])
+
+
+def _is_stream(response: aiohttp.ClientResponse) -> bool:
+    """Is it a stream that can be read? A compressed one is refused as any other compressed reply."""
+    is_plain = response.headers.get("content-encoding", "identity") == "identity"
+    return response.status == 200 and response.content_type == EVENT_STREAM and is_plain
 
 
 async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:

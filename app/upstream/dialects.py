@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import Protocol
+from app.domain.events import EngineShape
 
 DialectChoice = Literal["auto", "sglang", "vllm"]
 
@@ -53,21 +53,21 @@ def complete(
     params: Mapping[str, msgspec.Raw],
     dialect: DialectChoice,
     replay: Collection[str] = (),
-    protocol: Protocol = "chat",
+    shape: EngineShape = "chat",
 ) -> dict[str, bytes]:
     """The client's parameters as raw JSON, with those that Turnlog needs.
 
     `replay` are the payload kinds that Turnlog needs; it then also decides which rows.
     """
     fields = {name: bytes(raw) for name, raw in params.items()}
-    fields.update(_COMPLETION if protocol == "completions" else _NEEDED[dialect])
-    if protocol == "completions":
+    fields.update(_COMPLETION if shape == "completions" else _NEEDED[dialect])
+    if shape == "completions":
         logprobs = fields.get("logprobs", b"null")
         fields["logprobs"] = logprobs if logprobs.isdigit() else b"0"
     elif dialect != "sglang" and fields.get("top_logprobs", b"null") == b"null":
         fields["top_logprobs"] = b"0"
     for kind in replay:
-        if returns(kind, dialect, protocol):
+        if returns(kind, dialect, shape):
             fields[_RETURN[kind]] = b"true"
     if "routed_experts" in replay:
         for name in FIRST_ROW_NAMES:
@@ -99,9 +99,9 @@ def _base_model(raw: bytes) -> bytes:
     return msgspec.json.encode(model.partition(":")[0]) if isinstance(model, str) and ":" in model else raw
 
 
-def returns(kind: str, dialect: DialectChoice, protocol: Protocol) -> bool:
+def returns(kind: str, dialect: DialectChoice, shape: EngineShape) -> bool:
     """Can this kind of payload be asked for? vLLM has no `indexer_topk`, nor have SGLang's completions."""
-    return kind == "routed_experts" or (dialect != "vllm" and protocol == "chat")
+    return kind == "routed_experts" or (dialect != "vllm" and shape == "chat")
 
 
 def asked_for(params: Mapping[str, msgspec.Raw]) -> frozenset[str]:

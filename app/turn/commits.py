@@ -1,0 +1,155 @@
+"""Commits a generated turn: events, content and the end of its claim in one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain import decide
+from app.domain.session import Session
+from app.errors import AppError, ClaimLost
+from app.sessions.cache import CacheEntry, require_open
+from app.sessions.lifecycle import refusal
+from app.store.log import Appended, Refused, StoredChunk, size_of
+from app.store.log_turns import Commit, Decided, Stage, Stale
+from app.turn.context import ClaimedTurn, TurnContext
+from app.turn.generation import GeneratedTurn
+from app.turn.services import TurnServices
+from app.turn.token_in import added_text
+from app.turn.validation import stored_chunks
+
+STAGE_BYTES = 512 << 10
+"""Payload chunks larger than this together are written before the commit: about 2 ms of one transaction."""
+
+
+class Commits:
+    """`is_alone()`: is no other turn in flight in this process?"""
+
+    def __init__(self, services: TurnServices, is_alone: Callable[[], bool]) -> None:
+        self._services = services
+        self._is_alone = is_alone
+
+    async def commit(self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn) -> None:
+        """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
+        StoreFull."""
+        services, session_id = self._services, claimed.session.session_id
+        result, chunks = generated.reply.result, stored_chunks(generated.reply.result)
+        context.stages.reply_bytes = len(generated.body)
+        context.stages.stored_bytes = len(result.facts) + len(result.wire) + size_of(chunks)
+        try:
+            outcome = await self._write(context, claimed, generated, await self._stage(claimed, chunks))
+        except AppError as error:
+            services.cache.drop(session_id)
+            await services.claims.fail(claimed, error)
+            raise
+        if isinstance(outcome, Refused):
+            services.cache.drop(session_id)
+            if outcome.status == "open":
+                # The session still has the claim if only its staged chunks are gone.
+                await services.claims.reject(claimed, ClaimLost.code)
+                raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
+            raise refusal(session_id, outcome.status)
+        services.claims.appended(session_id, outcome)
+        prompt = generated.prompt
+        tokens = None if prompt is None else added_text(prompt, result.base, result.output_ids)
+        messages = b",".join((*generated.new, result.message))
+        services.cache.remember(session_id, claimed.opened.turn, messages, tokens)
+        services.cache.snapshot_if_due(claimed.fence - 1, session_id)
+
+    async def _write(
+        self, context: TurnContext, claimed: ClaimedTurn, generated: GeneratedTurn, chunks: Sequence[StoredChunk]
+    ) -> Appended | Refused:
+        """Write the commit. In a tree other turns may have been committed since the claim: its events are decided for
+        the state that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
+        if not claimed.session.is_tree:
+            outcome = await self._submit(self._commit_of(context, claimed, generated, chunks, claimed.entry))
+            assert not isinstance(outcome, Stale)
+            return outcome
+        cache, session_id = self._services.cache, context.session_id
+        entry = require_open(await cache.get(session_id), session_id)
+        async with entry.committing:
+            while True:
+                session = entry.session
+                if not _may_hold(session, claimed):
+                    return Refused(session.status)
+                now = msgspec.structs.replace(claimed, session=session)
+                commit = self._commit_of(context, now, generated, chunks, entry)
+                decided_at = Decided(session.version, session.last_event_at, len(session.turns))
+                outcome = await self._submit(msgspec.structs.replace(commit, decided_at=decided_at))
+                if not isinstance(outcome, Stale):
+                    return outcome
+                entry = require_open(await cache.refresh(session_id), session_id)
+
+    async def _submit(self, commit: Commit) -> Appended | Stale | Refused:
+        reach("before_commit")
+        outcome = await self._services.writer.submit(commit)
+        reach("after_commit")
+        return outcome
+
+    def _commit_of(
+        self,
+        context: TurnContext,
+        claimed: ClaimedTurn,
+        generated: GeneratedTurn,
+        chunks: Sequence[StoredChunk],
+        entry: CacheEntry,
+    ) -> Commit:
+        services, result = self._services, generated.reply.result
+        blobs, new_blobs = generated.request.blobs(claimed.session)
+        events = decide.commit_turn(
+            claimed.session,
+            entry.index,
+            claimed.opened,
+            claimed.fence,
+            claimed.plan,
+            context.history,
+            generated.reply,
+            blobs=blobs,
+            binding=services.placement.binding(claimed.session, generated.choice, generated.reply.engine),
+            timing=context.stages.timing(),
+            max_replay_bytes=services.settings.max_replay_bytes,
+            uses=entry.uses,
+        )
+        return Commit(
+            context.session_id,
+            claimed.fence,
+            services.claims.incarnation,
+            services.clock(),
+            events,
+            result.facts,
+            result.wire,
+            new_blobs,
+            chunks,
+            is_alone=self._is_alone(),
+            opened_at=claimed.opened_at,
+        )
+
+    async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+        """Write large chunks before the commit, one at a time; returns the chunks that the commit must write."""
+        if size_of(chunks) <= STAGE_BYTES:
+            return chunks
+        services, session_id = self._services, claimed.session.session_id
+        for chunk in chunks:
+            stage = Stage(session_id, claimed.fence, services.claims.incarnation, [chunk], claimed.opened_at)
+            if not await services.writer.submit(stage):
+                break
+            reach("after_staged")
+        return ()
+
+
+def _may_hold(session: Session, claimed: ClaimedTurn) -> bool:
+    """May the claim still stand? A state from before it does not tell.
+
+    Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
+    database undid it, its number and fence may be another turn's.
+    """
+    if session.version < claimed.fence:
+        return True
+    held, opened = session.open_turns.get(claimed.opened.turn), claimed.opened
+    return held is not None and (held.fence, held.parent, held.body_hash) == (
+        claimed.fence,
+        opened.parent,
+        opened.body_hash,
+    )

@@ -1,0 +1,232 @@
+"""Which turn a request repeats, told by what is known of the delivery of that turn's reply.
+
+A reply is delivered where a child turn exists, or once its last byte was handed to the kernel, which only the process
+that sent it knows. It is undelivered where its connection ended before, which is written down, and where the process
+that committed it died within a minute. What cannot be told counts as delivered for a request without a mark, and as
+undelivered for one that its client marks as a retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from app.domain.events import ReplyRedelivered, ReplyUndelivered
+from app.domain.history import decode_message, is_beginning
+from app.domain.session import Session
+from app.domain.turns import Turn
+from app.errors import AppError, SessionUnreadable
+from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.followers import Followers
+from app.store import incarnations, reads
+from app.store.log import Appended
+from app.store.log_turns import NoteDelivery
+from app.store.ports import Writer
+from app.tasks import cancelled
+from app.turn.in_flight import Identity, InFlightTurn
+from workers.codec import CorruptContent
+
+log = logging.getLogger("turnlog.retries")
+
+REMEMBERED = 1 << 16
+"""Replies whose delivery a process remembers: about 10 MB."""
+
+UNREAD_S = 60.0
+"""A reply that a process committed in the last so many seconds before it died may not have been delivered."""
+
+_Key = tuple[str, int]
+
+
+class Retries:
+    """Finds the turns that requests repeat. `incarnation()` is this process's id in the store, `lease_s()` the silence
+    after which another process is dead."""
+
+    def __init__(
+        self,
+        *,
+        cache: SessionCache,
+        writer: Writer,
+        followers: Followers,
+        clock: Callable[[], float],
+        incarnation: Callable[[], int],
+        lease_s: Callable[[], float],
+    ) -> None:
+        self._lease_s = lease_s
+        self._cache = cache
+        self._writer = writer
+        self._followers = followers
+        self._clock = clock
+        self._incarnation = incarnation
+        self._sending: dict[_Key, int] = {}
+        self._giving: set[_Key] = set()
+        self._noting: set[asyncio.Task[None]] = set()
+        self._sent: OrderedDict[_Key, bool] = OrderedDict()
+
+    # what a request repeats
+
+    def joinable(self, entry: CacheEntry, flights: Iterable[InFlightTurn], own: Identity) -> InFlightTurn | None:
+        """The turn in flight here that the request repeats. Raises IdempotencyMismatch."""
+        for flight in flights:
+            other = flight.identity
+            if own.has_key(other.mark.key, other.body_hash):
+                return flight
+            if own.mark.key is not None or not own.has_body(other.body_hash, other.agent_id):
+                continue
+            is_alone = own.mark.is_retry and not entry.session.is_tree
+            if is_alone or not flight.has_client:
+                return flight
+        return None
+
+    async def repeated(self, entry: CacheEntry, own: Identity) -> int | None:
+        """The committed turn whose reply the request is to be given. Raises IdempotencyMismatch."""
+        if own.mark.key is not None:
+            number = entry.keyed.get(own.mark.key)
+            turn = None if number is None else entry.session.turn(number)
+            return number if turn is not None and own.has_key(turn.retry_key, turn.body_hash) else None
+        if not entry.index.knows_body(own.body_hash, own.raw_hash, own.begun_hash):
+            return None
+        died_after: dict[int, float | None] = {}
+        for turn in self._candidates(entry, own):
+            if own.mark.is_retry:
+                is_newest = turn is entry.session.leaf and not entry.session.is_tree
+                if is_newest or not self._is_delivered(entry, turn):
+                    return turn.number
+            elif await self._is_undelivered(entry, turn, died_after):
+                return turn.number
+        return await self._resumed(entry, own, died_after)
+
+    async def _resumed(self, entry: CacheEntry, own: Identity, died_after: dict[int, float | None]) -> int | None:
+        """The turn whose undelivered reply begins with the request's last message: its client got no more of it."""
+        if own.begun_hash is None or own.begun_reply is None:
+            return None
+        for turn in self._childless(entry, own, own.begun_hash):
+            if await self._is_undelivered(entry, turn, died_after):
+                reply = await self._reply_message(entry.session.session_id, turn.number)
+                if is_beginning(own.begun_reply, reply) and not self._is_delivered(entry, turn):
+                    return turn.number
+        return None
+
+    async def _reply_message(self, session_id: str, turn: int) -> Mapping[str, Any]:
+        """Raises SessionUnreadable."""
+        read = self._cache.database.read
+        try:
+            wires = await read(lambda c: reads.load_wires(c, session_id, [turn]), session_id=session_id)
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
+        return decode_message(wires[turn].message, "the reply's message")
+
+    def _candidates(self, entry: CacheEntry, own: Identity) -> Iterator[Turn]:
+        """The childless turns with the same body and agent, the newest first."""
+        return self._childless(entry, own, own.body_hash, own.raw_hash)
+
+    def _childless(self, entry: CacheEntry, own: Identity, *body_hashes: str) -> Iterator[Turn]:
+        """The turns of the same agent with one of these bodies; in a linear session only the newest turn can be one."""
+        session, index = entry.session, entry.index
+        for number in index.with_body(*body_hashes):
+            turn = session.turn(number)
+            is_current = turn is session.leaf if not session.is_tree else not index.has_children(number)
+            if is_current and turn.agent_id == own.agent_id:
+                yield turn
+
+    def _is_delivered(self, entry: CacheEntry, turn: Turn) -> bool:
+        """Is the reply known to have been delivered, or on its way to a client that waits for it?"""
+        key = entry.session.session_id, turn.number
+        is_on_its_way = key in self._sending or key in self._giving
+        return is_on_its_way or self._sent.get(key, False) or entry.session.deliveries.get(turn.number, False)
+
+    async def _is_undelivered(self, entry: CacheEntry, turn: Turn, died_after: dict[int, float | None]) -> bool:
+        """`died_after`: what is known of other processes, by incarnation."""
+        if self._is_delivered(entry, turn):
+            return False
+        key = entry.session.session_id, turn.number
+        if self._sent.get(key) is False or turn.number in entry.session.deliveries:
+            return True
+        if turn.incarnation in (0, self._incarnation()):
+            return False
+        if turn.incarnation not in died_after:
+            read, lease_s = self._cache.database.read, self._lease_s()
+            found = await read(lambda c: incarnations.died_after(c, turn.incarnation, lease_s))
+            died_after[turn.incarnation] = found
+        died_at = died_after[turn.incarnation]
+        # Meanwhile another request may have been given the reply.
+        return died_at is not None and turn.committed_at >= died_at - UNREAD_S and not self._is_delivered(entry, turn)
+
+    # delivery
+
+    def sending(self, session_id: str, turn: int) -> None:
+        """The reply is about to be sent to a client."""
+        key = session_id, turn
+        self._sending[key] = self._sending.get(key, 0) + 1
+
+    def settle(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
+        """The reply has left, or its connection ended before it had. Only what is not as usual is written down, in the
+        background."""
+        event = self._settled(session_id, turn, delivered=delivered, is_replay=is_replay)
+        if event is not None:
+            task = asyncio.create_task(self._note(session_id, event))
+            self._noting.add(task)
+            task.add_done_callback(self._noting.discard)
+
+    async def sent(self, session_id: str, turn: int, *, delivered: bool, is_replay: bool) -> None:
+        """As `settle`; what is written down is on its way when this returns."""
+        event = self._settled(session_id, turn, delivered=delivered, is_replay=is_replay)
+        if event is not None:
+            await self._note(session_id, event)
+
+    def _settled(
+        self, session_id: str, turn: int, *, delivered: bool, is_replay: bool
+    ) -> ReplyUndelivered | ReplyRedelivered | None:
+        key = session_id, turn
+        self._giving.discard(key)
+        others = self._sending.pop(key) - 1
+        if others:
+            self._sending[key] = others
+        if delivered:
+            self._remember(key, True)
+            return ReplyRedelivered(turn) if is_replay else None
+        if others or self._sent.get(key, False):
+            return None
+        self._remember(key, False)
+        return ReplyUndelivered(turn)
+
+    def giving(self, session_id: str, turn: int) -> None:
+        """A committed reply is about to be given to a retry, and until it is sent to no other one."""
+        self._giving.add((session_id, turn))
+
+    def not_given(self, session_id: str, turn: int) -> None:
+        """The reply could not be given after all."""
+        self._giving.discard((session_id, turn))
+
+    async def close(self) -> None:
+        """What is not written down by now is lost: the retry then generates once more."""
+        await cancelled(*self._noting)
+
+    def _remember(self, key: _Key, delivered: bool) -> None:
+        self._sent[key] = delivered
+        self._sent.move_to_end(key)
+        if len(self._sent) > REMEMBERED:
+            self._sent.popitem(last=False)
+
+    async def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
+        """Write the event down, unless the log says so already or the turn is none of a retry's any more."""
+        session = self._cache.known(session_id)
+        if session is not None and _is_told(session, event):
+            return
+        try:
+            outcome = await self._writer.submit(NoteDelivery(session_id, self._clock(), event))
+        except AppError as error:
+            log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, event.turn, error)
+            return
+        if isinstance(outcome, Appended):
+            self._cache.advance(session_id, outcome.events)
+            self._followers.notify(session_id)
+
+
+def _is_told(session: Session, event: ReplyUndelivered | ReplyRedelivered) -> bool:
+    """A reply that was given again stays so; in a linear session only the newest turn is told."""
+    told = session.deliveries.get(event.turn)
+    is_past = session.leaf is not None and session.leaf.number > event.turn and not session.is_tree
+    return is_past or told is True or told is isinstance(event, ReplyRedelivered)
