@@ -139,6 +139,18 @@ def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
         raise CorruptContent(str(error)) from error
 
 
+def describe(*kinds: Any) -> None:
+    """Have msgspec describe these types now, when a module is imported.
+
+    It does so where a type is first decoded to, and two threads that do this at once crash the process (msgspec 0.22).
+    """
+    for kind in kinds:
+        msgspec.json.Decoder(kind)
+
+
+describe(Facts, Wire, Messages)
+
+
 def pack(content: Any) -> bytes:
     """Facts, Wire or a snapshot as one compressed frame; in a Wire with a large reply the messages come first."""
     if isinstance(content, Wire) and len(content.reply) >= APART_BYTES:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import AffinityBound, AffinityReleased, Protocol
+from app.domain.events import AffinityBound, AffinityReleased, EngineShape
 from app.domain.fleet import EngineListed
 from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
@@ -31,13 +31,15 @@ from app.upstream.client import (
 from app.upstream.dialects import DialectChoice
 from app.upstream.encoding import encoding_of, plain_error
 from app.upstream.headers import Headers, to_control
+from app.upstream.streams import BadStream, Push, ReplyStream
 
 log = logging.getLogger("turnlog.engines")
 
-PATHS: Mapping[Protocol, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+PATHS: Mapping[EngineShape, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 """The engines' routes for generation."""
 
 MODELS = "/v1/models"
+COUNT_TOKENS = "/v1/messages/count_tokens"
 ABORT_TIMEOUT_S = 2.0
 
 
@@ -193,7 +195,7 @@ class Engines:
     async def generate(
         self,
         choice: EngineChoice,
-        protocol: Protocol,
+        shape: EngineShape,
         body: bytes,
         headers: Headers,
         grow: Grow,
@@ -201,11 +203,13 @@ class Engines:
         rid: str = "",
         version: str | None = None,
         may_send: Callable[[], bool] | None = None,
+        push: Push | None = None,
     ) -> Answer:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
-        `version` is the adapter's weight version, if known. Raises as `_first_reached`, Withheld if `may_send` refuses
+        `version` is the adapter's weight version, if known. `push` takes the deltas of a reply that the engine streams;
+        the answer is the whole reply all the same. Raises as `_first_reached`, Withheld if `may_send` refuses
         at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
@@ -214,7 +218,8 @@ class Engines:
                 await choice.control.prepare(url)
             if rid:
                 self._generating[rid] = url
-            return await self._client.post(url + PATHS[protocol], body, headers, grow, may_send)
+            stream = None if push is None else ReplyStream(push)
+            return await self._client.post(url + PATHS[shape], body, headers, grow, may_send, stream)
 
         try:
             answer = await self._first_reached(choice.order, ask)
@@ -228,6 +233,12 @@ class Engines:
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
         answer = await self._first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
+        return _checked(answer.engine, answer.reply)
+
+    async def count_tokens(self, session_id: str, body: bytes, headers: Headers) -> EngineReply:
+        """POST /v1/messages/count_tokens, which not every engine has. Raises as `generate`."""
+        order = self.order(session_id)
+        answer = await self._first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
         return _checked(answer.engine, answer.reply)
 
     async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
@@ -251,6 +262,8 @@ class Engines:
                 raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
             except TimedOut as error:
                 raise UpstreamTimeout(f"{base_url} did not answer in time") from error
+            except BadStream as error:
+                raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             except TooLarge as error:
                 raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
             finally:

@@ -14,10 +14,13 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from app.domain.events import Recorded, UnknownEvent
-from app.domain.session import Session, Turn, apply
+from app.domain.events import BlobsTombstoned, Event, Recorded, SessionErased, TurnCommitted, UnknownEvent
+from app.domain.retention import ChunkUses
+from app.domain.session import Session, apply, encode_session
+from app.domain.tree import TreeIndex
+from app.domain.turns import Turn
 from app.errors import AppError, SessionClosed, SessionNotFound, SessionUnreadable
-from app.sessions.prefix_buffer import PrefixBuffer
+from app.sessions.prefix_buffer import PrefixBuffer, PrefixBuffers
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database, Writer
@@ -37,30 +40,54 @@ SNAPSHOT_EVENTS = 1024
 
 
 class CacheEntry:
-    """A session's state, and its messages and tokens as far as they are in memory."""
+    """A session's state, and its messages and tokens as far as they are in memory.
+
+    `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
+    a tree is committed here, so that this process's commits do not make each other stale.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.messages = PrefixBuffer()
-        self.tokens = PrefixBuffer()
+        self.index = TreeIndex(session.turns)
+        self.uses = ChunkUses(session.payloads.values())
+        self.messages = PrefixBuffers()
+        self.tokens = PrefixBuffers()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
+        self.newest_seen = 0
+        self.committing = asyncio.Lock()
+
+    @property
+    def is_behind(self) -> bool:
+        """Were events appended that follow others which this process has not seen?"""
+        return self.session.version < self.newest_seen
 
     @property
     def size(self) -> int:
-        chunks = sum(len(payload.chunks) for live in self.session.payloads.values() for payload in live)
-        known = len(self.messages) + len(self.tokens)
-        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * chunks + known
+        known = self.messages.size + self.tokens.size
+        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * self.uses.references + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
         """Apply new events; False if they do not follow the entry's version, so the entry is out of date."""
         for recorded in events:
             if recorded.seq != self.session.version + 1:
                 return False
-            self.session = apply(self.session, recorded, self.session.session_id)
-            turns = self.session.turns
-            if turns and turns[-1].seq == recorded.seq and turns[-1].retry_key is not None:
-                self.keyed[turns[-1].retry_key] = turns[-1].number
+            before, self.session = self.session, apply(self.session, recorded, self.session.session_id)
+            self._index(before, recorded.event)
         return True
+
+    def _index(self, before: Session, event: Event) -> None:
+        match event:
+            case TurnCommitted(turn=number):
+                turn = self.session.turn(number)
+                self.index.add(turn)
+                self.uses.add(self.session.payloads.get(number, ()))
+                if turn.retry_key is not None:
+                    self.keyed[turn.retry_key] = number
+            case BlobsTombstoned(turns=numbers):
+                for number in numbers:
+                    self.uses.remove(before.payloads.get(number, ()))
+            case SessionErased():
+                self.uses = ChunkUses()
 
 
 def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
@@ -105,6 +132,8 @@ class SessionCache:
     async def get(self, session_id: str) -> CacheEntry | None:
         """The session as this process knows it; read from the log on a miss."""
         live = self._entries.get(session_id)
+        if live is not None and live.is_behind:
+            return await self.refresh(session_id)
         if live is not None:
             self._entries.move_to_end(session_id)
             self.lookups["session"].hits += 1
@@ -151,7 +180,11 @@ class SessionCache:
             # A load in progress may have read the log before these events, so it must read again.
             self._loading.pop(session_id, None)
             return
-        if live.advance(events):
+        known = live.session.version
+        new = [recorded for recorded in events if recorded.seq > known]
+        if new and new[0].seq > known + 1 and live.session.is_tree:
+            live.newest_seen = max(live.newest_seen, new[-1].seq)
+        elif live.advance(new):
             self._account(session_id, live)
         else:
             self.drop(session_id)
@@ -159,13 +192,15 @@ class SessionCache:
     def remember(self, session_id: str, number: int, messages: bytes, tokens: bytes | None) -> None:
         """Keep a committed turn's messages, and the text of its tokens if known, for the next request."""
         live = self._entries.get(session_id)
-        if live is None or len(live.session.turns) < number:
+        turn = None if live is None else live.session.turns.get(number)
+        if live is None or turn is None:
             return
-        turn = live.session.turn(number)
-        if turn.protocol == "chat":
-            live.messages.extend(_messages_parent(turn), turn.number, messages)
+        is_tree = live.session.is_tree
+        if turn.shape == "chat":
+            live.messages.extend(turn.history_parent, turn.number, messages, is_tree=is_tree)
         if tokens is not None:
-            live.tokens.extend(_tokens_parent(turn), turn.number, tokens, _trimmed(live.session, turn))
+            trimmed = _trimmed(live.session, turn)
+            live.tokens.extend(turn.token_parent, turn.number, tokens, trimmed, is_tree=is_tree)
         self._account(session_id, live)
 
     def drop(self, session_id: str) -> None:
@@ -189,12 +224,13 @@ class SessionCache:
             saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
-        live.messages = PrefixBuffer()
+        made = PrefixBuffer()
         for member in chain:
             said = saids[member.number]
-            live.messages.extend(_messages_parent(member), member.number, b",".join((*said.messages, said.message)))
+            made.extend(member.history_parent, member.number, b",".join((*said.messages, said.message)))
+        live.messages.add(made, is_tree=live.session.is_tree)
         self._account(session_id, live)
-        return live.messages.upto(turn) or b""
+        return made.upto(turn) or b""
 
     async def tokens(self, live: CacheEntry, turn: int) -> bytes:
         """The ids of all tokens after turn `turn` as decimal text, joined by commas. Raises SessionUnreadable."""
@@ -216,22 +252,24 @@ class SessionCache:
             facts = reads.unpack_facts(frames, numbers)
             for member in chain:
                 ids = facts[member.number].suffix_ids + facts[member.number].output_ids
-                made.extend(_tokens_parent(member), member.number, id_text(ids), _trimmed(session, member))
+                made.extend(member.token_parent, member.number, id_text(ids), _trimmed(session, member))
             return made
 
         try:
-            live.tokens = await asyncio.to_thread(loaded)
+            made = await asyncio.to_thread(loaded)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+        live.tokens.add(made, is_tree=session.is_tree)
         self._account(session.session_id, live)
-        return live.tokens.upto(turn) or b""
+        return made.upto(turn) or b""
 
     async def close(self) -> None:
         await cancelled(*self._loading.values(), *self._saving)
 
     async def _load_anew(self, session_id: str) -> CacheEntry | None:
         """As `_load`, but with a read that starts now: a read already in progress may miss acknowledged events."""
-        if session_id not in self._loading:
+        task = self._loading.get(session_id)
+        if task is None or task.done():
             return await self._load(session_id)
         await self._load(session_id)
         return await self.refresh(session_id)
@@ -239,7 +277,7 @@ class SessionCache:
     async def _load(self, session_id: str) -> CacheEntry | None:
         """Concurrent misses of one session share one read, which continues if a request is cancelled."""
         task = self._loading.get(session_id)
-        if task is None:
+        if task is None or task.done():  # A done one has not been taken out yet; it may have found nothing.
             task = self._loading[session_id] = asyncio.create_task(self._read(session_id))
             task.add_done_callback(lambda done: self._loaded(session_id, done))
         return await asyncio.shield(task)
@@ -303,7 +341,7 @@ class SessionCache:
         task.add_done_callback(self._saving.discard)
 
     async def _save(self, session: Session) -> None:
-        data = await asyncio.to_thread(lambda: codec.compress(msgspec.msgpack.encode(session)))
+        data = await asyncio.to_thread(lambda: codec.compress(encode_session(session)))
         operation = SaveSnapshot(session.session_id, session.version, reads.SNAPSHOT_FORMAT, data)
         try:
             await self._writer.submit(operation)
@@ -314,14 +352,6 @@ class SessionCache:
 def id_text(ids: bytes) -> bytes:
     """Token ids (little-endian int32) as a `PrefixBuffer` of tokens holds them."""
     return codec.render_ids(memoryview(ids).cast("i"), ",")[1:-1]
-
-
-def _messages_parent(turn: Turn) -> int:
-    return turn.parent if turn.base_messages else 0
-
-
-def _tokens_parent(turn: Turn) -> int:
-    return turn.parent if turn.base_tokens else 0
 
 
 def _trimmed(session: Session, turn: Turn) -> int:

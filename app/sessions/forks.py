@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 
 from app.crash_points import reach
-from app.domain.events import BlobRef, BlobsTombstoned, ForkRef, Recorded, UnknownEvent
+from app.domain.events import BlobsTombstoned, ForkRef, Recorded, UnknownEvent
 from app.domain.fork import Forked, config_of_fork, fork
 from app.domain.session import Session, fold
 from app.errors import (
@@ -20,17 +19,15 @@ from app.errors import (
     SessionEnded,
     SessionNotFound,
     SessionUnreadable,
-    StoreFull,
 )
-from app.sessions.lifecycle import Clock, Sessions, refusal
+from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
 from app.store import reads
 from app.store.log import Refused, StoredBlob
-from app.store.log_fork import Fork, Source, read_source
+from app.store.log_fork import Fork, ForkSource, read_source
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.ports import Database, Writer
 from app.store.writer import HELD_PAUSE_S
-from workers import codec
 
 TRIES = 20
 """Attempts to decide a fork while the source keeps tombstoning payloads."""
@@ -47,7 +44,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
 
 
 class _Decided(msgspec.Struct, frozen=True):
-    """The source's log. `tombstone` is its newest tombstone event."""
+    """What the forks' logs will be. `tombstone` is the number of the source's newest tombstone event then, or 0."""
 
     forked: Forked
     tombstone: int
@@ -66,11 +63,12 @@ class Forks:
         Raises SessionNotFound, SessionClosed (the source is erased), NotFound (no such turn), IdempotencyMismatch (an
         id belongs to another fork), SessionEnded (the fork was closed since), SessionUnreadable, StoreFull, Overloaded.
         """
-        if self._sessions.is_full and any([await self._sessions.config_of(one) is None for one in fork_ids]):
-            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
-        blob = _metadata(order)
+        await self._sessions.require_room(*fork_ids)
+        blob = None if order.metadata is None else metadata_blob(order.metadata)
         decided: _Decided | None = None
-        for fork_id in fork_ids:
+        for nth, fork_id in enumerate(fork_ids):
+            if nth:
+                await asyncio.sleep(2 * HELD_PAUSE_S)  # Writes to the source that waited for its row come first.
             for _ in range(TRIES):
                 decided = decided or await self._decide(order, blob)
                 if await self._write(order, fork_id, decided, blob):
@@ -79,7 +77,6 @@ class Forks:
             else:
                 raise Overloaded(f"session {order.source} changed with every try to fork it")
             reach("after_fork")
-            await asyncio.sleep(2 * HELD_PAUSE_S)  # Writes to the source that waited for its row come next.
 
     async def _decide(self, order: ForkOrder, blob: StoredBlob | None) -> _Decided:
         found = await self._database.read(
@@ -101,14 +98,7 @@ class Forks:
         return not isinstance(outcome, Stale)
 
 
-def _metadata(order: ForkOrder) -> StoredBlob | None:
-    if order.metadata is None:
-        return None
-    raw = msgspec.json.encode(order.metadata)
-    return StoredBlob(0, "metadata", len(raw), hashlib.sha256(raw).hexdigest(), codec.compress(raw))
-
-
-def _decided(order: ForkOrder, found: Source, blob: StoredBlob | None) -> _Decided:
+def _decided(order: ForkOrder, found: ForkSource, blob: StoredBlob | None) -> _Decided:
     """Decide the fork from the source's log. Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
     try:
         log = reads.decode_events(found.log)
@@ -127,7 +117,6 @@ def _decided(order: ForkOrder, found: Source, blob: StoredBlob | None) -> _Decid
 
 def _forked(order: ForkOrder, source: Session, log: Sequence[Recorded], blob: StoredBlob | None) -> Forked:
     config = config_of_fork(source, order.group_id)
-    metadata = None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash)
-    given = [config, order.metadata, ForkRef(order.source, order.turn, 0, order.loss)]
-    body_hash = hashlib.sha256(msgspec.json.encode(given, order="sorted")).hexdigest()[:32]
+    metadata = None if blob is None else metadata_ref(blob)
+    body_hash = hash_of(config, order.metadata, ForkRef(order.source, order.turn, 0, order.loss))
     return fork(source, log, order.turn, config=config, body_hash=body_hash, metadata=metadata, loss=order.loss)

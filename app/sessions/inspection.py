@@ -7,21 +7,25 @@ from typing import Any
 from msgspec.structs import asdict
 
 from app.domain.events import BlobRef, Recorded, name_of, to_fields
-from app.domain.session import Payload, Session, Turn
+from app.domain.session import Payload, Session
+from app.domain.tree import superseded
+from app.domain.turns import Turn
 
 OPEN_TURN = ("turn", "parent", "fence", "incarnation", "adapter")
 
 
 def described(session: Session) -> dict[str, Any]:
     """The state as JSON-able fields, without hashes that only the server compares. Times are epoch seconds."""
-    path = set(session.path)
+    gone = superseded(session)
     return {
         **_fields(session, "session_id", "version", "status", "created_at", "closed_at"),
         "config": asdict(session.config),
         "fork": None if session.fork is None else asdict(session.fork),
         "metadata": None if session.metadata is None else _blob(session.metadata),
-        "turns": [_turn(turn, live=turn.number in path) for turn in session.turns],
+        "turns": [_turn(turn, live=turn.number not in gone) for turn in session.turns],
         "open_turn": None if session.open_turn is None else _fields(session.open_turn, *OPEN_TURN),
+        "open_turns": [_fields(held, *OPEN_TURN) for _, held in sorted(session.open_turns.items())],
+        "history": session.history,
         "affinity": None if session.affinity is None else asdict(session.affinity),
         "reward": None if session.reward is None else asdict(session.reward),
         "turn_rewards": {str(turn): asdict(reward) for turn, reward in sorted(session.turn_rewards.items())},
@@ -44,7 +48,7 @@ def event_fields(recorded: Recorded) -> dict[str, Any]:
 def _turn(turn: Turn, *, live: bool) -> dict[str, Any]:
     return {
         "turn": turn.number,
-        **_fields(turn, "parent", "segment"),
+        **_fields(turn, "parent", "segment", "branch", "branch_cause", "agent_id"),
         "live": live,
         "seq": turn.seq,
         "messages": turn.message_count,

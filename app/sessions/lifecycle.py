@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +21,7 @@ from app.domain.events import (
     TurnAbandoned,
     UnknownEvent,
 )
+from app.domain.history import digest
 from app.domain.session import fold
 from app.errors import (
     AppError,
@@ -96,20 +97,10 @@ class Sessions:
         Raises SessionExists, SessionEnded, StoreFull, SessionClosed (the root of its rollout is), InvalidRequest (its
         parent descends from it).
         """
-        if self.is_full and await self._cache.get(new.session_id) is None:
-            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
-        raw = b"" if not new.metadata else msgspec.json.encode(new.metadata)
-        blob = None
-        if raw:
-            digest = hashlib.sha256(raw).hexdigest()
-            blob = StoredBlob(0, "metadata", len(raw), digest, codec.compress(raw))
-        body_hash = hashlib.sha256(msgspec.json.encode([new.config, new.metadata or {}], order="sorted")).hexdigest()
-        body_hash = body_hash[:32]
-        event = SessionCreated(
-            config=new.config,
-            body_hash=body_hash,
-            metadata=None if blob is None else BlobRef(0, "metadata", blob.size, blob.hash),
-        )
+        await self.require_room(new.session_id)
+        blob = metadata_blob(new.metadata) if new.metadata else None
+        body_hash = hash_of(new.config, new.metadata or {})
+        event = SessionCreated(new.config, body_hash, None if blob is None else metadata_ref(blob))
         reach("before_create")
         outcome = await self._writer.submit(
             Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
@@ -127,6 +118,11 @@ class Sessions:
         self._cache.put(created)
         if new.config.parent is not None:
             await self._join_rollout(new.session_id)
+
+    async def require_room(self, *session_ids: str) -> None:
+        """Raises StoreFull if one of these sessions is new and the database is larger than its limit."""
+        if self.is_full and any([await self._cache.get(session_id) is None for session_id in session_ids]):
+            raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
 
     async def _join_rollout(self, session_id: str) -> None:
         """Apply to a new session what happened to its root meanwhile. Raises SessionClosed."""
@@ -344,6 +340,21 @@ def refusal(session_id: str, status: str | None) -> AppError:
 
 def _of_closed_root(session_id: str, status: str | None) -> SessionClosed:
     return SessionClosed(f"session {session_id} cannot be created: the root of its rollout is {status}")
+
+
+def metadata_blob(metadata: Mapping[str, Any]) -> StoredBlob:
+    """The metadata of a new session, its first blob."""
+    raw = msgspec.json.encode(metadata)
+    return StoredBlob(0, "metadata", len(raw), hashlib.sha256(raw).hexdigest(), codec.compress(raw))
+
+
+def metadata_ref(blob: StoredBlob) -> BlobRef:
+    return BlobRef(0, "metadata", blob.size, blob.hash)
+
+
+def hash_of(*creation: Any) -> str:
+    """Distinguishes a repeated creation from a conflicting one."""
+    return digest(msgspec.json.encode(creation, order="sorted"))
 
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:

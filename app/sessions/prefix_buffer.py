@@ -1,4 +1,4 @@
-"""The items of a chain of turns, joined by commas: the raw JSON of its messages, or the text of its tokens."""
+"""The items of chains of turns, joined by commas: the raw JSON of their messages, or the text of their tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ class PrefixBuffer:
 
     def __len__(self) -> int:
         return len(self._text)
+
+    def has(self, turn: int) -> bool:
+        """Does the chain have the end of this turn?"""
+        index = bisect.bisect_left(self._turns, turn)
+        return index < len(self._turns) and self._turns[index] == turn
+
+    def ends_with(self, turn: int) -> bool:
+        return bool(self._turns) and self._turns[-1] == turn
+
+    def copy(self) -> PrefixBuffer:
+        made = PrefixBuffer()
+        made._text, made._turns, made._ends = self._text[:], self._turns[:], self._ends[:]
+        return made
 
     def upto(self, turn: int) -> bytes | None:
         """The items up to the end of turn `turn`; None if they are not in memory."""
@@ -48,3 +61,59 @@ class PrefixBuffer:
         self._text += b"," + items if self._text and items else items
         self._turns.append(turn)
         self._ends.append(len(self._text))
+
+
+MOST_CHAINS = 64
+MOST_BYTES = 16 << 20
+"""How many chains of a tree are kept, and their size together: those whose turns were used last, at least one."""
+
+
+class PrefixBuffers:
+    """The chains of a session whose next requests are likely; a linear session has one, which a rollback cuts."""
+
+    def __init__(self) -> None:
+        self._chains: list[PrefixBuffer] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of all chains."""
+        chains = self._chains
+        return len(chains[0]) if len(chains) == 1 else sum(map(len, chains))
+
+    def upto(self, turn: int) -> bytes | None:
+        """The items up to the end of turn `turn`; None if they are not in memory."""
+        for chain in reversed(self._chains):
+            found = chain.upto(turn)
+            if found is not None:
+                self._use(chain)
+                return found
+        return None
+
+    def extend(self, parent: int, turn: int, items: bytes, trimmed: int = 0, *, is_tree: bool) -> None:
+        """Add a turn's items to the chain of `parent`, as `PrefixBuffer.extend`. In a tree other chains stay."""
+        chain = self._chain_to_extend(parent) if is_tree else next(iter(self._chains), None)
+        chain = PrefixBuffer() if chain is None else chain
+        chain.extend(parent, turn, items, trimmed)
+        self._use(chain)
+
+    def add(self, chain: PrefixBuffer, *, is_tree: bool) -> None:
+        """Keep a chain that was read from the store."""
+        if not is_tree:
+            self._chains = []
+        self._use(chain)
+
+    def _chain_to_extend(self, parent: int) -> PrefixBuffer | None:
+        """The chain that ends with `parent`, or a copy of one that has it."""
+        if not parent:
+            return None
+        of_parent = [chain for chain in reversed(self._chains) if chain.has(parent)]
+        ending = next((chain for chain in of_parent if chain.ends_with(parent)), None)
+        if ending is not None:
+            return ending
+        return of_parent[0].copy() if of_parent else None
+
+    def _use(self, chain: PrefixBuffer) -> None:
+        if not self._chains or self._chains[-1] is not chain:
+            self._chains = [*(one for one in self._chains if one is not chain), chain]
+        while len(self._chains) > MOST_CHAINS or (len(self._chains) > 1 and self.size > MOST_BYTES):
+            del self._chains[0]

@@ -28,6 +28,10 @@ SWEEP = 200
 """Open turns abandoned in one transaction."""
 
 
+SWEEP_AGAIN_S = 10.0
+"""Pause after a sweep that could not be finished, where no other sweep follows."""
+
+
 async def register(database: Database) -> int:
     """Register this process as a new incarnation, and end those that are certainly dead."""
     return await written(database, lambda tx: incarnations.register(tx, alone=database.is_sqlite), durable=True)
@@ -82,7 +86,7 @@ class Recovery:
         await cancelled(*self._tasks)
         try:
             number = self._incarnation()
-            await written(self._database, lambda tx: incarnations.end(tx, number))
+            await written(self._database, lambda tx: incarnations.stop(tx, number))
         except AppError as error:
             log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
 
@@ -112,17 +116,19 @@ class Recovery:
     async def _sweep_always(self) -> None:
         """Sweep at the start and, if there may be other processes, once per lease, so that unused sessions are freed
         too."""
-        await self._sweep()
-        while math.isfinite(self._lease_s):
-            await asyncio.sleep(self._lease_s)
-            try:
-                await written(self._database, incarnations.end_gone)
-            except AppError as error:
-                log.warning("processes that are gone could not be looked for: %s", error)
-            await self._sweep()
+        may_be_others = math.isfinite(self._lease_s)
+        is_done = await self._sweep()
+        while may_be_others or not is_done:
+            await asyncio.sleep(self._lease_s if may_be_others else SWEEP_AGAIN_S)
+            if may_be_others:
+                try:
+                    await written(self._database, incarnations.end_gone)
+                except AppError as error:
+                    log.warning("processes that are gone could not be looked for: %s", error)
+            is_done = await self._sweep()
 
-    async def _sweep(self) -> None:
-        """Abandon every open turn of a dead process."""
+    async def _sweep(self) -> bool:
+        """Abandon every open turn of a dead process; False where that has to be tried again."""
         after: str | None = ""
         found, most = 0, SWEEP
         while after is not None:
@@ -135,11 +141,12 @@ class Recovery:
                     continue
                 after, count = await self._passed_over(after or "", error), 0
             except AppError as error:
-                log.warning("abandoning dead turns stopped: %s; each is found again when its session is used", error)
-                return
+                log.warning("abandoning dead turns stopped: %s; they are looked for again", error)
+                return False
             found += count
         if found:
             log.info("abandoned the open turns of %d sessions, whose process had died", found)
+        return True
 
     async def _passed_over(self, after: str, why: StoreDamaged) -> str | None:
         """The next session with an open turn whose pages are damaged; None if not even its id can be read."""

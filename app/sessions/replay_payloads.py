@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
-from app.domain.events import BlobsTombstoned, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
+from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
 from app.store.ports import Database
-from app.store.reads import ChunkKey
 from workers import payloads
 from workers.codec import CorruptContent, Wire
 from workers.payloads import Chunk, Ids
@@ -20,7 +19,7 @@ Frames = Mapping[ChunkKey, bytes | None]
 
 def keys_of(found: Payload, first: int = 0) -> list[ChunkKey]:
     """The chunks that contain row `first` or later rows."""
-    return [(chunk.fence, chunk.number) for chunk in found.chunks if chunk.start + chunk.rows > first]
+    return [chunk.key for chunk in found.chunks if chunk.start + chunk.rows > first]
 
 
 def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
@@ -29,7 +28,7 @@ def rows_of(found: Payload, frames: Frames, first: int, stop: int) -> Ids:
     for chunk in found.chunks:
         if chunk.start < stop and chunk.start + chunk.rows > first:
             ref = Chunk(chunk.start, chunk.rows, chunk.dtype, chunk.size, chunk.hash)
-            rows = payloads.load(ref, frames.get((chunk.fence, chunk.number)))
+            rows = payloads.load(ref, frames.get(chunk.key))
             parts.append(rows[max(first - chunk.start, 0) : stop - chunk.start])
     return payloads.join(parts)
 
@@ -70,8 +69,8 @@ async def payload_of(database: Database, session: Session, number: int, kind: Re
 
     Raises NotFound (no such turn or payload), PayloadTombstoned, SessionUnreadable.
     """
-    if not 1 <= number <= len(session.turns):
-        raise NotFound(f"turn {number} does not exist; the session has {len(session.turns)}")
+    if number not in session.turns:
+        raise NotFound(f"turn {number} is not committed")
     payload = session.payload(number, kind)
     if payload is None:
         raise await _why_not(database, session.session_id, number, kind)

@@ -30,7 +30,7 @@ class SessionAt(NamedTuple):
 
     def turn(self, number: int) -> tuple[float, TurnCommitted]:
         """When turn `number` was committed, and its event; rolled-back turns included. Raises NotFound."""
-        if not 1 <= number <= len(self.session.turns):
+        if number not in self.session.turns:
             raise NotFound(f"session {self.session.session_id} has no turn {number} at event {self.session.version}")
         recorded = self.events[self.session.turn(number).seq - 1]
         assert isinstance(recorded.event, TurnCommitted)

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from app.domain import split
-from app.domain.events import TurnCommitted, UnknownEvent
-from app.domain.session import Session, Turn
+from app.domain.events import TurnCommitted, UnknownEvent, shape_of
+from app.domain.session import Session
+from app.domain.turns import Turn
 from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
 from app.sessions import replay_payloads as replay
@@ -83,6 +84,35 @@ async def stored_reply(
     return wire.status, wire.headers, _reply(session.turn(number), wire, ids, payloads)
 
 
+async def echo(database: Database, session: Session, turn: Turn) -> bytes | None:
+    """What the turn's reply repeats of its request, if its protocol needs that. Raises SessionUnreadable."""
+    if turn.echo is None:
+        return None
+    return (await _blobs(database, session, turn.number, [turn.echo]))[turn.echo]
+
+
+async def reply_messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
+    """The message of each of these turns' replies. Raises SessionUnreadable."""
+    try:
+        found = await database.read(
+            lambda connection: reads.load_messages(connection, session.session_id, numbers),
+            session_id=session.session_id,
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    return {number: messages.message for number, messages in found.items()}
+
+
+async def _blobs(database: Database, session: Session, turn: int, numbers: Sequence[int]) -> dict[int, bytes]:
+    """Raises SessionUnreadable."""
+    try:
+        return await database.read(
+            lambda connection: reads.load_blobs(connection, session.session_id, numbers), session_id=session.session_id
+        )
+    except CorruptContent as error:
+        raise SessionUnreadable(f"session {session.session_id}, turn {turn}: {error}") from error
+
+
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
     """A JSON record for each live turn, one at a time: all of them together grow with turns × context."""
     committed = await _committed(database, session)
@@ -99,11 +129,12 @@ async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
                 "timestamp": at,
                 "request_timestamp": event.requested_at,
                 "method": "POST",
-                "path": PATHS[event.protocol],
+                "path": PATHS[shape_of(event.protocol)],
                 "status_code": wire.status,
                 "request": msgspec.Raw(request),
                 "response": msgspec.Raw(_reply(turn, wire, ids, payloads)),
                 "turn": number,
+                "protocol": event.protocol,
             }
         )
 
@@ -118,16 +149,11 @@ async def _request(
 ) -> tuple[bytes, list[bytes]]:
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
-    try:
-        blobs = await database.read(
-            lambda connection: reads.load_blobs(connection, session.session_id, numbers), session_id=session.session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turn {event.turn}: {error}") from error
+    blobs = await _blobs(database, session, event.turn, numbers)
     messages = [*(history if event.base_messages else []), *wire.messages]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
     params = blobs[event.params]
-    if event.protocol == "chat":
+    if shape_of(event.protocol) == "chat":
         tools = None if event.tools is None else blobs[event.tools]
         body = chat_body(params, tools, messages, wire.rid, wire.own, ids)
     else:

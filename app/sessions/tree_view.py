@@ -1,0 +1,175 @@
+"""A session's tree for people: its turns and branches, and which rows of an export have them in their loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from app.domain.branches import Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
+from app.domain.events import BranchCause, History, TurnCommitted, UnknownEvent
+from app.domain.session import OpenTurn, Session, Status
+from app.domain.tree import superseded
+from app.domain.turns import Turn
+from app.errors import SessionUnreadable
+from app.sessions.session_at import SessionAt, session_at
+from app.store.engine import Database
+
+ERASED = "erased"
+COPIED = "copied from another session, which has it in its loss"
+
+
+class TreeTurn(msgspec.Struct, frozen=True):
+    """A turn of the tree. `parent` is the turn whose messages it continues, 0 where it begins a conversation.
+
+    `cause` is set where the turn begins its branch, `carries` where it quotes a turn of another branch. `messages` and
+    `tokens` are those of the whole history after the turn; a turn in flight has neither. `superseded`: a later turn
+    took its place, so that it is only exported with `branches=all`; in a linear session it was rolled back.
+    `loss_branches` are the branches whose rows have its sampled tokens in their loss. `reason` says why it is not
+    exported, or in no loss.
+    """
+
+    turn: int
+    parent: int
+    agent_id: str | None
+    state: Literal["open", "committed"]
+    branch: int | None = None
+    cause: BranchCause | None = None
+    carries: int | None = None
+    superseded: bool = False
+    messages: int | None = None
+    tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reason: str | None = None
+    weight_versions: Sequence[str] = ()
+    exported: bool = False
+    reason: str | None = None
+    loss_branches: Sequence[int] = ()
+
+
+class TreeBranch(msgspec.Struct, frozen=True):
+    """A branch: it leaves `parent_branch` after turn `fork_turn`; both are null where it begins a conversation.
+
+    `leaf` is its newest turn, `turns` counts its own turns, `tokens` those of the whole sequence that ends at `leaf`.
+    `exported`: a row ends in it, else `reason` says why not.
+    """
+
+    branch: int
+    cause: BranchCause | None
+    parent_branch: int | None
+    fork_turn: int | None
+    agent_id: str | None
+    leaf: int
+    turns: int
+    tokens: int
+    exported: bool
+    reason: str | None
+
+
+class Tree(msgspec.Struct, frozen=True):
+    """A session's tree after event `version`: turns in the order of their commits, then those in flight; branches by
+    number. `history` is null until the first turn decides; `main_branch` has the newest turn."""
+
+    session_id: str
+    version: int
+    status: Status
+    history: History | None
+    main_branch: int | None
+    branches: Sequence[TreeBranch]
+    turns: Sequence[TreeTurn]
+
+
+async def whole_tree(database: Database, session_id: str, branches: Branches | Picker, loss: Loss) -> Tree:
+    """The tree of the whole log. Raises SessionNotFound, SessionUnreadable, StoreUnavailable."""
+    try:
+        found = await session_at(database, session_id, whole=True)
+    except UnknownEvent as error:
+        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    return await asyncio.to_thread(tree_of, found, branches, loss)
+
+
+def tree_of(found: SessionAt, branches: Branches | Picker = "kept", loss: Loss = "once") -> Tree:
+    session = found.session
+    is_erased = session.status == "erased"
+    rows = [] if is_erased else branch_rows(session, branches, loss)
+    reasons = (
+        {turn.number: ERASED for turn in session.turns} if is_erased else dict(turns_left_out(session, rows, branches))
+    )
+    return Tree(
+        session_id=session.session_id,
+        version=session.version,
+        status=session.status,
+        history=session.history,
+        main_branch=None if session.leaf is None else session.leaf.branch,
+        branches=_branches(session, rows, reasons),
+        turns=[*_committed(found, rows, reasons), *map(_open, session.open_turns.values())],
+    )
+
+
+def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeTurn]:
+    session = found.session
+    gone = superseded(session)
+    losses: dict[int, list[int]] = {}
+    for row in rows:
+        for number in row.in_loss:
+            losses.setdefault(number, []).append(row.leaf.branch)
+    return [
+        TreeTurn(
+            turn=turn.number,
+            parent=turn.history_parent,
+            agent_id=turn.agent_id,
+            state="committed",
+            branch=turn.branch,
+            cause=turn.branch_cause,
+            carries=turn.carries,
+            superseded=turn.number in gone,
+            messages=turn.message_count,
+            tokens=turn.token_count,
+            output_tokens=turn.output_tokens,
+            finish_reason=turn.finish_reason,
+            weight_versions=_versions(found.turn(turn.number)[1]),
+            exported=turn.number not in reasons,
+            reason=reasons.get(turn.number) or (COPIED if turn.number <= session.context_turns else None),
+            loss_branches=losses.get(turn.number, ()),
+        )
+        for turn in session.turns
+    ]
+
+
+def _versions(event: TurnCommitted) -> list[str]:
+    return list(dict.fromkeys(span.version for span in event.weight_versions))
+
+
+def _open(turn: OpenTurn) -> TreeTurn:
+    return TreeTurn(turn.turn, turn.parent, turn.agent_id, "open", reason="in flight")
+
+
+def _branches(session: Session, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeBranch]:
+    ends = {row.leaf.branch for row in rows}
+    rows_of = {number: row.leaf.branch for row in rows for number in row.turns}
+    own: dict[int, list[Turn]] = {}
+    for turn in session.turns:
+        own.setdefault(turn.branch, []).append(turn)
+    made: list[TreeBranch] = []
+    for branch, turns in sorted(own.items()):
+        place, leaf = place_of(session, turns[0]), turns[-1]
+        reason = None
+        if branch not in ends:
+            reason = reasons.get(leaf.number) or f"continued by branch {rows_of[leaf.number]}"
+        made.append(
+            TreeBranch(
+                branch=branch,
+                cause=place.cause,
+                parent_branch=place.parent_branch,
+                fork_turn=place.fork_turn,
+                agent_id=turns[0].agent_id,
+                leaf=leaf.number,
+                turns=len(turns),
+                tokens=leaf.token_count,
+                exported=branch in ends,
+                reason=reason,
+            )
+        )
+    return made
