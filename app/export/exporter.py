@@ -16,8 +16,10 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from app.domain.branches import Branches, BranchRow, Picker, turns_left_out
 from app.domain.events import EXPORTED, UnknownEvent
 from app.domain.samples import Inconsistent, Truncate
+from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.export import formats
 from app.export.cursor import NO_VERSION, Cursor, decode_cursor
@@ -64,11 +66,21 @@ class Export(msgspec.Struct, frozen=True):
 
 
 class Exporter:
-    """`release` is Turnlog's version, for provenance. `counts_only`: give the counts of each row instead of the row."""
+    """`release` is Turnlog's version, for provenance. `counts_only`: give the counts of each row instead of the row.
+
+    `picker` chooses the branches of a request that names none.
+    """
 
     def __init__(
-        self, database: Database, release: str, *, counts_only: bool = False, exported: ExportMetrics | None = None
+        self,
+        database: Database,
+        release: str,
+        *,
+        counts_only: bool = False,
+        exported: ExportMetrics | None = None,
+        picker: Picker | None = None,
     ) -> None:
+        self._picker = picker
         self.exported = ExportMetrics() if exported is None else exported
         self._counts_only = counts_only
         self._database = database
@@ -128,7 +140,17 @@ class Exporter:
     def _export_pages(self, high: Position, query: ExportQuery) -> ExportPages:
         grouped = formats.takes_groups(query.shape)
         advantages = query.advantage is not None
-        return ExportPages(self._database, high, grouped=grouped, advantages=advantages, replay=query.replay)
+        return ExportPages(
+            self._database,
+            high,
+            grouped=grouped,
+            advantages=advantages,
+            replay=query.replay,
+            branches=self._branches(query),
+        )
+
+    def _branches(self, query: ExportQuery) -> Branches | Picker:
+        return query.branches or self._picker or "kept"
 
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
         left = sys.maxsize if query.limit is None else query.limit
@@ -240,23 +262,40 @@ class Exporter:
         if reason is not None:
             yield _excluded(session_id, window.behind(at), reason)
             return
-        made = SessionRows(stored, found, query.max_seq_len, query.truncate, self.release)
-        fitting = {segment.number: segment for segment in made.segments}
-        live = set(found.session.path)
-        discarded = [turn for turn in found.session.turns if turn.number not in live] if query.explain else []
-        total = len(made.live_segments) + len(discarded)
-        for nth, number in enumerate(made.live_segments, 1):
-            cursor, segment = window.behind(at, nth, total), fitting.get(number)
+        made = SessionRows(
+            stored,
+            found,
+            query.max_seq_len,
+            query.truncate,
+            self.release,
+            branches=self._branches(query),
+            loss=query.loss,
+        )
+        fitting = {segment.row.leaf.number: segment for segment in made.segments}
+        missing = list(turns_left_out(found.session, made.rows, query.branches)) if query.explain else []
+        total = len(made.rows) + len(missing)
+        for nth, row in enumerate(made.rows, 1):
+            cursor, segment, number = window.behind(at, nth, total), fitting.get(row.leaf.number), row.leaf.segment
             if segment is None:
-                yield _excluded(session_id, cursor, NOTHING_FITS[query.truncate], segment=number)
+                reason = NOTHING_FITS[query.truncate] + _in_no_loss(found.session, row, query)
+                yield _excluded(session_id, cursor, reason, segment=number)
             elif query.status not in (None, status := formats.status_of(query.format, query.shape, segment)):
-                yield _excluded(session_id, cursor, f"status is {status}", segment=number)
+                yield _excluded(
+                    session_id, cursor, f"status is {status}{_in_no_loss(found.session, row, query)}", segment=number
+                )
             else:
                 advantage = page.advantages.get(session_id)
                 yield made.row(segment, cursor, routing=query.replay, advantage=advantage)
-        for nth, turn in enumerate(discarded, len(made.live_segments) + 1):
+        for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = window.behind(at, nth, total)
-            yield _excluded(session_id, cursor, "rolled back", segment=turn.segment, turn=turn.number)
+            yield _excluded(session_id, cursor, reason, segment=found.session.turn(turn).segment, turn=turn)
+
+
+def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
+    """Of a row that is left out: the turns that only it has in its loss."""
+    if not session.is_tree or not row.in_loss or query.loss == "every":
+        return ""
+    return f"; turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
 
 
 def _counts_of(rows: Sequence[Row]) -> Fields:

@@ -12,8 +12,10 @@ from itertools import pairwise
 
 import msgspec
 
+from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
+from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
@@ -88,12 +90,22 @@ class ExportPages:
     A group stands at the position of its last session, even if that session was erased since.
     """
 
-    def __init__(self, database: Database, high: Position, *, grouped: bool, advantages: bool, replay: bool) -> None:
+    def __init__(
+        self,
+        database: Database,
+        high: Position,
+        *,
+        grouped: bool,
+        advantages: bool,
+        replay: bool,
+        branches: Branches | Picker,
+    ) -> None:
         self._database = database
         self._high = high
         self._grouped = grouped
         self._advantages = advantages
         self._replay = replay
+        self._rollout_rows = RolloutRows(database, high, branches)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._known: _Known | None = None
         self._order: list[tuple[str, Position]] | None = None
@@ -153,12 +165,18 @@ class ExportPages:
     async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
         """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
         every = sorted({member for place in part for member in place.members})
-        found = await self._database.read(
-            lambda connection: bulk.read_sessions(connection, every, self._high, replay=self._replay),
-            one_moment=True,
-            or_else=lambda connection: bulk.read_each(connection, every, self._high, replay=self._replay),
-        )
-        return {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
+
+        def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
+            found = bulk.read_sessions(connection, every, self._high, replay=self._replay)
+            return found, self._rollout_rows.members(connection, found)
+
+        def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
+            found = bulk.read_each(connection, every, self._high, replay=self._replay)
+            return found, self._rollout_rows.members_around_damage(connection, found)
+
+        found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
+        stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
+        return await self._rollout_rows.counted(stored, members)
 
     def _places(
         self,

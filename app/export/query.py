@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
 
+from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.domain.samples import Truncate
 from app.domain.session import Session
+from app.domain.tree import superseded
 from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,6 +41,14 @@ class RowQuery(BaseModel):
         default=None, description="What is current; the newest in the store where it is left out."
     )
     explain: bool = Field(default=False, description="Say also what was left out, and why.")
+    branches: Branches | None = Field(
+        default=None,
+        description="Which leaves of a tree become rows: all but superseded ones (`kept`), the newest turn's (`main`), "
+        "the one with the most tokens (`longest`), or every one (`all`). The default is the operator's, else `kept`.",
+    )
+    loss: Loss = Field(
+        default="once", description="Whether a sampled token is in the loss of one row, or of every row that has it."
+    )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
     max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
     truncate: Truncate = Field(
@@ -102,11 +112,12 @@ def _seconds(text: str) -> float:
 def session_excluded(known: Known, query: ExportQuery) -> str | None:
     """Why a session of the requested group gives no row at all."""
     session = known.session
-    if not session.path:
+    leaf = session.leaf
+    if leaf is None:
         return "no committed turn"
     if query.session_status not in (None, session.status):
         return f"session_status is {session.status}"
-    committed = known.times[session.path[-1]]
+    committed = known.times[leaf.number]
     if query.since is not None and committed < query.since:
         return "committed before since"
     if query.until is not None and committed > query.until:
@@ -129,7 +140,12 @@ def _age_excluded(known: Known, query: ExportQuery) -> str | None:
     So no exported token is older than requested.
     """
     session = known.session
-    live = [known.events[number] for number in session.path if number > session.context_turns]
+    gone = superseded(session)
+    live = [
+        known.events[turn.number]
+        for turn in session.turns
+        if turn.number not in gone and turn.number > session.context_turns
+    ]
     if query.max_staleness is None or not any(event.output_tokens for event in live):
         return None
     behind = staleness(query.weight_version, oldest_version(live))

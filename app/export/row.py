@@ -57,6 +57,7 @@ class Row(msgspec.Struct, frozen=True):
     `replay`: the export asks for replay payloads; `routing` holds the rows of each kind that was stored, None if they
     are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
     and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
+    `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
     """
 
     session: Session
@@ -71,6 +72,7 @@ class Row(msgspec.Struct, frozen=True):
     advantage: float | None = None
     replay: bool = False
     root: Root | None = None
+    rollout_rows: int = 1
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""
@@ -81,6 +83,11 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def rollout_id(self) -> str:
         return self.session.session_id if self.root is None else self.root.session_id
+
+    @property
+    def rollout_weight(self) -> float:
+        """The row's share in its rollout: with it as a weight, a mean over rows counts each rollout once."""
+        return 1 / self.rollout_rows
 
     @property
     def group_id(self) -> str | None:

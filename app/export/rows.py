@@ -11,7 +11,8 @@ from typing import TypeVar, overload
 
 import msgspec
 
-from app.domain.events import Protocol, TurnCommitted, UnknownEvent
+from app.domain.branches import Branches, Loss, Picker, branch_rows
+from app.domain.events import TurnCommitted, UnknownEvent, shape_of
 from app.domain.groups import Root
 from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
@@ -84,14 +85,22 @@ def known(stored: StoredSession) -> Known:
 
 
 class SessionRows:
-    """A session's live segments, and a row of each. `release` is Turnlog's version, for provenance.
+    """A session's branches that become rows, and a row of each. `release` is Turnlog's version, for provenance.
 
-    `segments` are those of which a part fits. Samples are made one at a time, because each segment contains its whole
-    prompt. Raises CorruptContent.
+    `segments` are those of which a part fits. Samples are made one at a time, because each contains its whole prompt.
+    Raises CorruptContent.
     """
 
     def __init__(
-        self, stored: StoredSession, found: Known, max_seq_len: int | None, truncate: Truncate, release: str
+        self,
+        stored: StoredSession,
+        found: Known,
+        max_seq_len: int | None,
+        truncate: Truncate,
+        release: str,
+        *,
+        branches: Branches | Picker = "kept",
+        loss: Loss = "once",
     ) -> None:
         self._stored = stored
         self._known = found
@@ -99,9 +108,10 @@ class SessionRows:
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = found.session
-        content = {number: self._tokens(number) for number in found.session.path}
-        self.segments = segments(found.session, content, max_seq_len, truncate)
-        self.live_segments = sorted({self.session.turn(number).segment for number in self.session.path})
+        self.rows = branch_rows(found.session, branches, loss)
+        content = {number: self._tokens(number) for number in sorted({one for row in self.rows for one in row.turns})}
+        self.segments = segments(found.session, self.rows, content, max_seq_len, truncate)
+        self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
     def row(self, segment: Segment, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
@@ -115,11 +125,12 @@ class SessionRows:
             metadata=self._metadata,
             source=self._source(sample),
             cursor=cursor,
-            is_last=segment.number == self.live_segments[-1],
-            routing=dict(self._routing(sample)) if routing else {},
+            is_last=self.session.is_tree or segment.row is self.rows[-1],
+            routing=dict(self._routing(sample, segment.row.turns)) if routing else {},
             advantage=advantage,
             replay=routing,
             root=self._known.root,
+            rollout_rows=self._rollout_rows,
         )
 
     def _tokens(self, number: int) -> TurnTokens:
@@ -173,20 +184,20 @@ class SessionRows:
             turnlog_version=self._release,
         )
 
-    def _routing(self, sample: Sample) -> Iterator[tuple[str, Routing | None]]:
-        """The sample's rows: those of the newest turn of its segment that has any, up to the sample's end.
+    def _routing(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Routing | None]]:
+        """The sample's rows: those of the newest turn of its branch that has any, up to the sample's end.
 
         Raises CorruptContent.
         """
         for kind in REPLAY:
             events = (self._known.events[span.turn] for span in sample.turns)
             if any(ref.kind == kind for event in events for ref in event.payloads):
-                yield kind, _routing(self.session, sample, kind, self._stored.chunks)
+                yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
 
 
-def as_messages(protocol: Protocol, said: Messages) -> list[bytes]:
+def as_messages(protocol: str, said: Messages) -> list[bytes]:
     """A turn's new messages and its reply; a completion's texts become a user's and an assistant's message."""
-    if protocol == "chat":
+    if shape_of(protocol) == "chat":
         return [*said.messages, said.message]
     prompt = [b'{"role":"user","content":' + text + b"}" for text in said.messages]
     return [*prompt, b'{"role":"assistant","content":' + said.message + b"}"]
@@ -198,17 +209,16 @@ def _engines(event: TurnCommitted) -> Sequence[str]:
 
 
 def _routing(
-    session: Session, sample: Sample, kind: str, chunks: Mapping[tuple[int, int], bytes | None]
+    session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
 ) -> Routing | None:
     """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
-    in_segment = (number for number in reversed(session.path) if session.turn(number).segment == sample.segment)
-    payloads = (payload for number in in_segment for payload in session.payloads.get(number, ()))
+    payloads = (payload for number in reversed(path) for payload in session.payloads.get(number, ()))
     payload = next((payload for payload in payloads if payload.kind == kind), None)
     if payload is None:
         return None
     stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
     needed = [chunk for chunk in payload.chunks if chunk.start < stop]
-    if any((chunk.fence, chunk.number) not in chunks for chunk in needed):
+    if any(chunk.key not in chunks for chunk in needed):
         return None
     rows = replay.rows_of(payload, chunks, payload.start, stop)
     return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

@@ -7,15 +7,18 @@ from typing import Any
 
 import msgspec
 
+from app.domain.branches import Branches
 from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
+from app.store.reads import Connection
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
@@ -28,26 +31,37 @@ class SessionSamples:
         self._token_in = token_in
         self._release = release
 
-    async def safetensors(self, live: CacheEntry, max_seq_len: int | None) -> bytes:
-        """The samples of all live segments in miles' wire format. Raises SessionUnreadable."""
+    async def safetensors(self, live: CacheEntry, max_seq_len: int | None, branches: Branches = "kept") -> bytes:
+        """The samples of the branches in miles' wire format. Raises SessionUnreadable."""
         session_id = live.session.session_id
-        stored = await self._cache.database.read(
-            lambda connection: bulk.read_sessions(connection, [session_id], reads.END, replay=True),
-            session_id=session_id,
-        )
+        rollout_rows = RolloutRows(self._cache.database, reads.END, branches)
+
+        def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
+            stored = bulk.read_sessions(connection, [session_id], reads.END, replay=True)
+            return stored, rollout_rows.members(connection, stored)
+
+        stored, members = await self._cache.database.read(read, session_id=session_id)
         if session_id not in stored:
             raise SessionNotFound(f"session {session_id} does not exist")
+        stored = await rollout_rows.counted(stored, members)
         try:
             found = await asyncio.to_thread(known, stored[session_id])
             metadata = await self.metadata(live, found.session)
-            return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, metadata)
+            return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, branches, metadata)
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
 
-    def _body(self, stored: StoredSession, found: Known, max_seq_len: int | None, metadata: dict[str, Any]) -> bytes:
-        made = SessionRows(stored, found, max_seq_len, "token", self._release)
+    def _body(
+        self,
+        stored: StoredSession,
+        found: Known,
+        max_seq_len: int | None,
+        branches: Branches,
+        metadata: dict[str, Any],
+    ) -> bytes:
+        made = SessionRows(stored, found, max_seq_len, "token", self._release, branches=branches)
         rows = [made.row(segment, "", routing=True) for segment in made.segments]
-        reason = None if rows else "no_records" if not made.session.path else "all_truncated"
+        reason = None if rows else "no_records" if made.session.leaf is None else "all_truncated"
         prompts = self._token_in.prompts
         responses = (
             None
@@ -94,7 +108,7 @@ class SessionSamples:
         None if they cannot be rendered: no turn, a completion, or messages that the template refuses.
         """
         leaf = session.leaf
-        if leaf is None or leaf.protocol != "chat":
+        if leaf is None or leaf.shape != "chat":
             return None
         messages = msgspec.json.decode(b"[" + await self._cache.messages(live, leaf.number) + b"]")
         try:

@@ -23,6 +23,7 @@ COLUMNS: Columns = {
     "weight_version_names": "[text]",
     "advantage": "float64",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 
@@ -46,4 +47,5 @@ def fields(row: Row) -> Fields:
         "weight_version_names": sample.weight_version_names,
         "advantage": row.advantage,
         **identity.fields(row),
+        **identity.rollout(row),
     }

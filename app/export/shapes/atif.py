@@ -17,6 +17,7 @@ from app.export.columns import Columns
 from app.export.row import Fields, Row, TurnContent, Unfit, Value
 from app.export.shapes import identity
 from app.export.shapes.atif_steps import Steps, read_message
+from workers.codec import describe
 
 SCHEMA_VERSION = "ATIF-v1.8"
 
@@ -42,6 +43,9 @@ COLUMNS: Columns = {
 
 class _Params(msgspec.Struct, frozen=True):
     model: object = None
+
+
+describe(_Params)
 
 
 def fields(row: Row) -> Fields:
@@ -81,6 +85,7 @@ def _extra(row: Row) -> Fields:
         "reward_components": {} if given is None else given.components,
         "advantage": row.advantage,
         "metadata": msgspec.Raw(row.metadata or b"{}"),
+        **identity.rollout(row),
     }
 
 

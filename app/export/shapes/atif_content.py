@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.export.row import Value
+from workers.codec import describe
 
 IMAGES = {
     "jpg": "image/jpeg",
@@ -45,6 +46,9 @@ class _Part(msgspec.Struct, frozen=True):
     text: str | None = None
     image_url: _Url | None = None
     input_audio: _Audio | None = None
+
+
+describe(_Part)
 
 
 def content(given: str | Sequence[msgspec.Raw] | None) -> tuple[Value, list[msgspec.Raw]]:

@@ -6,6 +6,7 @@ import msgspec
 
 from app.export.row import Fields, Unfit, Value
 from app.export.shapes.atif_content import content
+from workers.codec import describe
 
 
 class _Function(msgspec.Struct, frozen=True):
@@ -35,6 +36,9 @@ class Message(msgspec.Struct, frozen=True):
     reasoning: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
+
+
+describe(Message)
 
 
 def read_message(raw: bytes) -> Message:

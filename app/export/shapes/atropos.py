@@ -31,6 +31,10 @@ COLUMNS: Columns = {
     "attempts": "json",
     "statuses": "[text]",
     "cursor": "text",
+    "rollout_ids": "[text]",
+    "rollout_rows": "[int64]",
+    "rollout_weights": "[float64]",
+    "rollout_advantages": "[float64]",
 }
 
 
@@ -38,19 +42,22 @@ def group_fields(rows: Sequence[Row]) -> Fields:
     """All rows of a group, in order. A session of several segments has a sequence, with its score, for each;
     one without a sampled token stays, because its score counts.
 
-    `advantages` is None where the export asks for none; Atropos' trainer then makes them from `scores`.
+    Atropos' own trainer makes advantages from `scores`, in which a rollout of several sequences counts several times.
+    The score of a group of one sequence it takes as it is: a sequence can be sent alone, its rollout's advantage as
+    its score. `advantages` and `rollout_advantages` are None where the export asks for none.
     Raises Unfit where one of the rows has no reward: a group is normalised as a whole.
     """
     scores = [row.reward for row in rows if row.reward is not None]
     if len(scores) < len(rows):
         raise Unfit(f"no reward for {len(rows) - len(scores)} of the group's {len(rows)} rows")
     advantages = [np.where(row.sample.loss_mask, row.advantage, 0.0) for row in rows if row.advantage is not None]
+    has_advantages = len(advantages) == len(rows)
     return {
         "tokens": [row.sample.tokens for row in rows],
         "masks": [np.where(row.sample.loss_mask, row.sample.tokens, MASKED) for row in rows],
         "inference_logprobs": [np.where(row.sample.loss_mask, row.sample.logprobs, 1.0) for row in rows],
         "scores": np.array(scores),
-        "advantages": advantages if len(advantages) == len(rows) else None,
+        "advantages": advantages if has_advantages else None,
         "overrides": [_override(row) for row in rows],
         "group_id": rows[0].counted_in,
         "session_ids": [row.session.session_id for row in rows],
@@ -58,6 +65,10 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "attempts": [row.session.config.attempt for row in rows],
         "statuses": [row.sample.status for row in rows],
         "cursor": rows[-1].cursor,
+        "rollout_ids": [row.rollout_id for row in rows],
+        "rollout_rows": [row.rollout_rows for row in rows],
+        "rollout_weights": np.array([row.rollout_weight for row in rows]),
+        "rollout_advantages": np.array([row.advantage for row in rows]) if has_advantages else None,
     }
 
 

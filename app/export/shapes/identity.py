@@ -15,6 +15,13 @@ COLUMNS: Columns = {
     "cursor": "text",
 }
 
+ROLLOUT: Columns = {
+    "rollout_id": "text",
+    "rollout_rows": "int64",
+    "rollout_weight": "float64",
+}
+"""The last columns of each shape, for trainers that count rollouts instead of rows."""
+
 
 def fields(row: Row) -> Fields:
     """`cursor` gives what comes after the row."""
@@ -26,4 +33,12 @@ def fields(row: Row) -> Fields:
         "status": row.sample.status,
         "final": row.final,
         "cursor": row.cursor,
+    }
+
+
+def rollout(row: Row) -> Fields:
+    return {
+        "rollout_id": row.rollout_id,
+        "rollout_rows": row.rollout_rows,
+        "rollout_weight": row.rollout_weight,
     }

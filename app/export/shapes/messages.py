@@ -15,6 +15,7 @@ COLUMNS: Columns = {
     "reward": "float64",
     "reward_components": "json",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 
@@ -32,4 +33,5 @@ def fields(row: Row) -> Fields:
         "reward": row.reward,
         "reward_components": {} if given is None else given.components,
         **identity.fields(row),
+        **identity.rollout(row),
     }

@@ -19,6 +19,7 @@ from app.export.columns import Columns
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Fields, Row, Value
 from app.export.shapes import identity, routing, slime
+from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
 
@@ -45,6 +46,9 @@ def _with_last_status(row: Row) -> Row:
 
 class _Message(msgspec.Struct, frozen=True):
     content: str | None = None
+
+
+describe(_Message)
 
 
 def samples_body(
@@ -90,7 +94,7 @@ def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
 def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> Fields:
     """The driver merges `metadata` into its own sample's, so ours is one key of it."""
     sample = row.sample
-    ours = {**identity.fields(row), **missing}
+    ours = {**identity.fields(row), **missing, **identity.rollout(row)}
     return {
         "response": response,
         "response_length": sample.response_length,

@@ -14,6 +14,7 @@ from app.export.columns import Columns
 from app.export.row import Fields, Row, Value
 from app.export.shapes import identity, routing
 from app.export.shapes.temperature import temperatures
+from workers.codec import describe
 
 ENV_NAME = "turnlog"
 """For sessions whose metadata name no environment as `env_name`."""
@@ -31,11 +32,15 @@ COLUMNS: Columns = {
     "branch_index": "int64",
     "reward": "float64",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 
 class _Metadata(msgspec.Struct, frozen=True):
     env_name: object = None
+
+
+describe(_Metadata)
 
 
 def fields(row: Row) -> Fields:
@@ -60,6 +65,7 @@ def fields(row: Row) -> Fields:
         "branch_index": sample.segment,
         "reward": row.reward,
         **identity.fields(row),
+        **identity.rollout(row),
     }
 
 

@@ -28,6 +28,7 @@ COLUMNS: Columns = {
     "weight_versions": "[text]",
     "advantage": "float64",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 STOP_REASONS = {"truncated": "length", "aborted": "abort"}
@@ -60,6 +61,7 @@ def fields(row: Row) -> Fields:
         "weight_versions": weight_versions(sample),
         "advantage": row.advantage,
         **identity.fields(row),
+        **identity.rollout(row),
     }
 
 

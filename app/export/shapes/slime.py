@@ -86,5 +86,5 @@ def metadata(row: Row, beside: Fields) -> Fields:
     own: dict[str, Value] = (
         {} if row.metadata is None else msgspec.json.decode(row.metadata, type=dict[str, msgspec.Raw])
     )
-    ours = {**identity.fields(row), "advantage": row.advantage, **beside}
+    ours = {**identity.fields(row), "advantage": row.advantage, **beside, **identity.rollout(row)}
     return {**own, "turnlog": {name: value for name, value in ours.items() if value is not None}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from app.export.row import Row, Unfit
+from workers.codec import describe
 
 DEFAULT = 1.0
 """OpenAI's default, for a request that names none; an engine may be configured to another."""
@@ -12,6 +13,9 @@ DEFAULT = 1.0
 
 class _Params(msgspec.Struct, frozen=True):
     temperature: float | None = None
+
+
+describe(_Params)
 
 
 def temperatures(row: Row) -> list[float]:

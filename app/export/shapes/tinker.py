@@ -21,6 +21,7 @@ COLUMNS: Columns = {
     "mask": "[float32]",
     "reward": "float64",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 
@@ -42,4 +43,5 @@ def fields(row: Row) -> Fields:
         "mask": mask.astype(np.float32),
         "reward": row.reward,
         **identity.fields(row),
+        **identity.rollout(row),
     }

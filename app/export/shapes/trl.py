@@ -18,6 +18,7 @@ COLUMNS: Columns = {
     "reward": "float64",
     "advantage": "float64",
     **identity.COLUMNS,
+    **identity.ROLLOUT,
 }
 
 
@@ -36,4 +37,5 @@ def fields(row: Row) -> Fields:
         "reward": row.reward,
         "advantage": row.advantage,
         **identity.fields(row),
+        **identity.rollout(row),
     }

@@ -7,6 +7,7 @@ import msgspec
 from app.domain.samples import TurnSpan
 from app.export.columns import Columns
 from app.export.row import Fields, Routing, Row, Value
+from app.export.shapes import identity
 
 COLUMNS: Columns = {
     "session_id": "text",
@@ -44,7 +45,12 @@ COLUMNS: Columns = {
     "metadata": "json",
     "provenance": "json",
     "cursor": "text",
-    "rollout_id": "text",
+    **identity.ROLLOUT,
+    "branch": "int64",
+    "branch_cause": "text",
+    "parent_branch": "int64",
+    "fork_turn": "int64",
+    "agent_id": "text",
 }
 
 
@@ -67,6 +73,7 @@ def fields(row: Row) -> Fields:
         "turn_rewards": {
             str(number): {"reward": given.reward, "components": given.components}
             for number, given in session.turn_rewards.items()
+            if not session.is_tree or number in sample.in_loss
         },
         "advantage": row.advantage,
         "prompt_length": sample.prompt_length,
@@ -85,7 +92,12 @@ def fields(row: Row) -> Fields:
         "metadata": msgspec.Raw(row.metadata or b"{}"),
         "provenance": msgspec.structs.asdict(row.source),
         "cursor": row.cursor,
-        "rollout_id": row.rollout_id,
+        **identity.rollout(row),
+        "branch": sample.branch,
+        "branch_cause": sample.place.cause,
+        "parent_branch": sample.place.parent_branch,
+        "fork_turn": sample.place.fork_turn,
+        "agent_id": sample.agent_id,
     }
 
 

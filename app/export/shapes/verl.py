@@ -52,5 +52,7 @@ def fields(row: Row) -> Fields:
             "weight_versions": weight_versions(sample),
             "advantage": row.advantage,
             "routed_experts_missing": missing,
+            "reward_extra_info": {},
+            **identity.rollout(row),
         },
     }

@@ -1,0 +1,107 @@
+"""How many rows a rollout has in an export, over all of its sessions.
+
+A rollout of one session has as many as its own log says. For a rollout of several, whose sessions lie on several pages,
+the logs of all of them are folded, without their content, once an export.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from app.domain.branches import Branches, Picker, pick
+from app.domain.events import UnknownEvent
+from app.domain.session import fold
+from app.store import bulk, rollouts, survey
+from app.store.bulk import StoredSession
+from app.store.damaged import PageDamaged, attempt, split
+from app.store.ports import Database
+from app.store.reads import SPAN, Connection, EventRow, Position, decode_events
+
+KEPT = 1024
+"""Rollouts whose counts are kept: the sessions of one mostly end close together."""
+
+LOGS = 32
+"""Logs in memory together."""
+
+Stored = Mapping[str, StoredSession]
+
+Members = Mapping[str, str]
+"""Sessions of rollouts that have several, and the root of each."""
+
+
+class RolloutRows:
+    """Counts as of `high`, of rollouts that have several sessions; `branches` are those that become rows."""
+
+    def __init__(self, database: Database, high: Position, branches: Branches | Picker) -> None:
+        self._branches = branches
+        self._database = database
+        self._high = high
+        self._counts: OrderedDict[str, int] = OrderedDict()
+        self._surveyed: list[tuple[str, str]] | None = None
+
+    def members(self, connection: Connection, stored: Stored) -> Members:
+        """All sessions of these sessions' rollouts that are not counted yet."""
+        roots = self._uncounted(stored)
+        parts = (roots[at : at + SPAN] for at in range(0, len(roots), SPAN))
+        found = [one for part in parts for one in rollouts.members(connection, part, status=("open", "closed"))]
+        return _with_roots(found)
+
+    def members_around_damage(self, connection: Connection, stored: Stored) -> Members:
+        try:
+            return attempt(connection, lambda again: self.members(again, stored))
+        except PageDamaged:
+            roots = set(self._uncounted(stored))
+            if self._surveyed is None:
+                heads = survey.all_heads(connection).rows.values()
+                self._surveyed = [(one.session_id, one.root_id) for one in heads if one.root_id is not None]
+            return _with_roots(one for one in self._surveyed if one[1] in roots)
+
+    def _uncounted(self, stored: Stored) -> list[str]:
+        return sorted({one.rollout_id for one in stored.values()} - self._counts.keys())
+
+    async def counted(self, stored: Stored, members: Members) -> dict[str, StoredSession]:
+        """The same sessions; those of rollouts of several have their rollout's count."""
+        if members:
+            self._counts.update(await self._count(stored, members))
+        found = dict(stored)
+        for name, one in stored.items():
+            if (count := self._counts.get(one.rollout_id)) is not None:
+                found[name] = msgspec.structs.replace(one, rollout_rows=count)
+        while len(self._counts) > KEPT:
+            self._counts.popitem(last=False)
+        return found
+
+    async def _count(self, stored: Stored, members: Members) -> dict[str, int]:
+        """By root. A session that cannot be read has no rows."""
+        counts: Counter[str] = Counter(dict.fromkeys(members.values(), 0))
+        logs = {one: stored[one].events for one in members if one in stored}
+        counts.update(await asyncio.to_thread(self._rows, logs, members))
+        others = sorted(members.keys() - logs.keys())
+        for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):
+            read = partial(bulk.read_logs, upto=self._high)
+            logs = await self._database.read(
+                lambda connection: read(connection, part),  # noqa: B023
+                or_else=lambda connection: split(connection, part, read)[0],  # noqa: B023
+            )
+            counts.update(await asyncio.to_thread(self._rows, logs, members))
+        return dict(counts)
+
+    def _rows(self, logs: Mapping[str, Sequence[EventRow]], members: Members) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for session_id, log in logs.items():
+            try:
+                session = fold(session_id, decode_events(log))
+            except UnknownEvent:
+                continue
+            counts[members[session_id]] += 0 if session is None else len(pick(session, self._branches))
+        return counts
+
+
+def _with_roots(below: Iterable[tuple[str, str]]) -> Members:
+    members = dict(below)
+    return members | {root: root for root in members.values()}
