@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from app.domain.proofs import Proofs
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates
@@ -28,6 +29,7 @@ from app.store.writer import Writer
 from app.turn.claims import Claims
 from app.turn.large_bodies import LargeBodies
 from app.turn.placement import Placement
+from app.turn.retries import Retries
 from app.turn.services import TurnServices
 from app.turn.session_control import SessionControls
 from app.turn.token_in import TokenIn
@@ -84,7 +86,17 @@ class Assembly:
             control=EngineControl(client, settings.upstream_dialect, settings.upstream_api_key),
             database=database,
         )
+        self.retries = Retries(
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=self._recovery.lease_to_judge_by,
+        )
         self._claims = Claims(
+            retries=self.retries,
+            limits=settings,
             cache=self.cache,
             writer=self.writer,
             followers=self.followers,
@@ -103,6 +115,7 @@ class Assembly:
             incarnation=incarnation,
             lease_s=self._recovery.lease_to_judge_by,
         )
+        self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
         self.forks = Forks(database, self.writer, self.sessions, clock)
@@ -115,6 +128,7 @@ class Assembly:
             TurnServices(
                 cache=self.cache,
                 claims=self._claims,
+                retries=self.retries,
                 writer=self.writer,
                 engines=self.engines,
                 fleet=self.fleet,
@@ -124,6 +138,7 @@ class Assembly:
                 token_in=self.token_in,
                 controls=self._controls,
                 large_bodies=LargeBodies(),
+                proofs=self.proofs,
                 settings=settings,
                 clock=clock,
             )
@@ -143,6 +158,7 @@ class Assembly:
     def registered(self) -> None:
         """The process is registered in the store, so it may take over from dead ones."""
         self._recovery.start()
+        self._claims.start()
         self._controls.start()
 
     async def drain(self) -> None:
@@ -160,6 +176,7 @@ class Assembly:
                 self.writer.stop,
                 self.cache.close,
                 self._claims.close,
+                self.retries.close,
                 self.fleet.stop,
                 self.engine_pool.stop,
                 self.pauses.stop,

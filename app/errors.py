@@ -9,6 +9,7 @@ is None, the header is not sent. A message holds ids, lengths and limits, never 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -19,6 +20,8 @@ class AppError(Exception):
     code: ClassVar[str] = "internal_error"
     meaning: ClassVar[str] = "a fault of Turnlog's; the server's log has it"
     """Of the code, in the OpenAPI document."""
+    details: ClassVar[Mapping[str, str] | None] = None
+    """What a client of the Messages API acts on."""
     type: ClassVar[str] = "server_error"
     retry: bool | None = None
     retry_after_s: int | None = None
@@ -52,6 +55,17 @@ class InvalidRequest(AppError):
 class Unsupported(InvalidRequest):
     code = "unsupported"
     meaning = "documented, but not in this version or installation"
+
+
+class ThreadUnsupported(Unsupported):
+    """The tool runners of Anthropic's packages ask for a thread, and go on without one after this error alone."""
+
+    details: ClassVar[Mapping[str, str]] = {"error_code": "thread_unsupported_request"}
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    code = "previous_response_not_found"
+    meaning = "`previous_response_id` names no response of this session"
 
 
 class RollbackTooDeep(InvalidRequest):
@@ -117,6 +131,11 @@ class SessionEnded(SessionExists):
 class TooManySessions(AppError):
     status, code, type, retry = 409, "too_many_sessions", "invalid_request_error", False
     meaning = "a session token has created its maximum below a root"
+
+
+class TooManyTurns(AppError):
+    status, code, type, retry = 409, "too_many_turns", "invalid_request_error", False
+    meaning = "the session has as many turns as TURNLOG_MAX_TURNS allows"
 
 
 class SessionBusy(AppError):

@@ -44,6 +44,12 @@ class LogContext:
 CURRENT: ContextVar[LogContext | None] = ContextVar("turnlog_request", default=None)
 
 
+def request_id() -> str | None:
+    """The current request's id."""
+    about = CURRENT.get()
+    return None if about is None else about.request_id
+
+
 def set_log_session(session_id: str) -> None:
     """Set the session of the current request's log lines."""
     about = CURRENT.get()

@@ -17,11 +17,11 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
+from app.api import counting, exports, forks, groups, models, responses, service, sessions, signin, skyrl, trees
 from app.api import engines as engine_routes
-from app.api import exports, forks, groups, models, service, sessions, signin, skyrl
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
-from app.api.auth import Guard
+from app.api.auth import Guard, route_path
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
@@ -37,6 +37,7 @@ from app.api.turns import serve_turn
 from app.errors import AppError, StartupError
 from app.extras import install
 from app.metrics import Metrics
+from app.protocols.registry import protocol_at
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
@@ -162,7 +163,7 @@ class Turnlog(FastAPI):
         refusal = self._guard.refusal(scope)
         if refusal is not None:
             self.state.services.metrics.request_failed(refusal.code)
-            await send_reply(hardened(send), *error_parts(refusal))
+            await send_reply(hardened(send), *error_parts(refusal, protocol_at(route_path(scope))))
             return
         scope["app"] = self
         if not await serve_turn(self.state.services, scope, receive, send):
@@ -205,7 +206,10 @@ def create_app(settings: Settings) -> Turnlog:
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
     app.include_router(forks.router)
+    app.include_router(trees.router)
+    app.include_router(responses.router)
     app.include_router(models.router)
+    app.include_router(counting.router)
     app.include_router(service.router)
     app.include_router(exports.router)
     app.include_router(metrics_route.router)

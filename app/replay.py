@@ -183,8 +183,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         )
     else:
         yield "no turns"
-    held = state["open_turn"]
-    if held is not None:
+    for held in state["open_turns"]:
         yield "in flight: turn {turn} after turn {parent}, fence {fence}, incarnation {incarnation}".format(**held)
     bound = state["affinity"]
     if bound is not None:

@@ -26,7 +26,7 @@ from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
 from app.domain import base_url
-from app.domain.events import OnAbort, OnDivergence
+from app.domain.events import History, OnAbort, OnDivergence
 from app.domain.holding import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
@@ -114,7 +114,14 @@ class Settings(BaseSettings):
     tokenizer: str | None = None
     tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)
+    history: History | None = None
     on_divergence: OnDivergence = "reject"
+    agents: Literal["branches", "sessions"] = "branches"
+    session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
+    max_open_turns: int = Field(default=64, ge=1, le=100_000)
+    max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
+    max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)
+    picker: str | None = None
     replay: Annotated[tuple[Literal["routed_experts", "indexer_topk"], ...], NoDecode] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
@@ -183,7 +190,7 @@ class Settings(BaseSettings):
             raise ValueError(f"some of {', '.join(sorted(SETTABLE))}, separated by commas")
         return value
 
-    @field_validator("replay", "session_params", mode="before")
+    @field_validator("replay", "session_params", "session_from_body", mode="before")
     @classmethod
     def _kinds(cls, value: object) -> object:
         return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value

@@ -7,6 +7,8 @@
                              scope under TOKEN_SESSION)
     the page's cookie        GET and HEAD
 
+A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
+
 It uses the same path that the routers match, so a new route is protected by default. It costs a few microseconds of
 the half a millisecond of a turn.
 """
@@ -25,7 +27,8 @@ from app.api.limits import PEER, head_error
 from app.api.tokens import Tokens
 from app.domain.patterns import ID
 from app.errors import AppError, Forbidden, SessionNotFound, Unauthorized
-from app.fleet.engines import MODELS, PATHS
+from app.fleet.engines import COUNT_TOKENS, MODELS
+from app.protocols.registry import ROUTES
 from app.settings import Network
 
 TOKEN_SESSION = "turnlog.token_session"
@@ -35,16 +38,20 @@ COOKIE = b"turnlog_ui"
 SIGN_IN, SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 
 _READS = frozenset({"GET", "HEAD"})
-_OPEN = frozenset({"/health", "/ready"})
+_OPEN = frozenset({"/", "/health", "/ready"})
 _PAGE = frozenset({"/ui", "/ui/"})
 _STATIC = "/ui/static/"
 _SESSIONS = "/sessions/"
 _FORK = "fork"
-_GENERATING = frozenset(PATHS.values())
+_STORED = re.compile(r"/v1/responses/[^/]+(/input_items)?")
+"""A response by its id; the route checks that it is the token's session's."""
+
 _LEASES = "/export/groups"
 """A GET that changes something, so the page's cookie does not allow it."""
 
-_NEEDED = frozenset({b"host", b"authorization", b"cookie", b"origin", b"sec-fetch-site", b"forwarded", b"x-real-ip"})
+_NEEDED = frozenset(
+    {b"host", b"authorization", b"x-api-key", b"cookie", b"origin", b"sec-fetch-site", b"forwarded", b"x-real-ip"}
+)
 _LOOPBACK_HOST = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _CACHED_ADDRESSES, _MAX_ADDRESS = 1024, 64
 
@@ -133,13 +140,11 @@ class Guard:
             return None
         if method == "POST" and path in (SIGN_IN, SIGN_OUT):
             return Forbidden("another site's page sent this") if _is_foreign(headers) else None
-        given = headers.get(b"authorization")
-        if given is None:
+        token = _token(headers)
+        if token is None:
             return None if self._is_signed_in(method, path, headers) else Unauthorized("a bearer token is needed")
-        scheme, _, token = given[0].partition(b" ")
-        token = token.strip(b" \t")
-        if len(given) > 1 or scheme.lower() != b"bearer" or not token:
-            return Unauthorized("one Authorization header with a bearer token is needed")
+        if isinstance(token, AppError):
+            return token
         if self._tokens.is_admin(token):
             return None
         token_session = self._tokens.session_of(token)
@@ -173,13 +178,29 @@ def unknown_session(session_id: str) -> SessionNotFound:
     return SessionNotFound(f"session {session_id} does not exist")
 
 
+def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:
+    """The request's token; None if it brings none."""
+    bearers, keys = headers.get(b"authorization", []), headers.get(b"x-api-key", [])
+    found = {key.strip(b" \t") for key in keys}
+    for value in bearers:
+        scheme, _, token = value.partition(b" ")
+        found.add(token.strip(b" \t") if scheme.lower() == b"bearer" else b"")
+    if len(bearers) > 1 or len(keys) > 1 or b"" in found:
+        return Unauthorized("one Authorization header with a bearer token, or one x-api-key, is needed")
+    if len(found) > 1:
+        return Unauthorized("Authorization and x-api-key hold different tokens: send one of them, or the same in both")
+    return found.pop() if found else None
+
+
 def _check_session_token(token_session: str, method: str, path: str) -> AppError | None:
     if path.startswith(_SESSIONS):
         named, _, rest = path[len(_SESSIONS) :].partition("/")
         if named != token_session:
             return unknown_session(named)
         return Forbidden("a session token cannot create sessions") if rest == _FORK else None
-    if (method == "POST" and path in _GENERATING) or (method in _READS and path == MODELS):
+    if method == "POST" and (path in ROUTES or path == COUNT_TOKENS):
+        return None
+    if method in _READS and (path == MODELS or _STORED.fullmatch(path)):
         return None
     return Forbidden("a session token is only valid for its own session's routes")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import cast
 
 from httptools import HttpParserUpgrade, HttpRequestParser
@@ -17,7 +18,7 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from app.api.connection_limit import PROBES, Capacity, ConnectionLimit
-from app.api.limits import MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
+from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.api.replies import error_parts
 from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
 
@@ -61,6 +62,11 @@ class BoundedProtocol(HttpToolsProtocol):
     _timeout: asyncio.TimerHandle | None = None
     _stall_timeout: asyncio.TimerHandle | None = None
 
+    is_lost = False
+    """The connection has ended."""
+
+    _unsettled: Callable[[bool], None] | None = None
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         if self.limit is not None:
@@ -78,7 +84,28 @@ class BoundedProtocol(HttpToolsProtocol):
             self.limit.stop_waiting(self)
         self._cancel_timeout()
         self._cancel_stall_timeout()
+        self.is_lost = True
+        self._settle(exc is None)
         super().connection_lost(exc)
+
+    def when_handed_over(self, settle: Callable[[bool], None]) -> None:
+        """Call `settle` once it is known whether all that was written was handed to the kernel.
+
+        Call this right after a reply's last part was sent. uvloop writes at the end of an iteration of its loop, so it
+        is known when the client sends its next request, or when the connection ends: in order, or with an error.
+        """
+        if self.is_lost:
+            settle(False)
+        elif not self.transport.get_write_buffer_size():
+            settle(True)
+        else:
+            self._settle(True)
+            self._unsettled = settle
+
+    def _settle(self, delivered: bool) -> None:
+        settle, self._unsettled = self._unsettled, None
+        if settle is not None:
+            settle(delivered)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -117,7 +144,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_replacing_parser:
             return
         super().on_message_begin()
+        self._settle(True)
         self.scope["state"][PEER] = self.client
+        self.scope["state"][CONNECTION] = self
         self._in_head = True
         self._unused_bytes = 0
 

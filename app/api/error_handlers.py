@@ -1,4 +1,4 @@
-"""Turns exceptions of routes into error replies, all in the form that the OpenAI SDKs read."""
+"""Turns exceptions of routes into error replies, in the form that the path's clients read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
@@ -15,12 +15,14 @@ from app.api.replies import error_parts
 from app.api.state import services
 from app.api.turns import INTERNAL
 from app.errors import AppError, InvalidRequest
-from app.fleet.engines import PATHS
+from app.logs import request_id
 from app.metrics import METHOD_NOT_ALLOWED, NOT_FOUND
+from app.protocols.errors import ErrorFields, openai_error
+from app.protocols.registry import ROUTES, protocol_at
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
-_TURN = re.compile(rf"(/sessions/[^/]+)?({'|'.join(map(re.escape, PATHS.values()))})")
+_TURN = re.compile(rf"(/sessions/[^/]+)?({'|'.join(map(re.escape, ROUTES))})")
 """Paths of the routes that are not FastAPI's (`app.api.turns`)."""
 
 
@@ -34,7 +36,7 @@ def handle_faults(app: FastAPI) -> None:
 async def _app_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, AppError)
     services(request).metrics.request_failed(error.code)
-    status, headers, body = error_parts(error)
+    status, headers, body = error_parts(error, protocol_at(route_path(request.scope)))
     return Response(body, status, dict(headers))
 
 
@@ -63,15 +65,19 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"{request.method} is not supported on {path}; supported: {', '.join(allowed)}"
         return _refusal(request, 405, METHOD_NOT_ALLOWED, message, {"allow": ", ".join(allowed)})
     message = f"there is no route {request.method} {path}"
-    if path.endswith(("/completions", "/models")):
+    if "/v1/v1/" in path:
+        message += "; /v1 is there twice: an Anthropic base URL does not end in it"
+    elif path.endswith(("/completions", "/models", "/responses")):
         message += "; an OpenAI base URL ends in /v1"
     return _refusal(request, 404, NOT_FOUND, message, {})
 
 
 def _refusal(request: Request, status: int, code: str, message: str, headers: dict[str, str]) -> Response:
     services(request).metrics.request_failed(code)
-    body = {"message": message, "type": "invalid_request_error", "code": code, "param": None}
-    return JSONResponse({"error": body}, status, headers)
+    protocol = protocol_at(route_path(request.scope))
+    render = openai_error if protocol is None else protocol.error
+    body = render(ErrorFields(status, message, "invalid_request_error", code, request_id=request_id()))
+    return Response(body, status, headers, "application/json")
 
 
 def _allowed(request: Request) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ from app.api.describe import BODY, SESSION, WRITE, describe, json_reply
 from app.api.parameters import SessionId
 from app.api.sessions import created
 from app.api.state import services
+from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
 from app.sessions.forks import ForkOrder
@@ -71,4 +71,4 @@ def _fork_id(session_id: str, key: str | None, nth: int) -> str:
     """With a key the id is derived from the request, so that a retry finds the sessions of the first attempt."""
     if not key:
         return uuid.uuid4().hex
-    return hashlib.sha256(f"{session_id}\n{nth}\n{key}".encode()).hexdigest()[:32]
+    return digest(f"{session_id}\n{nth}\n{key}".encode())

@@ -1,7 +1,7 @@
-"""Finds the session of a request by its headers, for harnesses that cannot put it into the path.
+"""Finds the session of a request by its headers, its token or its body, for harnesses that cannot put it into the path.
 
-Several agents may share a harness's session. An agent with an id of its own in a header gets its own session, a child
-of the shared one. If agents cannot be distinguished, the error says which header to send.
+Several agents may share a harness's session. An agent with an id of its own in a header is a branch of it, or
+gets its own session, a child of the shared one. If agents cannot be distinguished, the error says which header to send.
 
 Sources of the header names: Dynamo's protocols/agents.rs (dynamo-llm 1.4.0 and 1.5.0) and its page on agent sessions.
 """
@@ -29,20 +29,29 @@ log = logging.getLogger("turnlog.header_sessions")
 
 
 class Harness(NamedTuple):
-    """A harness's headers for its session, the agent in it, that agent's parent agent, and a parent session."""
+    """A harness's headers for its session, the agent in it, that agent's parent agent, and a parent session.
+
+    `makes_up_ids`: the harness itself makes its session's id, so that its user cannot name Turnlog's session in it.
+    """
 
     session: str
     agent: str | None = None
     parent_agent: str | None = None
     parent: str | None = None
+    makes_up_ids: bool = False
 
 
 HARNESSES = (
     Harness("x-turnlog-session-id"),
     Harness("x-dynamo-session-id", parent="x-dynamo-parent-session-id"),
     Harness("x-session-id", parent="x-parent-session-id"),
-    Harness("session-id", agent="thread-id", parent_agent="x-codex-parent-thread-id"),
-    Harness("x-claude-code-session-id", agent="x-claude-code-agent-id", parent_agent="x-claude-code-parent-agent-id"),
+    Harness("session-id", agent="thread-id", parent_agent="x-codex-parent-thread-id", makes_up_ids=True),
+    Harness(
+        "x-claude-code-session-id",
+        agent="x-claude-code-agent-id",
+        parent_agent="x-claude-code-parent-agent-id",
+        makes_up_ids=True,
+    ),
     Harness("x-multi-turn-session-id"),
 )
 """Turnlog's own, Dynamo's, OpenCode's, Codex's, Claude Code's, a generic one. The first one present is used."""
@@ -50,10 +59,12 @@ HARNESSES = (
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
 """Headers that are valid with any harness and take precedence over the harness's own."""
 
-NAMES = frozenset((AGENT, PARENT, FINAL, *(name for harness in HARNESSES for name in harness if name is not None)))
+NAMES = frozenset((AGENT, PARENT, FINAL, *(name for harness in HARNESSES for name in harness if isinstance(name, str))))
+
+_OF_AGENTS = frozenset((AGENT, *(harness.agent for harness in HARNESSES if harness.agent is not None)))
 
 AGENTS_HINT = (
-    "the session was named by a header alone, so another agent of the same session cannot be told from this one: where "
+    "the path does not name the session, so another agent of the same session cannot be told from this one: where "
     f"agents share a session, let each send its own {AGENT} (the parent's session in {PARENT}), or a session of its own"
 )
 
@@ -64,11 +75,38 @@ MAX_PREFIX = 95
 
 HASH_CHARACTERS = MAX_ID - 1 - MAX_PREFIX
 
+PROMPT_CACHE_KEY, USER_ID = "prompt_cache_key", "metadata.user_id"
+
+BODY_FIELDS: Mapping[str, bytes] = {PROMPT_CACHE_KEY: b'"prompt_cache_key"', USER_ID: b'"metadata"'}
+"""Fields of a body that may name its session (TURNLOG_SESSION_FROM_BODY), and what such a body contains."""
+
+MAX_NAMING = 16 << 10
+"""Bytes of a field that names a session; a longer one names none."""
+
+
+class _Naming(msgspec.Struct):
+    """The fields of a body that are read here."""
+
+    prompt_cache_key: msgspec.Raw = msgspec.Raw()
+    metadata: msgspec.Raw = msgspec.Raw()
+
+
+class _Metadata(msgspec.Struct):
+    user_id: msgspec.Raw = msgspec.Raw()
+
+
+class _User(msgspec.Struct):
+    session_id: str
+
+
+_NAMED = msgspec.json.Decoder(_Naming)
+
 
 class HeaderSession:
     """The session of one request. `parent` is the session of the agent that started this session's agent.
 
-    `root` is the session in the header, `agents` are the agents' sessions whose ids were derived from it.
+    `root` is the session in the header, `agents` are the agents' sessions whose ids were derived from it. `agent_id` is
+    the agent in the header; it is set to None where the agent has a session of its own.
     """
 
     def __init__(
@@ -78,11 +116,13 @@ class HeaderSession:
         *,
         root: str | None = None,
         agents: Collection[str] = (),
+        agent_id: str | None = None,
         is_final: bool = False,
     ) -> None:
+        self.agent_id = agent_id
         self.session_id = session_id
         self.parent = parent
-        self._root = session_id if root is None else root
+        self.root = session_id if root is None else root
         self._agents = agents
         self._is_final = is_final
         self._has_committed = False
@@ -93,12 +133,43 @@ class HeaderSession:
         `token_session` is the session of the request's token. Raises SessionNotFound if this session or its
         parent is neither that session nor one of its agents'.
         """
+        await self._choose_session(app, token_session)
         if token_session is not None and self.session_id != token_session:
             self.parent = self.parent or token_session
             self._require_below(token_session, self.session_id)
         if token_session is not None and self.parent is not None:
             self._require_below(token_session, self.parent)
         await self._ensure(app, token_session)
+        await self._require_stored_below(app, token_session)
+
+    async def existing(self, app: Services, token_session: str | None = None) -> str:
+        """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
+        await self._choose_session(app, token_session)
+        if token_session is not None:
+            self._require_below(token_session, self.session_id)
+        await self._require_stored_below(app, token_session)
+        return self.session_id
+
+    async def _choose_session(self, app: Services, token_session: str | None) -> None:
+        """An agent is a branch of the session in the header, unless that is linear, the operator wants a session for
+        each agent, or the agent has one in the store already.
+
+        Raises SessionNotFound before another token's session is read: the choice would tell its history.
+        """
+        if token_session is not None:
+            self._require_below(token_session, self.root)
+        if self.agent_id is None:
+            return
+        root = await app.cache.get(self.root)
+        history = app.settings.history if root is None else root.session.history
+        is_branch = app.settings.agents == "branches" and history != "linear"
+        if is_branch and await app.sessions.config_of(self.session_id) is None:
+            self.session_id, self.parent = self.root, None
+        else:
+            self.agent_id = None
+
+    async def _require_stored_below(self, app: Services, token_session: str | None) -> None:
+        """Its name does not make a session an agent's: its stored parent does. Raises SessionNotFound."""
         if token_session is not None and self.session_id != token_session:
             stored = await app.sessions.config_of(self.session_id)
             self._require_below(token_session, (stored and stored.parent) or "")
@@ -106,7 +177,7 @@ class HeaderSession:
     def _require_below(self, token_session: str, session_id: str) -> None:
         """Raises SessionNotFound unless `session_id` is the token's session or, by its name, one of its agents'."""
         is_named = session_id == token_session or session_id.startswith(f"{token_session}:")
-        if not is_named and not (self._root == token_session and session_id in self._agents):
+        if not is_named and not (self.root == token_session and session_id in self._agents):
             raise unknown_session(self.session_id)
 
     async def _ensure(self, app: Services, token_session: str | None) -> None:
@@ -119,14 +190,19 @@ class HeaderSession:
             self.parent, parent = creator, await app.sessions.config_of(creator)
         body = CreateSession(session_id=self.session_id, parent_session_id=self.parent)
         new = new_session(body, app.settings)
+        if new.config.history is None:
+            # No path named it.
+            new = msgspec.structs.replace(new, config=msgspec.structs.replace(new.config, history="tree"))
         if parent is not None:
             config = msgspec.structs.replace(
                 new.config,
                 adapter=parent.adapter,
                 on_abort=parent.on_abort,
+                stream_mode=parent.stream_mode,
                 matcher=parent.matcher,
                 rollback_window=parent.rollback_window,
                 on_divergence=parent.on_divergence,
+                history=parent.history or new.config.history,
             )
             new = msgspec.structs.replace(new, config=config)
         if creator is None:
@@ -157,32 +233,102 @@ class HeaderSession:
             log.warning("session %s could not be closed after its final turn: %s", self.session_id, error)
 
 
-def session_of_request(headers: Headers, body: bytes) -> HeaderSession:
-    """The session of a request whose path has no session: from a header, else from `nvext.session_control`.
+def session_of_request(
+    headers: Headers, body: bytes, token_session: str | None = None, body_fields: Collection[str] = ()
+) -> HeaderSession:
+    """The session of a request whose path has no session.
 
-    Raises InvalidRequest, also if there is neither.
+    From a header, else from `nvext.session_control`, else that of the request's token, else from the first of
+    `body_fields` that the body has. An id that a harness made up gives way to the token's session. Raises
+    InvalidRequest, also if there is none.
     """
-    given = {name: stripped for name, value in headers if name in NAMES and (stripped := value.strip())}
-    harness = next((one for one in HARNESSES if one.session in given), None)
+    given = _given(headers)
+    harness = _harness(given)
     if harness is None:
-        session_id = control.session_named(body)
-        if session_id is None:
-            expected = ", ".join(one.session for one in HARNESSES)
-            raise InvalidRequest(f"no session: send one of the headers {expected}, or nvext.session_control")
-        return HeaderSession(session_id, _parent(given, None, session_id), is_final=_is_final(given))
-    session_id = _valid(given, harness.session)
-    agent = given.get(AGENT) or given.get(harness.agent or "")
+        session_id = control.session_named(body) or token_session or _named_in(body, body_fields)
+    elif harness.makes_up_ids and token_session is not None:
+        session_id = token_session
+    else:
+        session_id = _valid(given, harness.session)
+    if session_id is None:
+        expected = ", ".join(one.session for one in HARNESSES)
+        raise InvalidRequest(f"no session: send one of the headers {expected}, nvext.session_control or its own token")
+    main = given[harness.session] if harness is not None else session_id
+    agent = _agent(given, harness, main)
     own, parent = session_id, None
     agents = []
-    if agent is not None and agent != session_id:
+    if agent is not None:
         own, parent = _agent_session(session_id, agent), session_id
         agents.append(own)
-        by = given.get(harness.parent_agent or "")
-        if by is not None and by != session_id:
+        by = None if harness is None else given.get(harness.parent_agent or "")
+        if by is not None and by != main:
             parent = _agent_session(session_id, by)
             agents.append(parent)
-    parent = _parent(given, harness.parent, own) or parent
-    return HeaderSession(own, parent, root=session_id, agents=agents, is_final=_is_final(given))
+    parent = _parent(given, None if harness is None else harness.parent, own) or parent
+    return HeaderSession(own, parent, root=session_id, agents=agents, agent_id=agent, is_final=_is_final(given))
+
+
+def agent_of(headers: Headers) -> str | None:
+    """The agent that the headers of a request name, for a session in the path."""
+    if not any(name in _OF_AGENTS for name, _ in headers):
+        return None
+    given = _given(headers)
+    harness = _harness(given)
+    return _agent(given, harness, None if harness is None else given[harness.session])
+
+
+def _given(headers: Headers) -> dict[str, str]:
+    """The headers that are read here and are not blank."""
+    return {name: stripped for name, value in headers if name in NAMES and (stripped := value.strip())}
+
+
+def _harness(given: Mapping[str, str]) -> Harness | None:
+    return next((one for one in HARNESSES if one.session in given), None)
+
+
+def _agent(given: Mapping[str, str], harness: Harness | None, session: str | None) -> str | None:
+    """The agent in the headers. The one that is named like its session is the session's main agent: None."""
+    agent = given.get(AGENT) or (None if harness is None else given.get(harness.agent or ""))
+    return None if agent == session else agent
+
+
+def _named_in(body: bytes, fields: Collection[str]) -> str | None:
+    """The session that the first of these fields of the body names, or None."""
+    if not any(BODY_FIELDS[field] in body for field in fields):
+        return None
+    try:
+        named = _NAMED.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # The turn's parser says what is wrong.
+    values = {PROMPT_CACHE_KEY: _text(named.prompt_cache_key), USER_ID: _user(named.metadata)}
+    name = next((value for field in fields if (value := values[field])), None)
+    return None if name is None else _as_id(name)
+
+
+def _text(raw: msgspec.Raw) -> str | None:
+    """The text in a short field, else None."""
+    if not 0 < len(bytes(raw)) <= MAX_NAMING:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=str).strip()
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _user(raw: msgspec.Raw) -> str | None:
+    """`user_id` in `metadata`. Claude Code sends JSON text there, with a `session_id`."""
+    if not 0 < len(bytes(raw)) <= MAX_NAMING:
+        return None
+    try:
+        user_id = _text(msgspec.json.decode(raw, type=_Metadata).user_id)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if user_id is None:
+        return None
+    try:
+        return msgspec.json.decode(user_id, type=_User).session_id.strip() or user_id
+    except (msgspec.MsgspecError, RecursionError):
+        return user_id
 
 
 def _is_final(given: Mapping[str, str]) -> bool:
@@ -205,10 +351,16 @@ def _valid(given: Mapping[str, str], name: str) -> str:
     return value
 
 
+def _as_id(name: str) -> str:
+    """The name itself, or a hash of it if it is too long or has characters that are not allowed in an id."""
+    return name if re.fullmatch(ID, name) and name.strip(".") else _digest(name)
+
+
 def _agent_session(session_id: str, agent: str) -> str:
     """`session:agent`, with a hash if that is too long or has characters that are not allowed in an id."""
     plain = f"{session_id}:{agent}"
-    if re.fullmatch(ID, plain):
-        return plain
-    digest = hashlib.sha256(plain.encode()).hexdigest()[:HASH_CHARACTERS]
-    return f"{session_id[:MAX_PREFIX]}:{digest}"
+    return plain if re.fullmatch(ID, plain) else f"{session_id[:MAX_PREFIX]}:{_digest(plain)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_CHARACTERS]

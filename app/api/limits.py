@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Protocol, Self
 
 from starlette.types import Receive, Scope
 
@@ -52,6 +52,22 @@ could block all requests of their address. Large uploads that begin together are
 
 PEER = "peer"
 """Key in a scope's state: the connection's real peer, regardless of headers (set by `app.api.connection`)."""
+
+CONNECTION = "connection"
+"""Key in a scope's state: the `Connection` of the request, where uvicorn serves it (set by `app.api.connection`)."""
+
+
+class Connection(Protocol):
+    """What a request may know of its connection. `when_handed_over` as in `BoundedProtocol`."""
+
+    is_lost: bool
+
+    def when_handed_over(self, settle: Callable[[bool], None]) -> None: ...
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    found: Connection | None = (scope.get("state") or {}).get(CONNECTION)
+    return found
 
 
 class BodyReservation:

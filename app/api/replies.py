@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from starlette.types import Send
 
 from app.crash_points import reach
 from app.errors import AppError
+from app.logs import request_id
+from app.protocols.base import WireProtocol
+from app.protocols.errors import own_error
 from app.upstream.headers import Headers
 
 PIECE = 256 << 10
 """Bytes. A larger body is sent in pieces, so that the event loop can serve other requests between them."""
+
+RENDER_INLINE = 64 << 10
+"""Bytes. What is rendered from a larger body is rendered on a thread."""
 
 ROLLED_BACK = "x-turnlog-rolled-back"
 """Header with the number of live turns that the reply's turn superseded when it was committed."""
@@ -51,7 +57,14 @@ def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
             yield bytes(view[start : start + PIECE])
 
 
-def error_parts(error: AppError) -> tuple[int, Headers, bytes]:
-    """Status, headers and body of an error reply."""
+async def rendered(size: int, render: Callable[[], bytes]) -> bytes:
+    """What `render` makes of a stored body of `size` bytes."""
+    return render() if size <= RENDER_INLINE else await asyncio.to_thread(render)
+
+
+def error_parts(error: AppError, protocol: WireProtocol | None = None) -> tuple[int, Headers, bytes]:
+    """Status, headers and body of an error reply, in the shape of `protocol` or else OpenAI's."""
     headers = [("content-type", "application/json"), *error.headers().items()]
-    return error.status, headers, msgspec.json.encode(error.body())
+    if protocol is None or protocol.is_native:
+        return error.status, headers, msgspec.json.encode(error.body())
+    return error.status, headers, protocol.error(own_error(error, request_id()))

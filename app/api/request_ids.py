@@ -13,9 +13,12 @@ from app.api.auth import route_path
 from app.logs import CURRENT, LogContext
 
 HEADER = b"x-request-id"
+ANTHROPICS = b"request-id"
+"""The header that Anthropic's SDKs read."""
 
 _VALID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _SESSIONS = "/sessions/"
+_MESSAGES = "/v1/messages"
 MAX_SESSION_ID = 128
 
 
@@ -28,7 +31,8 @@ def request_ids() -> Iterator[str]:
 class RequestIds:
     """ASGI middleware that gives each request an id: the client's own `x-request-id` if it is valid.
 
-    The reply gets the id unless it passes on an engine's own. The OpenAI SDKs show it as `_request_id`.
+    The reply gets the id unless it passes on an engine's own. The OpenAI SDKs show it as `_request_id`; Anthropic's do
+    so with `request-id`, which replies of Messages get too.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,12 +42,16 @@ class RequestIds:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = _first(scope["headers"])
         request_id = given if given is not None and _VALID.fullmatch(given) else next(self._ids).encode()
-        context = LogContext(request_id.decode(), _session_of(route_path(scope)))
+        path = route_path(scope)
+        context = LogContext(request_id.decode(), _session_of(path))
         CURRENT.set(context)
+        own = (HEADER, ANTHROPICS) if _MESSAGES in path else (HEADER,)
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and _first(message["headers"]) is None:
-                message["headers"] = [*message["headers"], (HEADER, request_id)]
+            if message["type"] == "http.response.start":
+                headers = message["headers"]
+                missing = [(name, request_id) for name in own if _first(headers, name) is None]
+                message["headers"] = [*headers, *missing]
             await send(message)
 
         try:
@@ -52,9 +60,9 @@ class RequestIds:
             context.has_ended = True
 
 
-def _first(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+def _first(headers: Iterable[tuple[bytes, bytes]], wanted: bytes = HEADER) -> bytes | None:
     for name, value in headers:
-        if len(name) == len(HEADER) and name.lower() == HEADER:
+        if len(name) == len(wanted) and name.lower() == wanted:
             return value
     return None
 

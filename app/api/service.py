@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from app.api.describe import ANYTHING, JSON, Reply, describe, json_reply
 from app.api.state import services
@@ -15,6 +15,18 @@ from app.errors import AppError
 from app.store import reads
 
 router = APIRouter(tags=["Service"])
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", response_model=None)
+@describe(
+    "What is here?", "anyone", json_reply("Root", "Where to go on."), Reply("A browser: the page.", {}, status=307)
+)
+async def root(request: Request) -> Response:
+    """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("ui/")
+    return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/openapi.json", "health": "/health"})
 
 
 @router.head("/health", include_in_schema=False)

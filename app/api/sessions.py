@@ -17,6 +17,7 @@ from app.api.describe import (
     BINARY,
     BODY,
     BYTES,
+    JSON,
     NDJSON,
     NOTHING,
     READ,
@@ -30,7 +31,8 @@ from app.api.describe import (
 from app.api.parameters import LIMIT, PageCursor, SessionId
 from app.api.state import Services, services, start_stream
 from app.domain import cursors
-from app.domain.events import OnAbort, OnDivergence, SessionConfig
+from app.domain.branches import Branches
+from app.domain.events import History, OnAbort, OnDivergence, SessionConfig, StreamMode
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.domain.session import Session
 from app.errors import (
@@ -71,12 +73,13 @@ class CreateSession(BaseModel):
     metadata: dict[str, Any] | None = None
     rollback_window: int | None = Field(default=None, ge=0, le=1000)
     retain: Literal["window", "all"] = "window"
-    history: Literal["linear", "tree"] = "linear"
+    history: History | None = None
     on_divergence: OnDivergence | None = None
     on_drift: Literal["segment", "reject"] = "segment"
     matcher: Literal["tolerant", "strict", "role_content_only"] = "tolerant"
     adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
     on_abort: OnAbort | None = None
+    stream_mode: StreamMode = "whole"
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
 
@@ -96,6 +99,7 @@ class SamplesQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     max_seq_len: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
+    branches: Branches = "kept"
 
 
 def require_session_id(session_id: str) -> str:
@@ -108,15 +112,15 @@ def require_session_id(session_id: str) -> str:
 def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """The session of a request; fields that it leaves out have the settings' values.
 
-    Raises Unsupported for documented choices that are not implemented, InvalidRequest.
+    Raises InvalidRequest.
     """
-    if body.history == "tree":
-        raise Unsupported("history: tree is not implemented; use linear")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
     if body.rollback_window is None:
         chosen["rollback_window"] = settings.rollback_window
+    if body.history is None:
+        chosen["history"] = settings.history
     if body.on_divergence is None:
         chosen["on_divergence"] = settings.on_divergence
     return NewSession(
@@ -136,6 +140,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         "parent_session_id": session.config.parent,
     }
     found = {name: others[name] if name in others else config[name] for name in CreateSession.model_fields}
+    found["history"] = session.history
     fork = session.fork
     if fork is not None:
         found["forked_from"] = {"session_id": fork.session, "turn": fork.turn, "parent_loss": fork.loss}
@@ -195,6 +200,13 @@ async def list_sessions(
     }
 
 
+@router.head("/sessions/{session_id}", include_in_schema=False)
+async def has_session(request: Request, session_id: SessionId) -> StreamingResponse:
+    """The status of the GET: programs probe their base URL with it. The session is not read."""
+    await services(request).sessions.require(session_id)
+    return StreamingResponse(iter(()), media_type=JSON)
+
+
 @router.get("/sessions/{session_id}")
 @describe(
     "The session's live turns: requests and replies",
@@ -239,7 +251,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     app = services(request)
     query = await body_of(request, SamplesQuery, is_optional=True)
     live = await app.sessions.require(session_id)
-    body = await app.samples.safetensors(live, query.max_seq_len)
+    body = await app.samples.safetensors(live, query.max_seq_len, query.branches)
     return Response(body, media_type=BYTES)
 
 

@@ -16,6 +16,7 @@ from app.assembly import Assembly
 from app.event_loop_lag import LoopLag
 from app.export.feed import Feed
 from app.export.metrics import ExportMetrics
+from app.export.picker import load_picker
 from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
 from app.lazy_import import LazyImport
@@ -68,6 +69,7 @@ class Services(Assembly):
         self.connection_limit = connection_limit
         self.release = release
         self.exported = ExportMetrics()
+        self.picker = load_picker(settings.picker)
         self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
         self.feed = Feed(database, self.writer, self.exporter)
         self.samples = SessionSamples(self.cache, self.token_in, release)
@@ -94,7 +96,7 @@ class Services(Assembly):
 def _exporter(made: Services) -> Exporter:
     from app.export.exporter import Exporter  # a start does not need it
 
-    return Exporter(made.database, made.release, exported=made.exported)
+    return Exporter(made.database, made.release, exported=made.exported, picker=made.picker)
 
 
 def _page(made: Services) -> PageReaders:

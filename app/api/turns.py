@@ -1,7 +1,7 @@
 """Serves the routes that generate, as plain ASGI endpoints, since they carry all the load.
 
 A turn continues if its client disconnects. A stream is rendered from the committed reply and sent at once; until then,
-comments keep the connection alive.
+comments keep the connection alive. A live one begins before the commit (`client_stream.py`).
 """
 
 from __future__ import annotations
@@ -10,68 +10,76 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
 from app.api.auth import TOKEN_SESSION, route_path
-from app.api.header_sessions import HeaderSession, session_of_request
-from app.api.limits import BodyReservation, peer_of, read_body
-from app.api.replies import ROLLED_BACK, error_parts, send_reply, start_reply
+from app.api.client_stream import ClientStream
+from app.api.header_sessions import HeaderSession, agent_of, session_of_request
+from app.api.limits import BodyReservation, connection_of, peer_of, read_body
+from app.api.replies import ROLLED_BACK, error_parts, rendered, send_reply
 from app.api.state import Services
-from app.domain.events import Protocol
 from app.domain.patterns import ID
 from app.errors import AppError, SessionNotFound
-from app.fleet.engines import PATHS
-from app.logs import set_log_session
-from app.protocols.stream import DONE, KEEPALIVE, as_comment, as_error_event, as_stream, wants_stream
-from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.logs import request_id, set_log_session
+from app.protocols.base import CommittedReply, WireProtocol
+from app.protocols.errors import ErrorFields, engine_error, own_error
+from app.protocols.registry import ROUTES
+from app.protocols.sse import comment, wants_stream
+from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.large_bodies import INLINE_BYTES
+from app.turn.live import LiveStream
 from app.turn.stages import ABORTED, COMMITTED, ENGINE_ERROR, JOINED, REPLAYED, SUCCEEDED, Stages, TurnStage
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog.chat")
 
 _PREFIX = "/sessions/"
-RENDER_INLINE = 64 << 10
 INTERNAL = "an internal error; the server's log has it"
-
-
-def protocol_of(path: str) -> Protocol | None:
-    """The protocol of the generating route with which a path ends, or None."""
-    return next((protocol for protocol, route in PATHS.items() if path.endswith(route)), None)
 
 
 async def serve_turn(app: Services, scope: Scope, receive: Receive, send: Send) -> bool:
     """Answer a request for a turn; False if the request is for another route.
 
-    The routes are `POST /sessions/{id}/v1/chat/completions` and `…/v1/completions`, and both without `/sessions/{id}`,
-    with the session in a header.
+    Each protocol's route is below `/sessions/{id}`, and also by itself, with the session in a header.
     """
-    path = route_path(scope)
-    protocol = protocol_of(path)
-    if scope["method"] != "POST" or protocol is None:
+    if scope["method"] != "POST":
         return False
-    route = PATHS[protocol]
-    path_session = path[len(_PREFIX) : -len(route)] if path.startswith(_PREFIX) else None
-    if path_session is None and path != route:
-        return False
-    if path_session is not None and (not path_session or "/" in path_session):
+    path_session, route = _split_path(route_path(scope))
+    protocol = ROUTES.get(route)
+    if protocol is None:
         return False
     await _TurnRequest(app, protocol, path_session, scope, receive, send).run()
     return True
+
+
+def _split_path(path: str) -> tuple[str | None, str]:
+    """The session in a path, or None, and the route below it."""
+    if not path.startswith(_PREFIX):
+        return None, path
+    name, slash, rest = path[len(_PREFIX) :].partition("/")
+    return (name, slash + rest) if name else (None, path)
 
 
 class _TurnRequest:
     """One request for a turn and its reply. `path_session` is the session in the path, or None."""
 
     def __init__(
-        self, app: Services, protocol: Protocol, path_session: str | None, scope: Scope, receive: Receive, send: Send
+        self,
+        app: Services,
+        protocol: WireProtocol,
+        path_session: str | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._app = app
         self._protocol = protocol
         self._path_session = path_session
         self._token_session: str | None = scope.get(TOKEN_SESSION)
         self._peer = peer_of(scope)
+        self._connection = connection_of(scope)
         self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         self._receive = receive
         self._send = send
@@ -86,12 +94,12 @@ class _TurnRequest:
                 outcome = await self._answer(reservation)
         except AppError as error:
             outcome = error.code
-            await send_reply(self._send, *error_parts(error))
+            await self._send_error(error)
             stages.end()
         except Exception:
             outcome = AppError.code
             log.exception("an unexpected fault in a turn")
-            await send_reply(self._send, *error_parts(AppError(INTERNAL)))
+            await self._send_error(AppError(INTERNAL))
             stages.end()
         if outcome is not None:
             app.metrics.turn_ended(outcome, stages)
@@ -109,7 +117,10 @@ class _TurnRequest:
             if not re.fullmatch(ID, self._path_session):
                 raise SessionNotFound("the session id is invalid")
             return await self._turn(self._path_session, body, reservation)
-        session = await app.turns.large_bodies.run(_large_size(body), lambda: session_of_request(self._headers, body))
+        fields = app.settings.session_from_body
+        session = await app.turns.large_bodies.run(
+            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields)
+        )
         await session.ensure(app, self._token_session)
         set_log_session(session.session_id)
         outcome = await self._turn(session.session_id, body, reservation, session)
@@ -122,62 +133,106 @@ class _TurnRequest:
         """The outcome. Raises AppError."""
         turns, settings = self._app.turns, self._app.settings
         streams = await turns.large_bodies.run(_large_size(body), lambda: wants_stream(body))
-        waiter = Waiter(reservation.grow, self._watch, self._token_session)
+        live = LiveStream() if streams else None
+        waiter = Waiter(reservation.grow, self._watch, self._token_session, self._is_lost, live)
         if settings.abort_after_s is not None:
             self._watch(waiter)
-        mark = retry_mark(self._headers)
-        call = turns.take(session_id, self._protocol, body, self._headers, mark, waiter, self._stages)
+        history = settings.history or (self._protocol.history if session is None else "tree")
+        agent_id = agent_of(self._headers) if session is None else session.agent_id
+        sender = Sender(retry_mark(self._headers), agent_id, history)
+        call = turns.take(session_id, self._protocol, body, self._headers, sender, waiter, self._stages)
         if session is not None:
             call = session.with_hint(call)
         try:
-            if streams:
-                outcome = await self._stream(asyncio.ensure_future(call))
+            if live is not None:
+                outcome = await self._stream(session_id, asyncio.ensure_future(call), live)
                 self._stages.end()
                 return outcome
             reply = await call
         finally:
             if self._watch_task is not None:
                 self._watch_task.cancel()
-        await send_reply(self._send, reply.status, _turn_headers(reply), *reply.parts)
+        parts = await self._rendered(session_id, reply)
+        await self._deliver(
+            session_id,
+            reply,
+            lambda: send_reply(self._send, reply.status, _turn_headers(reply, self._protocol), *parts),
+        )
         self._stages.end()
         return _outcome(reply)
 
-    async def _stream(self, task: asyncio.Task[TurnReply]) -> str:
-        """The outcome. Raises AppError if nothing has been sent yet; later an error is sent as an event."""
-        has_begun = False
-        keepalive_s = self._app.settings.stream_keepalive_s or None
-        while not (await asyncio.wait({task}, timeout=keepalive_s))[0]:
-            if not has_begun:
-                has_begun = True
-                await _start_stream(self._send, [])
-            await self._event(KEEPALIVE, more=True)
+    def _is_lost(self) -> bool:
+        return self._connection is not None and self._connection.is_lost
+
+    async def _deliver(self, session_id: str, reply: TurnReply, send: Callable[[], Awaitable[None]]) -> None:
+        """Send a turn's reply: whether it was delivered decides what a retry of the turn gets."""
+        if reply.turn is None:
+            await send()
+            return
+        retries, turn, is_replay = self._app.retries, reply.turn, reply.replayed
+
+        def settle(delivered: bool) -> None:
+            retries.settle(session_id, turn, delivered=delivered, is_replay=is_replay)
+
+        retries.sending(session_id, turn)
         try:
+            await send()
+        except BaseException:
+            settle(False)
+            raise
+        if self._connection is None:
+            settle(True)
+        else:
+            self._connection.when_handed_over(settle)
+
+    async def _rendered(self, session_id: str, reply: TurnReply) -> Sequence[bytes | memoryview]:
+        """The reply's body in the client's protocol, in parts."""
+        protocol = self._protocol
+        if protocol.is_native:
+            return reply.parts
+        if reply.turn is None:
+            return [protocol.error(self._engine_error(reply))]
+        return [await _render(reply, protocol.reply, self._app.proofs.of(session_id, reply.turn))]
+
+    def _engine_error(self, reply: TurnReply) -> ErrorFields:
+        return engine_error(reply.status, b"".join(reply.parts), request_id())
+
+    async def _send_error(self, error: AppError) -> None:
+        await send_reply(self._send, *error_parts(error, self._protocol))
+
+    async def _stream(self, session_id: str, task: asyncio.Task[TurnReply], live: LiveStream) -> str:
+        """The outcome. Raises AppError if nothing has been sent yet; later an error is sent as an event."""
+        proofs = self._app.proofs
+        stream = ClientStream(self._send, self._protocol, live, lambda turn: proofs.of(session_id, turn))
+        try:
+            await stream.until_reply(task, self._app.settings.stream_keepalive_s or None)
             reply = task.result()
+            if reply.turn is not None:
+                events = await _render(reply, stream.render, proofs.of(session_id, reply.turn))
         except AppError as error:
-            if not has_begun:
+            if not stream.has_begun:
                 raise
-            await self._event(as_error_event(error.body()) + DONE)
+            await stream.fail(own_error(error, request_id()))
             return error.code
         except Exception:
-            if not has_begun:
+            if not stream.has_begun:
                 raise
             log.exception("an unexpected fault in a streamed turn")
-            await self._event(as_error_event(AppError(INTERNAL).body()) + DONE)
+            await stream.fail(own_error(AppError(INTERNAL), request_id()))
             return AppError.code
         if reply.turn is not None:
-            if not has_begun:
-                await _start_stream(self._send, [h for h in _turn_headers(reply) if h[0] != "content-type"])
+            if not stream.has_begun:
+                await stream.begin([h for h in _turn_headers(reply, self._protocol) if h[0] != "content-type"])
             elif reply.rolled_back:
-                await self._event(as_comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
-            await self._event(await _render(reply))
-        elif has_begun:
-            await self._event(as_error_event(b"".join(reply.parts)) + DONE)
+                await stream.write(comment(f"{ROLLED_BACK}: {reply.rolled_back}"), more=True)
+            await self._deliver(session_id, reply, lambda: stream.write(events))
+        elif stream.has_begun:
+            await stream.fail(self._engine_error(reply))
         else:
-            await send_reply(self._send, reply.status, reply.headers, *reply.parts)
+            await send_reply(
+                self._send, reply.status, _turn_headers(reply, self._protocol), *await self._rendered(session_id, reply)
+            )
         return _outcome(reply)
-
-    async def _event(self, data: bytes, *, more: bool = False) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _watch(self, waiter: Waiter) -> None:
         """Start watching for the client's disconnect, once: only one task may wait for `receive`."""
@@ -199,23 +254,20 @@ def _large_size(body: bytes) -> int:
     return len(body) if len(body) > INLINE_BYTES else 0
 
 
-async def _start_stream(send: Send, headers: Headers) -> None:
-    head = [*headers, ("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
-    await start_reply(send, 200, head)
+async def _render(reply: TurnReply, render: Callable[[CommittedReply], bytes], proof: str) -> bytes:
+    """The committed reply in its protocol."""
+    size = sum(map(len, reply.parts))
+    return await rendered(size, lambda: render(CommittedReply(b"".join(reply.parts), proof, reply.echo)))
 
 
-async def _render(reply: TurnReply) -> bytes:
-    """The committed reply as a stream's events; a large one is rendered on a thread."""
-    if sum(map(len, reply.parts)) <= RENDER_INLINE:
-        return as_stream(b"".join(reply.parts))
-    return await asyncio.to_thread(lambda: as_stream(b"".join(reply.parts)))
-
-
-def _turn_headers(reply: TurnReply) -> Headers:
+def _turn_headers(reply: TurnReply, protocol: WireProtocol) -> Headers:
     """The engine's headers, the turn's number, and the number of turns that it superseded."""
+    headers = reply.headers
+    if not protocol.is_native:
+        headers = [*(h for h in headers if h[0] != "content-type"), ("content-type", "application/json")]
     if reply.turn is None:
-        return reply.headers
-    headers = [*reply.headers, ("x-turnlog-turn", str(reply.turn))]
+        return headers
+    headers = [*headers, ("x-turnlog-turn", str(reply.turn))]
     if reply.replayed:
         headers.append(("x-turnlog-replayed", "true"))
     if reply.rolled_back:

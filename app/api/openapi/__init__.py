@@ -16,7 +16,7 @@ from app.api.openapi import turns
 from app.api.openapi.schemas import components, error_replies, header, of_model
 from app.errors import AppError, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
 from app.export.formats import FORMATS, SHAPES
-from app.fleet.engines import PATHS
+from app.protocols.registry import ROUTES
 
 ANYONE: tuple[type[AppError], ...] = (TargetTooLong, HeadersTooLarge, AppError)
 GUARDED: tuple[type[AppError], ...] = (Unauthorized, Forbidden, *ANYONE)
@@ -39,7 +39,7 @@ SCHEMES: Mapping[str, Schema] = {
     _SESSION: {
         "type": "http",
         "scheme": "bearer",
-        "description": "`token` of the reply that created the session: for it alone.",
+        "description": "`token` of the reply that created the session: for it alone. `x-api-key` may hold it, too.",
     },
     _COOKIE: {
         "type": "apiKey",
@@ -54,7 +54,7 @@ _CHOICES: Mapping[str, Iterable[str]] = {"format": FORMATS, "shape": SHAPES}
 
 TAGS: Mapping[str, str] = {
     "Sessions": "Create, read, reward, close.",
-    "Turns": f"The OpenAI API: {', '.join(f'`{path}`' for path in PATHS.values())}.",
+    "Turns": f"The OpenAI API: {', '.join(f'`{path}`' for path in ROUTES)}.",
     "Export": "Training rows, and groups for trainers.",
     "Fleet": "Engines, adapters, gates.",
     "SkyRL": "SkyRL's own routes for the gates.",

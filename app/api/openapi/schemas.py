@@ -25,6 +25,7 @@ from app.domain.fleet import Regression
 from app.errors import AppError, EnginesFailed
 from app.export.feed import Group
 from app.fleet.pauses import AdapterState, FleetGate, Told
+from app.sessions.tree_view import Tree
 from app.store.groups import Acknowledged
 from app.store.reads import Head
 
@@ -59,6 +60,8 @@ _TOLD = {"type": "object", "additionalProperties": ref("Told"), "description": "
 _BY_HAND: Mapping[str, Schema] = {
     "Error": record("An error.", error=_ERROR),
     "EngineError": {**ANYTHING, "description": "The engine's own error, unchanged."},
+    "TokenCount": record("Anthropic's; an engine may add fields.", input_tokens=COUNT),
+    "Root": record("Paths on this server.", service=TEXT, page=TEXT, routes=TEXT, health=TEXT),
     "CreatedSession": record(
         "A session. `base_url` is a path on this server; `token` is present if the server requires tokens.",
         optional=["token"],
@@ -94,12 +97,13 @@ _BY_HAND: Mapping[str, Schema] = {
         metadata=ANYTHING,
         rollback_window=COUNT,
         retain=TEXT,
-        history=TEXT,
+        history=nullable(TEXT),
         on_divergence=TEXT,
         on_drift=TEXT,
         matcher=TEXT,
         adapter=nullable(TEXT),
         on_abort=nullable(TEXT),
+        stream_mode=TEXT,
         parent_session_id=nullable(TEXT),
         forked_from=record(
             "The source session and the turn after which the fork begins.",
@@ -194,7 +198,7 @@ _BY_HAND: Mapping[str, Schema] = {
 
 def _generated() -> dict[str, Schema]:
     """The schemas of the types that replies are made of."""
-    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression)
+    kinds = (Head, AdapterState, FleetGate, Told, Group, Acknowledged, Regression, Tree)
     found: dict[str, Schema] = msgspec.json.schema_components(kinds, ref_template=COMPONENTS + "{name}")[1]
     return found
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from app.api.describe import (
     ANYTHING,
     BODY,
-    BOOLEAN,
     ENGINE,
     EVENTS,
     JSON,
@@ -18,7 +17,6 @@ from app.api.describe import (
     Errors,
     Schema,
     listed,
-    nullable,
     record,
     ref,
 )
@@ -31,6 +29,7 @@ from app.errors import (
     GenerationAborted,
     HistoryMismatch,
     IdempotencyMismatch,
+    PreviousResponseNotFound,
     RollbackTooDeep,
     SessionBusy,
     SessionOpenFailed,
@@ -39,13 +38,15 @@ from app.errors import (
     Unsupported,
     WorkerCrash,
 )
-from app.fleet.engines import PATHS
+from app.protocols.base import WireProtocol
+from app.protocols.registry import PROTOCOLS
 
 ERRORS: Errors = (
     *BODY,
     Unsupported,
     RollbackTooDeep,
     HistoryMismatch,
+    PreviousResponseNotFound,
     *SESSION,
     TooManySessions,
     SessionBusy,
@@ -59,53 +60,8 @@ ERRORS: Errors = (
     TokenPrefixMismatch,
 )
 
-_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
-_IDS: Schema = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
-_ONE: Schema = {"const": 1}
-_SINGLE: Schema = {"minItems": 1, "maxItems": 1}
-
-_COMMON: Mapping[str, Schema] = {
-    "model": {"description": "For the engine; a known adapter's name makes it the turn's adapter."},
-    "stream": {**nullable(BOOLEAN), "description": "The committed reply as chunks, sent together; comments meanwhile."},
-    "n": nullable(_ONE),
-    "lora_path": {"maxLength": 512, "description": "The turn's adapter; beside another of the session's: 400."},
-    "nvext": {"description": "`session_control` is Turnlog's, docs/fleet.md; the rest goes to the engine."},
-}
-"""Fields that are not listed are passed to the engine unchanged."""
-
 SCHEMAS: Mapping[str, Schema] = {
-    "Message": {
-        "type": "object",
-        "properties": {"role": TEXT, "content": {}, "tool_calls": {}, "tool_call_id": {}, "name": {}},
-        "required": ["role"],
-    },
-    "ChatRequest": {
-        "type": "object",
-        "description": "An OpenAI chat request. Fields that Turnlog does not know go to the engine as they are.",
-        "properties": {
-            **_COMMON,
-            "messages": {**listed(ref("Message")), "minItems": 1, "description": "The whole history, and what is new."},
-            "tools": {"description": "For the engine; stored once a session."},
-            "input_ids": {**nullable(_IDS), "description": "The client's own prompt ids."},
-        },
-        "required": ["messages"],
-        "additionalProperties": True,
-    },
-    "CompletionRequest": {
-        "type": "object",
-        "description": "An OpenAI completions request. Fields that Turnlog does not know go to the engine as they are.",
-        "properties": {
-            **_COMMON,
-            "prompt": {
-                "anyOf": [TEXT, _IDS, {**listed(TEXT), **_SINGLE}, {**listed(_IDS), **_SINGLE}],
-                "description": "Text or ids; a list of one such prompt is that one.",
-            },
-            "best_of": nullable(_ONE),
-            "echo": nullable({"const": False}),
-        },
-        "required": ["prompt"],
-        "additionalProperties": True,
-    },
+    **{protocol.schema["title"]: dict(protocol.schema) for protocol in PROTOCOLS.values()},
     "TurnReply": {
         **record("The engine's reply as it came: one choice.", choices=listed(ANYTHING)),
         "additionalProperties": True,
@@ -126,14 +82,8 @@ TURN_HEADERS: Mapping[str, str] = {
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
 
-_BODIES = {"chat": "ChatRequest", "completions": "CompletionRequest"}
 TOLD = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK)
 """The headers of a turn's reply."""
-
-_EXAMPLES: Mapping[str, Schema] = {
-    "chat": {"model": "simulator", "messages": [{"role": "user", "content": "What is 6 times 7?"}]},
-    "completions": {"model": "simulator", "prompt": "6 times 7 is", "max_tokens": 8},
-}
 
 
 def paths(common: Errors, security: list[dict[str, list[str]]], responses: dict[str, Schema]) -> dict[str, Schema]:
@@ -143,26 +93,33 @@ def paths(common: Errors, security: list[dict[str, list[str]]], responses: dict[
     """
     errors = error_replies((*ERRORS, *common), responses, engines_too=True)
     found: dict[str, Schema] = {}
-    for protocol, route in PATHS.items():
-        in_path = "/sessions/{session_id}" + route
-        names = f"One turn, {protocol}", f"One turn, {protocol}, of the session that a header names"
-        for path, summary, parameters in ((in_path, names[0], [_SESSION_ID]), (route, names[1], _session_headers())):
+    for protocol in PROTOCOLS.values():
+        in_path = "/sessions/{session_id}" + protocol.route
+        names = (
+            f"One turn, {protocol.name}",
+            f"One turn, {protocol.name}, of the session that a header, its token or the body names",
+        )
+        for path, summary, parameters in (
+            (in_path, names[0], [_SESSION_ID]),
+            (protocol.route, names[1], _session_headers()),
+        ):
             turn = {"summary": summary, **_turn(protocol, parameters, errors), "security": security}
             found[path] = {"post": turn}
     return found
 
 
-def _turn(protocol: str, parameters: list[Schema], errors: Schema) -> Schema:
-    body = {"schema": ref(_BODIES[protocol]), "example": _EXAMPLES[protocol]}
+def _turn(protocol: WireProtocol, parameters: list[Schema], errors: Schema) -> Schema:
+    body = {"schema": ref(protocol.schema["title"]), "example": protocol.example}
+    reply = ref("TurnReply") if protocol.is_native else ANYTHING
     return {
         "tags": ["Turns"],
         "parameters": [*parameters, *(_header(name, text) for name, text in TURN_HEADERS.items())],
         "requestBody": {"required": True, "content": {JSON: body}},
         "responses": {
             "200": {
-                "description": "The turn is on disk, and this is the engine's reply.",
+                "description": "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
                 "headers": {name: header(name) for name in TOLD},
-                "content": {JSON: {"schema": ref("TurnReply")}, EVENTS: {"schema": {}}},
+                "content": {JSON: {"schema": reply}, EVENTS: {"schema": {}}},
             },
             **errors,
         },
@@ -177,7 +134,7 @@ def _session_headers() -> list[Schema]:
     """The first header that is present names the session."""
     named = [(harness.session, "Names the session, which is created on first use.") for harness in HARNESSES]
     others = [
-        (AGENT, "An agent of the session, which has a session of its own."),
+        (AGENT, "An agent of the session: a branch of it, or a session of its own."),
         (PARENT, "The session whose agent made this one's."),
         (FINAL, "`true`: close the session after this turn."),
     ]

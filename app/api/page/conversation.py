@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from app.domain.session import Turn
-from app.errors import SessionUnreadable
+from app.domain.branches import newest_of
+from app.domain.session import Session
+from app.domain.turns import Turn
+from app.errors import NotFound, SessionUnreadable
 from app.export.rows import as_messages
 from app.sessions.session_at import SessionAt, session_at
 from app.store import reads
@@ -54,14 +56,15 @@ class Conversations:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def at(self, session_id: str, seq: int | None, turn: int | None) -> ConversationView:
-        """The conversation up to `turn` (None: the last live one) after event `seq`.
+    async def at(
+        self, session_id: str, seq: int | None, turn: int | None, branch: int | None = None
+    ) -> ConversationView:
+        """The conversation up to `turn`, else up to the newest turn, of `branch` if that is given, after event `seq`.
 
-        Raises as `session_at`, and NotFound for an unknown turn.
+        Raises as `session_at`, and NotFound for an unknown turn or branch.
         """
         found = await session_at(self._database, session_id, seq)
-        leaf = found.session.leaf
-        number = turn if turn is not None else None if leaf is None else leaf.number
+        number = _newest(found.session, branch) if turn is None else turn
         if number is None:
             return ConversationView(None, [], None, None, 0, {})
         _, event = found.turn(number)
@@ -104,6 +107,19 @@ class Conversations:
             errors[name] = str(error)
             return None
         return msgspec.Raw(found[number])
+
+
+def _newest(session: Session, branch: int | None) -> int | None:
+    if branch is None:
+        return None if session.leaf is None else session.leaf.number
+    try:
+        return newest_of(session, branch).number
+    except KeyError:
+        raise unknown_branch(session, branch) from None
+
+
+def unknown_branch(session: Session, branch: int) -> NotFound:
+    return NotFound(f"session {session.session_id} has no branch {branch} at event {session.version}")
 
 
 def _turn_messages(turns: Sequence[Turn], frames: Frames) -> list[ShownMessage]:

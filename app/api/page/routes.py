@@ -77,6 +77,10 @@ Seq = Annotated[
     Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last."),
 ]
 
+BranchNumber = Annotated[
+    int | None, Query(ge=0, le=MAX_INTEGER, description="A branch's number; default: that of the newest turn.")
+]
+
 
 @router.get("/sessions/{session_id}")
 @for_the_page
@@ -92,9 +96,10 @@ async def conversation(
     session_id: SessionId,
     seq: Seq = None,
     turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")] = None,
+    branch: BranchNumber = None,
 ) -> Response:
-    """The messages up to a turn, live or discarded."""
-    return reply(await (await services(request).page()).conversations.at(session_id, seq, turn))
+    """The messages up to a turn, live or discarded, or up to a branch's newest."""
+    return reply(await (await services(request).page()).conversations.at(session_id, seq, turn, branch))
 
 
 @router.get("/sessions/{session_id}/tokens")
@@ -103,12 +108,12 @@ async def tokens(
     request: Request,
     session_id: SessionId,
     seq: Seq = None,
-    segment: Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="A segment's number.")] = None,
+    branch: BranchNumber = None,
     start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Index of the first token.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
 ) -> Response:
-    """A live segment's tokens, as in an export."""
-    return reply(await (await services(request).page()).tokens.at(session_id, seq, segment, start, limit))
+    """A branch's tokens, as in an export."""
+    return reply(await (await services(request).page()).tokens.at(session_id, seq, branch, start, limit))
 
 
 @router.get("/groups")

@@ -19,10 +19,11 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
-from app.domain.session import Session
+from app.domain.session import OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import Held, State
+from app.sessions.tree_view import Tree, tree_of
 from app.store import reads
 from app.store.engine import Database
 from workers.codec import CorruptContent
@@ -123,7 +124,10 @@ class ViewProblem(msgspec.Struct, frozen=True):
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """A session's state after event `seq` of `last_seq`. Times are seconds since the epoch."""
+    """A session's state after event `seq` of `last_seq`. Times are seconds since the epoch.
+
+    `tree` is null where there is at most one branch.
+    """
 
     session_id: str
     seq: int
@@ -139,7 +143,8 @@ class SessionView(msgspec.Struct, frozen=True):
     reward: Mapping[str, Any] | None
     turn_rewards: Mapping[str, Mapping[str, Any]]
     affinity: Mapping[str, Any] | None
-    open_turn: OpenTurnView | None
+    open_turns: Sequence[OpenTurnView]
+    tree: Tree | None
     turns: Sequence[TurnView]
     failed: Sequence[FailedTurn]
     rollbacks: Sequence[Rollback]
@@ -203,7 +208,8 @@ def _view(
         reward=None if session.reward is None else asdict(session.reward),
         turn_rewards={str(turn): asdict(reward) for turn, reward in session.turn_rewards.items()},
         affinity=None if session.affinity is None else asdict(session.affinity),
-        open_turn=_open_turn(found),
+        open_turns=[_open_turn(found, held) for held in session.open_turns.values()],
+        tree=tree_of(found) if session.branches > 1 else None,
         turns=[
             _turn(found, recorded, recorded.event, discarded_by)
             for recorded in found.events
@@ -228,7 +234,7 @@ def _state(session: Session, is_held: bool) -> State:
         return session.status
     if is_held:
         return "gated"
-    return "idle" if session.open_turn is None else "claimed"
+    return "claimed" if session.open_turns else "idle"
 
 
 def _opened_at(found: SessionAt, fence: int) -> float | None:
@@ -237,10 +243,7 @@ def _opened_at(found: SessionAt, fence: int) -> float | None:
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 
 
-def _open_turn(found: SessionAt) -> OpenTurnView | None:
-    held = found.session.open_turn
-    if held is None:
-        return None
+def _open_turn(found: SessionAt, held: OpenTurn) -> OpenTurnView:
     opened_at = found.events[held.fence - 1].at
     return OpenTurnView(held.turn, held.parent, held.fence, held.incarnation, held.adapter, opened_at)
 

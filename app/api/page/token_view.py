@@ -1,4 +1,4 @@
-"""Reads a segment's tokens for the page, as a trainer gets them, with the text that the engine gave for each."""
+"""Reads a branch's tokens for the page, as a trainer gets them, with the text that the engine gave for each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from app.api.page.conversation import unknown_branch
+from app.domain.branches import BranchRow, branch_rows, place_of, row_of
 from app.domain.events import TurnCommitted
 from app.domain.samples import Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
-from app.errors import NotFound
-from app.sessions.session_at import SessionAt, session_at
+from app.domain.session import Session
+from app.sessions.session_at import session_at
 from app.store import reads
 from app.store.engine import Database
 from app.store.reads import Frames
@@ -41,14 +43,13 @@ class TokenRow(NamedTuple):
     turn: int
 
 
-class SegmentView(msgspec.Struct, frozen=True):
-    """`cause` says why the segment began; null at the session's start, or after a rollback past its first turn."""
+class BranchTokens(msgspec.Struct, frozen=True):
+    """`cause` says why the branch began; `prompt_tokens` is where its first sampled token may be."""
 
-    segment: int
+    branch: int
     cause: str | None
     tokens: int
     prompt_tokens: int
-    turns: Sequence[int]
 
 
 class TurnRange(msgspec.Struct, frozen=True):
@@ -68,14 +69,14 @@ class Boundary(msgspec.Struct, frozen=True):
 
 
 class TokenView(msgspec.Struct, frozen=True):
-    """Tokens [start, start + len(tokens)) of the `total` of segment `segment`, which is null if there is none.
+    """Tokens [start, start + len(tokens)) of the `total` of branch `branch`, which is null if there is none.
 
-    `texts` has one text per token; it is null if neither a tokenizer nor the engine gives any. `error` says why the
-    segment's tokens cannot be read.
+    `branches` are those that are rows of an export, and this one. `texts` has one text per token; it is null if neither
+    a tokenizer nor the engine gives any. `error` says why the branch's tokens cannot be read.
     """
 
-    segment: int | None
-    segments: Sequence[SegmentView]
+    branch: int | None
+    branches: Sequence[BranchTokens]
     total: int
     start: int
     tokens: Sequence[TokenRow]
@@ -93,28 +94,29 @@ class TokenViews:
         self._database = database
         self._prompts = prompts
 
-    async def at(self, session_id: str, seq: int | None, segment: int | None, start: int, limit: int) -> TokenView:
-        """Tokens of a live segment (None: the last) after event `seq`.
+    async def at(self, session_id: str, seq: int | None, branch: int | None, start: int, limit: int) -> TokenView:
+        """Tokens of a branch (None: that of the newest turn) after event `seq`.
 
-        Raises as `session_at`, and NotFound for an unknown segment.
+        Raises as `session_at`, and NotFound for an unknown branch.
         """
         found = await session_at(self._database, session_id, seq)
-        live = _segments(found)
-        segments = [_segment_view(number, turns) for number, turns in live.items()]
-        if segment is None and live:
-            segment = max(live)
-        if segment is None:
+        session = found.session
+        if session.leaf is None:
             return TokenView(None, [], 0, 0, [], None, [], [], [])
-        if segment not in live:
-            raise NotFound(f"session {session_id} has no live segment {segment} at event {found.session.version}")
-        frames = await self._frames(session_id, [turn.turn for turn in live[segment]], wire=False)
+        branch = session.leaf.branch if branch is None else branch
         try:
-            made = await asyncio.to_thread(_sample, segment, live[segment], frames)
+            row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
+        except KeyError:
+            raise unknown_branch(session, branch) from None
+        turns = [found.turn(number)[1] for number in row.turns]
+        frames = await self._frames(session_id, row.turns, wire=False)
+        try:
+            made = await asyncio.to_thread(_sample, session, row, turns, frames)
         except (CorruptContent, Inconsistent) as error:
-            return TokenView(segment, segments, 0, start, [], None, [], [], [], str(error))
-        counts = {turn.turn: turn.output_tokens for turn in live[segment]}
+            return TokenView(branch, branches, 0, start, [], None, [], [], [], str(error))
+        counts = {turn.turn: turn.output_tokens for turn in turns}
         texts = await self._texts(session_id, made, counts, start, limit)
-        return await asyncio.to_thread(_view, made, segments, start, limit, texts)
+        return await asyncio.to_thread(_view, made, branch, branches, start, limit, texts)
 
     async def _frames(self, session_id: str, numbers: Sequence[int], *, wire: bool) -> Frames:
         return await self._database.read(
@@ -137,38 +139,37 @@ class TokenViews:
         return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, start, end)
 
 
-def _segments(found: SessionAt) -> dict[int, list[TurnCommitted]]:
-    """The live turns of each live segment, oldest first."""
-    segments: dict[int, list[TurnCommitted]] = {}
-    for number in found.session.path:
-        _, event = found.turn(number)
-        segments.setdefault(event.segment, []).append(event)
-    return dict(sorted(segments.items()))
+def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[BranchTokens]]:
+    """The row of a branch, and the branches to choose from. Raises KeyError."""
+    rows = {row.leaf.branch: row for row in branch_rows(session)}
+    if branch not in rows:
+        rows[branch] = row_of(session, branch)
+    return rows[branch], [_branch(session, row) for _, row in sorted(rows.items())]
 
 
-def _segment_view(number: int, turns: Sequence[TurnCommitted]) -> SegmentView:
-    first, last = turns[0], turns[-1]
-    return SegmentView(
-        segment=number,
-        cause=first.segment_cause,
-        tokens=last.base_tokens + last.suffix_tokens + last.output_tokens,
-        prompt_tokens=first.base_tokens + first.suffix_tokens,
-        turns=[turn.turn for turn in turns],
-    )
+def _branch(session: Session, row: BranchRow) -> BranchTokens:
+    first, leaf = session.turn(row.turns[0]), row.leaf
+    prompt_tokens = first.token_count - first.output_tokens
+    return BranchTokens(leaf.branch, place_of(session, leaf).cause, leaf.token_count, prompt_tokens)
 
 
-def _sample(number: int, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:
+def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> Sample:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
-    facts = reads.unpack_facts(frames, [turn.turn for turn in turns])
+    facts = reads.unpack_facts(frames, row.turns)
     content = [
         TurnTokens(turn, facts[turn.turn].suffix_ids, facts[turn.turn].output_ids, facts[turn.turn].logprobs)
         for turn in turns
     ]
-    return sample(Segment(number, content, cut=False))
+    return sample(Segment(row, place_of(session, row.leaf), content, cut=False))
 
 
 def _view(
-    made: Sample, segments: Sequence[SegmentView], start: int, limit: int, texts: list[str | None] | None
+    made: Sample,
+    branch: int,
+    branches: Sequence[BranchTokens],
+    start: int,
+    limit: int,
+    texts: list[str | None] | None,
 ) -> TokenView:
     part = slice(start, start + limit)
     versions = list(dict.fromkeys(span.version for span in made.version_spans))
@@ -181,8 +182,8 @@ def _view(
     columns = (made.tokens, made.sampled_mask, made.loss_mask, made.logprobs, by_token, turns)
     rows = zip(*(column[part].tolist() for column in columns), strict=True)
     return TokenView(
-        segment=made.segment,
-        segments=segments,
+        branch=branch,
+        branches=branches,
         total=len(made.tokens),
         start=start,
         tokens=[

@@ -215,6 +215,49 @@ export interface FailedTurn {
   kept_bytes: number | null;
 }
 
+/** A turn of the tree: GET /sessions/{id}/tree. */
+export interface TreeTurn {
+  turn: number;
+  parent: number;
+  agent_id: string | null;
+  state: "open" | "committed";
+  branch: number | null;
+  cause: string | null;
+  carries: number | null;
+  superseded: boolean;
+  messages: number | null;
+  tokens: number | null;
+  output_tokens: number | null;
+  finish_reason: string | null;
+  weight_versions: string[];
+  exported: boolean;
+  reason: string | null;
+  loss_branches: number[];
+}
+
+export interface TreeBranch {
+  branch: number;
+  cause: string | null;
+  parent_branch: number | null;
+  fork_turn: number | null;
+  agent_id: string | null;
+  leaf: number;
+  turns: number;
+  tokens: number;
+  exported: boolean;
+  reason: string | null;
+}
+
+export interface Tree {
+  session_id: string;
+  version: number;
+  status: string;
+  history: string | null;
+  main_branch: number | null;
+  branches: TreeBranch[];
+  turns: TreeTurn[];
+}
+
 export interface OpenTurn {
   turn: number;
   parent: number;
@@ -248,7 +291,9 @@ export interface Session {
   reward: Reward | null;
   turn_rewards: Record<string, Reward>;
   affinity: { engine: string; control: string | null } | null;
-  open_turn: OpenTurn | null;
+  open_turns: OpenTurn[];
+  /** null where there is at most one branch */
+  tree: Tree | null;
   turns: Turn[];
   failed: FailedTurn[];
   rollbacks: Rollback[];
@@ -290,12 +335,11 @@ export interface Transcript {
 /** `version` is an index into the page's `versions`, -1 where the token was not sampled. */
 export type Token = [id: number, sampled: number, lossMask: number, logprob: number | null, version: number, turn: number];
 
-export interface Segment {
-  segment: number;
+export interface BranchTokens {
+  branch: number;
   cause: string | null;
   tokens: number;
   prompt_tokens: number;
-  turns: number[];
 }
 
 /** From token `at` on, what was sampled was sampled under this weight version. */
@@ -306,8 +350,8 @@ export interface Boundary {
 
 /** GET /ui/api/sessions/{id}/tokens */
 export interface TokenPage {
-  segment: number | null;
-  segments: Segment[];
+  branch: number | null;
+  branches: BranchTokens[];
   total: number;
   start: number;
   tokens: Token[];

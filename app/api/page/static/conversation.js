@@ -114,7 +114,7 @@ function otherFields(chatMessage) {
 }
 
 /** @param {Entry} entry @returns {HTMLElement} */
-function messageElement(entry) {
+export function messageElement(entry) {
   const { index, turn } = entry;
   if (entry.error !== undefined)
     return h("li", { class: "said" }, message("error", `message ${index}, turn ${turn}`, h("p", null, entry.error)));
@@ -177,19 +177,20 @@ export class Conversation {
   /**
    * @param {Session} session as of the event that is shown
    * @param {number|null} turn whose conversation; null: of the newest live turn
+   * @param {number|null} branch of which the newest turn is meant where none is named
    */
-  async update(session, turn) {
+  async update(session, turn, branch) {
     const request = async (/** @type {AbortSignal} */ signal) => {
       if (!session.turns.length) return null;
-      return /** @type {Transcript} */ (await get(this.path, { seq: session.seq, turn }, signal));
+      return /** @type {Transcript} */ (await get(this.path, { seq: session.seq, turn, branch }, signal));
     };
     await this.requests.run(
       request,
       (transcript) => {
-        if (transcript?.messages.length) this.#show(transcript, session, turn);
+        if (transcript?.messages.length) this.#show(transcript, session, turn ?? branch);
         else this.#clear(message("empty", session.erased ? "The content is erased." : "No turn is committed yet."));
       },
-      (error) => this.#clear(failure(error, () => this.update(session, turn))),
+      (error) => this.#clear(failure(error, () => this.update(session, turn, branch))),
     );
   }
 
@@ -207,7 +208,7 @@ export class Conversation {
     const { messages, omitted, params } = transcript;
     const turn = session.turns.find((one) => one.turn === transcript.turn);
     this.transcript = transcript;
-    this.turnField.max = String(session.turns.length);
+    this.turnField.max = String(Math.max(...session.turns.map((one) => one.turn)));
     if (document.activeElement !== this.turnField) this.turnField.value = String(transcript.turn);
     this.newest.setAttribute("aria-pressed", String(picked === null));
     const isWhole = omitted === 0 && params !== null && messages.every((one) => one.error === undefined);

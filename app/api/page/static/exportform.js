@@ -67,6 +67,8 @@ function fields() {
     field("of weights", numberField("weight_version", atLeast0)),
     field("Committed from", time("since")),
     field("until", time("until")),
+    field("Branches", choice("branches", ["kept", "main", "longest", "all"], "the server's")),
+    field("Each turn in the loss", choice("loss", ["every"], "once")),
     field("Shape", choice("shape", SHAPES)),
     field("Advantage", choice("advantage", ["grpo"], "none")),
     field("Tokens, at most", numberField("max_seq_len", atLeast0)),

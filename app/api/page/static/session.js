@@ -1,6 +1,7 @@
 /** One session: what it is, its turns, its conversation and its log, now or after any of its events. */
 
 import { curl, get } from "./api.js";
+import { Comparison } from "./compare.js";
 import { Conversation } from "./conversation.js";
 import { copyButton } from "./copy.js";
 import { badge, folded, h, message, replace } from "./dom.js";
@@ -9,6 +10,7 @@ import { clock, count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
 import { Timeline } from "./timeline.js";
 import { Travel } from "./travel.js";
+import { BranchTree } from "./tree.js";
 import { View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
@@ -26,6 +28,11 @@ function rewardParts({ reward, components }) {
   return [h("strong", null, String(reward)), parts.length > 0 && h("span", { class: "note" }, " ", parts)];
 }
 
+/** @param {Session} session @param {number|null} branch @returns {boolean} false after an event before it began */
+function hasBranch({ tree }, branch) {
+  return tree !== null && tree.branches.some((one) => one.branch === branch);
+}
+
 export class SessionView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
@@ -36,18 +43,35 @@ export class SessionView extends View {
     this.session = null;
     this.seq = wholeNumber(query.get("seq"), 1);
     this.turn = wholeNumber(query.get("turn"), 1);
+    this.branch = wholeNumber(query.get("branch"), 0);
+    this.against = wholeNumber(query.get("against"), 0);
     /** The last event that was read, and the last that the live stream named. */
     this.lastRead = 0;
     this.lastNamed = 0;
     /** @type {Map<Element, string>} */
     this.keys = new Map();
     this.title = h("div", { class: "panelhead" }, h("h1", null, named(id)));
+    this.tokensLink = h("a", { href: tokensHref(id) }, "Tokens");
     this.facts = h("dl", { class: "sessionfacts" });
     this.folds = h("div", { class: "folds" });
     this.travel = new Travel(this.closed, (seq) => this.#move(seq));
     this.timeline = new Timeline((turn) => this.#pick(turn));
     this.conversation = new Conversation(this.closed, id, (turn) => this.#pick(turn));
+    this.tree = new BranchTree(
+      (branch) => this.#pick(null, branch),
+      (branch) => this.#compare(branch),
+      (turn) => this.#pick(turn),
+    );
+    this.comparison = new Comparison(this.closed, id, () => this.#compare(null));
     this.log = new EventLog(this.closed, id, () => this.changed());
+    this.columns = h(
+      "div",
+      { class: "columns" },
+      this.tree.element,
+      this.comparison.element,
+      this.conversation.element,
+      this.log.element,
+    );
     replace(
       root,
       h(
@@ -63,7 +87,7 @@ export class SessionView extends View {
         ),
         this.travel.element,
         this.timeline.element,
-        h("div", { class: "columns" }, this.conversation.element, this.log.element),
+        this.columns,
       ),
     );
     this.refresh();
@@ -89,6 +113,8 @@ export class SessionView extends View {
   onQuery(query) {
     this.seq = wholeNumber(query.get("seq"), 1);
     this.turn = wholeNumber(query.get("turn"), 1);
+    this.branch = wholeNumber(query.get("branch"), 0);
+    this.against = wholeNumber(query.get("against"), 0);
     this.refresh();
   }
 
@@ -99,17 +125,40 @@ export class SessionView extends View {
     this.refresh();
   }
 
-  /** @param {number|null} turn */
-  #pick(turn) {
+  /** @param {number|null} turn @param {number|null} [branch] whose newest turn is meant where `turn` is null */
+  #pick(turn, branch = null) {
     this.turn = turn;
+    this.branch = branch;
+    if (turn !== null || branch === this.against) this.against = null;
+    this.#picked();
+  }
+
+  /** @param {number|null} against */
+  #compare(against) {
+    this.against = against;
+    this.#picked();
+  }
+
+  #picked() {
     this.#remember();
     if (!this.session) return;
-    this.timeline.update(this.session, turn);
+    this.#mark(this.session);
     this.#readConversation(this.session);
   }
 
   #remember() {
-    setQuery({ seq: this.seq, turn: this.turn });
+    setQuery({ seq: this.seq, turn: this.turn, branch: this.branch, against: this.against });
+  }
+
+  /** @param {Session} session */
+  #mark(session) {
+    this.timeline.update(session, this.turn);
+    this.tree.update(session.tree, { branch: this.branch, against: this.against, turn: this.turn });
+    const comparing = hasBranch(session, this.against);
+    this.columns.classList.toggle("withtree", session.tree !== null);
+    this.columns.classList.toggle("comparing", comparing);
+    for (const { element } of [this.conversation, this.log]) element.hidden = comparing;
+    this.tokensLink.setAttribute("href", tokensHref(this.id, { seq: this.seq, branch: this.branch }));
   }
 
   refresh() {
@@ -126,9 +175,14 @@ export class SessionView extends View {
   }
 
   /** @param {Session} session */
-  #readConversation(session) {
+  async #readConversation(session) {
     const turn = session.turns.some((one) => one.turn === this.turn) ? this.turn : null;
-    return this.conversation.update(session, turn);
+    const branch = hasBranch(session, this.branch) ? this.branch : null;
+    const read = branch ?? session.tree?.turns.find((one) => one.turn === turn)?.branch ?? session.tree?.main_branch;
+    await Promise.all([
+      this.conversation.update(session, turn, branch),
+      this.comparison.update(session.seq, read ?? 0, hasBranch(session, this.against) ? this.against : null),
+    ]);
   }
 
   /** @param {Session} session */
@@ -139,7 +193,7 @@ export class SessionView extends View {
     );
     const at = this.seq === null ? null : this.#momentOf(session);
     this.travel.update(session.seq, session.last_seq, this.seq === null, at);
-    this.timeline.update(session, this.turn);
+    this.#mark(session);
     this.log.mark(this.seq);
     this.log.start(session.last_seq);
     replace(this.facts, facts(session));
@@ -173,7 +227,7 @@ export class SessionView extends View {
       h("h1", null, named(session.session_id)),
       badge(session.state),
       seq !== null && badge(`as of event ${session.seq}`, "warn"),
-      h("a", { href: tokensHref(this.id, { seq }) }, "Tokens"),
+      this.tokensLink,
       h(
         "span",
         { class: "switches" },
@@ -185,19 +239,18 @@ export class SessionView extends View {
 }
 
 /** @param {Session} session @returns {Child} */
-function facts({ config, fork, turns, affinity, reward, created_at, closed_at }) {
+function facts({ config, fork, turns, tree, affinity, reward, created_at, closed_at }) {
   const live = turns.filter((turn) => turn.live);
   const newest = live.at(-1);
   const engine = affinity?.engine ?? newest?.engine;
   const adapter = config.adapter ?? newest?.adapter;
-  const segments = new Set(live.map((turn) => turn.segment)).size;
   const discarded = turns.length - live.length;
   return [
     fact(
       "Turns",
       count(live.length),
       discarded > 0 && ` live of ${count(turns.length)}`,
-      segments > 1 && `, ${segments} segments`,
+      tree && `, ${count(tree.branches.length)} branches`,
       discarded > 0 && [" ", badge(`${count(discarded)} rolled back`, "warn")],
     ),
     fork != null &&

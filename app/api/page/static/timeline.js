@@ -41,14 +41,14 @@ function orderOf(rollback, turns) {
 }
 
 /** @param {Session} session @returns {Row[]} in the order in which they began */
-function rowsOf({ turns, failed, rollbacks, open_turn: open }) {
+function rowsOf({ turns, failed, rollbacks, open_turns }) {
   /** @type {Row[]} */
   const rows = [
     ...turns.map((fact) => ({ kind: /** @type {const} */ ("turn"), order: fact.fence, fact })),
     ...failed.map((fact) => ({ kind: /** @type {const} */ ("failed"), order: fact.fence, fact })),
     ...rollbacks.map((fact) => ({ kind: /** @type {const} */ ("rollback"), order: orderOf(fact, turns), fact })),
+    ...open_turns.map((fact) => ({ kind: /** @type {const} */ ("open"), order: fact.fence, fact })),
   ];
-  if (open) rows.push({ kind: "open", order: open.fence, fact: open });
   return rows.sort((one, other) => one.order - other.order);
 }
 

@@ -1,4 +1,4 @@
-/** A segment's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
+/** A branch's tokens, as a trainer gets them: loss mask, logprobs, weight versions, and where each comes from. */
 
 import { curl, get } from "./api.js";
 import { copyButton } from "./copy.js";
@@ -6,24 +6,19 @@ import { badge, button, chip, failure, h, message, replace, setText } from "./do
 import { count } from "./format.js";
 import { classOf, showStatistics, TokenStatistics } from "./logprobs.js";
 import { sessionHref, setQuery, tokensHref, wholeNumber } from "./route.js";
+import { CAUSES } from "./tree.js";
 import { View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
-/** @import {Boundary, Segment, SessionRow, Token, TokenPage} from "../ui_types.d.ts" */
+/** @import {Boundary, BranchTokens, SessionRow, Token, TokenPage} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
 /** Tokens of a page, each an element. */
 const PAGE = 2000;
 /** Tokens that are read at a time to be counted, the most that the server gives. */
 const COUNTED = 10000;
-/** Boundaries between weight versions that get a button. */
+/** Boundaries between weight versions that get a button, and branches that get a link. */
 const JUMPS = 40;
-
-/** @type {Record<string, string>} */
-const CAUSES = {
-  drift: "the engine's prompt ids did not continue the stored ones",
-  divergence: "the messages did not continue the history",
-};
 
 /** @param {string} text of one token @returns {string} with line breaks and tabs made visible, and the break kept */
 function spelled(text) {
@@ -49,7 +44,7 @@ export class TokensView extends View {
     /** @type {TokenPage|null} */
     this.page = null;
     this.title = h("div", { class: "panelhead" });
-    this.segments = h("div", { class: "segments" });
+    this.branches = h("div", { class: "segments" });
     this.pager = h("div", { class: "panelhead" });
     this.statistics = h("div", { class: "counts" });
     this.detail = h(
@@ -64,7 +59,7 @@ export class TokensView extends View {
       h(
         "div",
         { class: "session-view tokens-view" },
-        h("section", { class: "panel" }, this.title, this.segments, this.statistics),
+        h("section", { class: "panel" }, this.title, this.branches, this.statistics),
         h("section", { class: "panel" }, this.pager, this.problem, this.cells, this.detail),
       ),
     );
@@ -79,7 +74,7 @@ export class TokensView extends View {
   /** @param {URLSearchParams} query */
   onQuery(query) {
     this.seq = wholeNumber(query.get("seq"), 1);
-    this.segment = wholeNumber(query.get("segment"), 0);
+    this.branch = wholeNumber(query.get("branch"), 0);
     this.at = wholeNumber(query.get("at"), 0);
     this.start = wholeNumber(query.get("start"), 0) ?? (this.at === null ? 0 : this.at - (this.at % PAGE));
     this.refresh();
@@ -97,11 +92,11 @@ export class TokensView extends View {
   }
 
   #remember() {
-    setQuery({ seq: this.seq, segment: this.segment, start: this.start || null, at: this.at });
+    setQuery({ seq: this.seq, branch: this.branch, start: this.start || null, at: this.at });
   }
 
   get #parameters() {
-    return { seq: this.seq, segment: this.segment, start: this.start, limit: PAGE };
+    return { seq: this.seq, branch: this.branch, start: this.start, limit: PAGE };
   }
 
   refresh() {
@@ -130,7 +125,7 @@ export class TokensView extends View {
     this.#renderPager(page);
     const isSame =
       before !== null &&
-      before.segment === page.segment &&
+      before.branch === page.branch &&
       before.start === page.start &&
       before.tokens.length === page.tokens.length;
     if (isSame) return;
@@ -142,40 +137,36 @@ export class TokensView extends View {
   }
 
   #renderTitle() {
-    const { segments = [], segment } = this.page ?? {};
+    const { branches = [], branch } = this.page ?? {};
+    const { seq } = this;
     replace(
       this.title,
-      h("h1", null, "Tokens of ", h("a", { href: sessionHref(this.id, { seq: this.seq }) }, named(this.id))),
-      this.seq !== null && badge(`as of event ${this.seq}`, "warn"),
+      h("h1", null, "Tokens of ", h("a", { href: sessionHref(this.id, { seq, branch: this.branch }) }, named(this.id))),
+      seq !== null && badge(`as of event ${seq}`, "warn"),
       h(
         "span",
         { class: "switches" },
         copyButton(() => curl(this.path, this.#parameters)),
       ),
     );
-    const cause = segments.find((one) => one.segment === segment)?.cause;
+    const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     replace(
-      this.segments,
-      segments.length > 1 &&
+      this.branches,
+      branches.length > 1 &&
         h(
           "nav",
-          { class: "chips", "aria-label": "Segments" },
-          segments.map((one) => this.#segmentLink(one, one.segment === segment)),
+          { class: "chips", "aria-label": "Branches" },
+          branches.slice(0, JUMPS).map((one) => this.#branchLink(one, one.branch === branch)),
+          branches.length > JUMPS && h("span", { class: "note" }, `and ${count(branches.length - JUMPS)} more, in the tree`),
         ),
-      cause &&
-        h(
-          "p",
-          { class: "note" },
-          badge(cause, "warn"),
-          ` Segment ${segment} began because ${CAUSES[cause] ?? cause}.`,
-        ),
+      reason && h("p", { class: "note" }, `Branch ${branch} began because ${reason}.`),
     );
   }
 
-  /** @param {Segment} segment @param {boolean} isCurrent */
-  #segmentLink({ segment, cause, tokens }, isCurrent) {
-    const href = tokensHref(this.id, { seq: this.seq, segment });
-    return chip(href, `segment ${segment}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens`, isCurrent);
+  /** @param {BranchTokens} branch @param {boolean} isCurrent */
+  #branchLink({ branch, cause, tokens }, isCurrent) {
+    const href = tokensHref(this.id, { seq: this.seq, branch });
+    return chip(href, `branch ${branch}${cause ? `, ${cause}` : ""}: ${count(tokens)} tokens`, isCurrent);
   }
 
   /** @param {TokenPage} page */
@@ -359,18 +350,18 @@ export class TokensView extends View {
     return made;
   }
 
-  /** Read the whole segment, without keeping it. @param {TokenPage} page @param {HTMLElement} progress */
-  async #countAll({ segment, total }, progress) {
+  /** Read the whole branch, without keeping it. @param {TokenPage} page @param {HTMLElement} progress */
+  async #countAll({ branch, total }, progress) {
     const statistics = new TokenStatistics();
     while (statistics.tokens < total) {
-      const parameters = { seq: this.seq, segment, start: statistics.tokens, limit: COUNTED };
+      const parameters = { seq: this.seq, branch, start: statistics.tokens, limit: COUNTED };
       const { tokens } = /** @type {TokenPage} */ (await get(this.path, parameters, this.closed));
       if (!tokens.length || !progress.isConnected) break;
       statistics.add(tokens);
       setText(progress, `${count(statistics.tokens)} of ${count(total)}`);
     }
     if (!progress.isConnected) return;
-    showStatistics(this.statistics, statistics, `all ${count(statistics.tokens)} tokens of the segment`);
+    showStatistics(this.statistics, statistics, `all ${count(statistics.tokens)} tokens of the branch`);
   }
 }
 

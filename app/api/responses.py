@@ -1,0 +1,128 @@
+"""The routes that read a stored response of OpenAI's Responses API: it is rendered again from its turn."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+
+from app.api.auth import TOKEN_SESSION
+from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
+from app.api.header_sessions import session_of_request
+from app.api.parameters import LIMIT, SessionId
+from app.api.replies import rendered
+from app.api.state import Services, services
+from app.domain.split import ITEMS
+from app.domain.turns import Turn
+from app.errors import InvalidRequest, NotFound, SessionUnreadable
+from app.protocols.base import CommittedReply
+from app.protocols.responses import PROTOCOL
+from app.protocols.responses.echo import read_echo
+from app.protocols.responses.ids import response_proof
+from app.protocols.responses.listing import Order, input_items
+from app.sessions import transcript
+from app.sessions.cache import CacheEntry, require_open
+
+router = APIRouter(tags=["Turns"])
+
+ResponseId = Annotated[str, Path(description="A response's id, as its reply gave it.")]
+
+ERRORS = (*SESSION, *READ, NotFound, SessionUnreadable)
+_IN_PATH = "/sessions/{session_id}/v1/responses/{response_id}"
+_BY_HEADER = "/v1/responses/{response_id}"
+_RESPONSE = Reply("The response, as its request was answered.", {JSON: ANYTHING})
+_ITEMS = Reply("A page of the input items of the response's request.", {JSON: ANYTHING})
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A page of items, as OpenAI's API names its parameters."""
+
+    order: Order
+    limit: int
+    after: str | None
+
+
+def _page(
+    order: Annotated[Order, Query(description="`desc`: the newest first.")] = "desc",
+    limit: Annotated[int, Query(ge=1, le=100, description=LIMIT)] = 20,
+    after: Annotated[
+        str | None, Query(pattern="^[A-Za-z0-9_-]{1,128}$", description="The id of the item that the page follows.")
+    ] = None,
+) -> Page:
+    return Page(order, limit, after)
+
+
+@router.get(_IN_PATH)
+@describe("A stored response", "session", _RESPONSE, errors=ERRORS)
+async def get_response(request: Request, session_id: SessionId, response_id: ResponseId) -> Response:
+    """A response of the session, also after a restart; 404 if it was made with `store: false`."""
+    return await _response(services(request), session_id, response_id)
+
+
+@router.get(_BY_HEADER)
+@describe(
+    "A stored response of the session that a header or token names",
+    "session",
+    _RESPONSE,
+    errors=(InvalidRequest, *ERRORS),
+)
+async def get_response_by_header(request: Request, response_id: ResponseId) -> Response:
+    """As with the session in the path."""
+    return await _response(services(request), await _session_of(request), response_id)
+
+
+@router.get(_IN_PATH + "/input_items")
+@describe("The input items of a stored response", "session", _ITEMS, errors=(InvalidRequest, *ERRORS))
+async def get_input_items(
+    request: Request, session_id: SessionId, response_id: ResponseId, page: Annotated[Page, Depends(_page)]
+) -> Response:
+    """The whole history that the response answered, as input items."""
+    return await _input_items(services(request), session_id, response_id, page)
+
+
+@router.get(_BY_HEADER + "/input_items")
+@describe("As above, of the session that a header or token names", "session", _ITEMS, errors=(InvalidRequest, *ERRORS))
+async def get_input_items_by_header(
+    request: Request, response_id: ResponseId, page: Annotated[Page, Depends(_page)]
+) -> Response:
+    """As with the session in the path."""
+    return await _input_items(services(request), await _session_of(request), response_id, page)
+
+
+async def _session_of(request: Request) -> str:
+    """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
+    token_session = request.scope.get(TOKEN_SESSION)
+    session = session_of_request(request.headers.items(), b"", token_session)
+    return await session.existing(services(request), token_session)
+
+
+async def _response(app: Services, session_id: str, response_id: str) -> Response:
+    entry, turn, proof, echo = await _stored(app, session_id, response_id)
+    _, _, body = await transcript.stored_reply(app.database, entry.session, turn.number, ())
+    reply = CommittedReply(body, proof, echo)
+    return Response(await rendered(len(body), lambda: PROTOCOL.reply(reply)), media_type=JSON)
+
+
+async def _input_items(app: Services, session_id: str, response_id: str, page: Page) -> Response:
+    entry, turn, proof, echo = await _stored(app, session_id, response_id)
+    history = b"[" + await app.cache.messages(entry, turn.number) + b"]"
+
+    def listed() -> bytes:
+        return input_items(ITEMS.decode(history)[:-1], proof, echo, page.order, page.limit, page.after)
+
+    return Response(await rendered(len(history), listed), media_type=JSON)
+
+
+async def _stored(app: Services, session_id: str, response_id: str) -> tuple[CacheEntry, Turn, str, bytes | None]:
+    """The turn that the id names, with its proof and its echo. Raises NotFound, SessionNotFound, SessionClosed."""
+    entry = require_open(await app.cache.current(session_id), session_id)
+    proof = response_proof(response_id)
+    number = None if proof is None else app.proofs.turn_of(session_id, proof)
+    turn = None if number is None else entry.session.turns.get(number)
+    if proof is None or turn is None or turn.protocol != PROTOCOL.name:
+        raise NotFound(f"session {session_id} has no such response")
+    echo = await transcript.echo(app.database, entry.session, turn)
+    if not read_echo(echo).is_stored:
+        raise NotFound(f"the response of turn {turn.number} was not to be stored (store: false)")
+    return entry, turn, proof, echo
