@@ -15,6 +15,10 @@ class RowParameters(TypedDict, total=False):
     weight_version: Annotated[int, "The current weight version; default: the newest."]
     max_seq_len: Annotated[int, "Cut rows to at most this many tokens."]
     truncate: Annotated[Literal["turn", "token"], "turn (default: at a turn's end), token (inside one)."]
+    branches: Annotated[
+        Literal["kept", "main", "longest", "all"], "Leaves that become rows; default: all but superseded ones."
+    ]
+    loss: Annotated[Literal["once", "every"], "once (default: a token is in one row's loss), every (in each)."]
     explain: Annotated[bool, "Also give a line for each excluded row, with the reason."]
 
 

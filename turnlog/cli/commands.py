@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli import export, fleet, forks, maintain, sessions, tail
+from turnlog.cli import export, fleet, forks, maintain, sessions, tail, tree
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
 from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
@@ -30,6 +30,7 @@ for _panel, _name, _function in (
     (RUN, "doctor", doctor.doctor),
     (OBSERVE, "sessions", sessions.sessions),
     (OBSERVE, "show", sessions.show),
+    (OBSERVE, "tree", tree.tree),
     (OBSERVE, "tail", tail.tail),
     (OBSERVE, "groups", sessions.groups),
     (OBSERVE, "export", export.export),

@@ -30,8 +30,7 @@ def print_session(state: Mapping[str, Any]) -> None:
     _print_reward(state)
     if state["affinity"]:
         line("engine: " + compact({k: v for k, v in state["affinity"].items() if v is not None}, 120))
-    held = state["open_turn"]
-    if held is not None:
+    for held in state["open_turns"]:
         names = {name: value for name, value in held.items() if name != "opened_at" and value is not None}
         line(f"in flight since {when(held['opened_at'])}: {compact(names, 60)}")
     if state["turns"]:

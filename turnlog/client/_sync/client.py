@@ -54,12 +54,13 @@ class Turnlog:
         metadata: Mapping[str, Any] | None = None,
         rollback_window: int | None = None,
         retain: Literal["window", "all"] | None = None,
-        history: Literal["linear"] | None = None,
+        history: Literal["linear", "tree"] | None = None,
         on_divergence: Literal["reject", "segment"] | None = None,
         on_drift: Literal["segment", "reject"] | None = None,
         matcher: Literal["tolerant", "strict", "role_content_only"] | None = None,
         adapter: str | None = None,
         on_abort: Literal["return", "continue", "fail"] | None = None,
+        stream_mode: Literal["whole", "live"] | None = None,
         parent_session_id: str | None = None,
     ) -> Session:
         """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
@@ -80,6 +81,7 @@ class Turnlog:
             "matcher": matcher,
             "adapter": adapter,
             "on_abort": on_abort,
+            "stream_mode": stream_mode,
             "parent_session_id": parent_session_id,
         }
         body = {name: value for name, value in given.items() if value is not None}

@@ -36,8 +36,13 @@ class Session:
 
     @property
     def base_url(self) -> str:
-        """The `base_url` of an OpenAI client."""
+        """The `base_url` of an OpenAI client, or of Codex' model provider."""
         return f"{self._transport.base_url}{self._path}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The `base_url` of an Anthropic client, which adds `/v1` itself; `ANTHROPIC_BASE_URL` for Claude Code."""
+        return f"{self._transport.base_url}{self._path}"
 
     def openai(self, **options: Any) -> OpenAI:
         """An OpenAI client for this session; `options` are the OpenAI client's. The caller closes it.
@@ -81,6 +86,13 @@ class Session:
         path = f"{self._path}/samples"
         response = self._transport.call("POST", path, body=body, token=self.token, slow=True)
         return parse(response.content)
+
+    def tree(self, *, branches: str | None = None, loss: str | None = None) -> Object:
+        """The turns as a tree: `turns`, `branches`, and which rows of an export with these `branches` (`kept`, `main`,
+        `longest`, `all`) and `loss` (`once`, `every`) have each turn in their loss; also of a closed session. Raises
+        NotFound."""
+        parameters = present({"branches": branches, "loss": loss})
+        return self._transport.read("GET", f"{self._path}/tree", parameters=parameters, token=self.token)
 
     def events(self, after: int = 0, *, follow: bool = False) -> Iterator[Object]:
         """The events after number `after`; with `follow` also new ones, until the session is erased.
