@@ -1,15 +1,19 @@
 """``python -m ops.guides PAGE...``: runs the code of pages in docs/ against a server and an engine simulator.
 
 The code exists only in the pages. The Python blocks of a page form one script, in their order. `--python` names the
-interpreter to run it with, since trainers and harnesses need their own environments. A line ``<!-- needs: trl, datasets
--->`` in a page lists the modules that its code imports in addition to Turnlog's dependencies.
+interpreter to run it with, since trainers and harnesses need their own environments. `--engine` puts a running engine
+in the simulator's place: a page that trains needs it. A line ``<!-- needs: trl, datasets -->`` in a page lists the
+modules that its code imports in addition to Turnlog's dependencies, and ``<!-- programs: claude -->`` the programs that
+it starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +31,7 @@ TIMEOUT_S = 300.0
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _NEEDS = re.compile(r"^<!-- needs: (.*) -->$", re.MULTILINE)
+_PROGRAMS = re.compile(r"^<!-- programs: (.*) -->$", re.MULTILINE)
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -41,17 +46,21 @@ def script(page: str) -> str:
 
 def needs(page: str) -> list[str]:
     """The modules that the page's code imports and that Turnlog does not depend on."""
-    found = _NEEDS.search(page)
+    return _listed(_NEEDS, page)
+
+
+def _listed(names: re.Pattern[str], page: str) -> list[str]:
+    found = names.search(page)
     return [name.strip() for name in found[1].split(",")] if found else []
 
 
 def missing(page: str, python: str = sys.executable) -> list[str]:
-    """The modules that the page needs and this interpreter does not have."""
+    """The modules and programs that the page needs and that are not there."""
     probe = (
         "import importlib.util, sys\nfor name in sys.argv[1:]:\n    if not importlib.util.find_spec(name): print(name)"
     )
     done = subprocess.run([python, "-c", probe, *needs(page)], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    return [*done.stdout.split(), *(name for name in _listed(_PROGRAMS, page) if shutil.which(name) is None)]
 
 
 def run(page: Path, server: str, engine: str, python: str = sys.executable) -> str:
@@ -79,17 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.guides", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has the page's packages")
+    parser.add_argument("--engine", metavar="URL", help="of a running engine; without it a simulator is started")
     options = parser.parse_args(arguments)
     failed = 0
-    with (
-        tempfile.TemporaryDirectory(prefix="turnlog-guides-") as folder,
-        SimulatorProcess("--seed", "5") as engine,
-        ServerProcess(Path(folder), upstreams=[engine.base_url]) as server,
-    ):
+    with contextlib.ExitStack() as running:
+        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-guides-"))
+        engine = options.engine or running.enter_context(SimulatorProcess("--seed", "5")).base_url
+        server = running.enter_context(ServerProcess(Path(folder), upstreams=[engine]))
         for page in options.pages:
             print(f"== {page}", flush=True)
             try:
-                print(run(page, server.base_url, engine.base_url, options.python), end="")
+                print(run(page, server.base_url, engine, options.python), end="")
             except subprocess.CalledProcessError as error:
                 print(error.output, error.stderr, sep="", end="", file=sys.stderr)
                 failed = 1

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, latency, load, postgres, replies, startup, turns
+from ops.bench import export, latency, live, load, postgres, protocols, replies, startup, tree, turns
 
 BENCHMARKS = {
     "turns": turns,
     "latency": latency,
     "load": load,
+    "live": live,
     "replies": replies,
     "export": export,
     "postgres": postgres,
     "startup": startup,
+    "tree": tree,
+    "protocols": protocols,
 }
 
 

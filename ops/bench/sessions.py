@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -64,6 +64,40 @@ def reply_message(body: bytes) -> bytes:
     return body[begin.end() : begin.end() + _decode_head(text)[1]]
 
 
+class _Content(msgspec.Struct):
+    content: msgspec.Raw
+
+
+class _Output(msgspec.Struct):
+    output: msgspec.Raw
+
+
+def _messages_reply(body: bytes) -> bytes:
+    return b'{"role":"assistant","content":' + bytes(msgspec.json.decode(body, type=_Content).content) + b"}"
+
+
+def _responses_reply(body: bytes) -> bytes:
+    return bytes(msgspec.json.decode(body, type=_Output).output).strip()[1:-1]
+
+
+class Wire(NamedTuple):
+    """A protocol: its route, the field of a request's history, fields that it needs, and what a reply adds to the
+    history, as raw JSON."""
+
+    route: str
+    history: bytes
+    needed: bytes
+    added: Callable[[bytes], bytes]
+
+
+CHAT = Wire("/v1/chat/completions", b"messages", b"", reply_message)
+WIRES = {
+    "chat": CHAT,
+    "messages": Wire("/v1/messages", b"messages", b',"max_tokens":4096', _messages_reply),
+    "responses": Wire("/v1/responses", b"input", b"", _responses_reply),
+}
+
+
 def error_code(body: bytes) -> str:
     """The `code` of an error reply; "?" if it has none."""
     found = re.search(rb'"code":\s*"([a-z_]+)"', body)
@@ -73,8 +107,8 @@ def error_code(body: bytes) -> str:
 class Conversation:
     """The requests of one session: each repeats the previous one and adds the reply's message and a question."""
 
-    def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"") -> None:
-        self._front = b'{"model":"simulator","sim":' + sim + more + b',"messages":['
+    def __init__(self, opening: list[bytes], sim: bytes = SIM, more: bytes = b"", wire: Wire = CHAT) -> None:
+        self._front = b'{"model":"simulator","sim":%b%b%b,"%b":[' % (sim, more, wire.needed, wire.history)
         self._messages = list(opening)
         self.turns = 0
 
@@ -106,9 +140,10 @@ class Script(NamedTuple):
     opening: list[bytes]
     sim: bytes = SIM
     more: bytes = b""
+    wire: Wire = CHAT
 
     def begin(self) -> Conversation:
-        return Conversation(self.opening, self.sim, self.more)
+        return Conversation(self.opening, self.sim, self.more, self.wire)
 
 
 def short_turns(request_bytes: int, turns_per_session: int) -> Script:
@@ -199,7 +234,8 @@ class Load:
             self._tally.created_within += 1
             name = await self._new_session(connection)
         conversation = self._script.begin()
-        path = f"/sessions/{name}/v1/chat/completions"
+        wire = self._script.wire
+        path = f"/sessions/{name}{wire.route}"
         while conversation.turns < self._turns_per_session and time.perf_counter() < self._until:
             body = conversation.body()
             began = time.perf_counter()
@@ -215,4 +251,4 @@ class Load:
                 self._tally.latencies.append(ended - began)
                 self._tally.request_bytes += sum(map(len, body))
                 self._tally.reply_bytes += len(response.body)
-            conversation.answered(reply_message(response.body))
+            conversation.answered(wire.added(response.body))

@@ -118,6 +118,8 @@ async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
         return
     for part in parts[:-1]:
         await send({"type": "http.response.body", "body": part, "more_body": True})
+        if reply.over_s:
+            await asyncio.sleep(reply.over_s / len(parts))
     await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
 
 

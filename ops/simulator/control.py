@@ -10,10 +10,11 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from ops.simulator.counting import count
 from ops.simulator.engine import Engine
 from ops.simulator.faults import UnknownFault
 from ops.simulator.records import RequestLog
-from ops.simulator.wire import FaultOrder, Reply, json_reply
+from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
 
 Query = dict[str, str]
 Handler = Callable[[bytes, Query], Awaitable[Reply]]
@@ -80,6 +81,7 @@ class Behaviour(Struct, forbid_unknown_fields=True):
     abort: Outcome = "ok"
     pause: Outcome = "ok"
     resume: Outcome = "ok"
+    count_tokens: Outcome = "ok"
 
 
 class Control:
@@ -113,7 +115,9 @@ class Control:
             ("GET", "/health"): self._health,
             ("POST", "/sim/behaviour"): self._sim_behaviour,
             ("GET", "/v1/models"): self._models,
+            ("POST", "/v1/messages/count_tokens"): self._count_tokens,
             ("POST", "/sim/faults"): self._sim_faults,
+            ("POST", "/sim/replies"): self._sim_replies,
             ("POST", "/sim/latency"): self._sim_latency,
             ("GET", "/sim/stats"): self._sim_stats,
             ("GET", "/sim/requests"): self._sim_requests,
@@ -149,6 +153,14 @@ class Control:
             "max_model_len": 1_048_576,
         }
         return json_reply({"object": "list", "data": [card]})
+
+    async def _count_tokens(self, body: bytes, query: Query) -> Reply:
+        if failed := self._failed(self._behaviour.count_tokens):
+            return failed
+        try:
+            return json_reply({"input_tokens": count(self._engine.template, body)})
+        except BadRequest as error:
+            return self._engine.error(str(error), error.status)
 
     async def _model_info(self, body: bytes, query: Query) -> Reply:
         config = self._engine.config
@@ -245,6 +257,10 @@ class Control:
         except UnknownFault as error:
             return self._engine.error(str(error))
         return json_reply({"queued": self._engine.faults.names()})
+
+    async def _sim_replies(self, body: bytes, query: Query) -> Reply:
+        self._engine.replies.append(msgspec.json.decode(body, type=PlannedReply))
+        return json_reply({"planned": len(self._engine.replies)})
 
     async def _sim_latency(self, body: bytes, query: Query) -> Reply:
         request = msgspec.json.decode(body, type=Latency)

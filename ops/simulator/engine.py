@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
 from ops.simulator import completion, sglang, vllm
 from ops.simulator.config import Config
-from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault
+from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
 from ops.simulator.generate import Draft, Policy
 from ops.simulator.generation import Generation, R, ReplyWriter, Span
 from ops.simulator.payloads import Payloads
@@ -20,7 +21,17 @@ from ops.simulator.records import Counters
 from ops.simulator.running import Run, Runs
 from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
 from ops.simulator.tokenizer import Encoded, Tokenizer
-from ops.simulator.wire import MAX_ID, BadRequest, ChatRequest, CompletionRequest, FaultOrder, Reply, Request, Sim
+from ops.simulator.wire import (
+    MAX_ID,
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    FaultOrder,
+    PlannedReply,
+    Reply,
+    Request,
+    Sim,
+)
 
 HungUp = Callable[[], Awaitable[None]]
 
@@ -54,6 +65,7 @@ class Engine:
         self.writer = ReplyWriter(config, self.tokenizer, Payloads(config.seed))
         self.runs = Runs()
         self.faults = FaultQueue()
+        self.replies: list[PlannedReply] = []
         self.counters = Counters()
         self.prefixes = PrefixCache(config.cache_tokens)
         self.weight_version = config.weight_version
@@ -78,9 +90,10 @@ class Engine:
             return None
 
     def reset(self) -> None:
-        """Clear counters, faults and earlier generations, but not the caches."""
+        """Clear counters, faults, planned replies and earlier generations, but not the caches."""
         self.policy.forget()
         self.faults.clear()
+        self.replies.clear()
         self.counters = Counters()
         self.prefixes.clear()
         self.runs.aborted = self.runs.disconnected = 0
@@ -93,17 +106,30 @@ class Engine:
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
+            request = self._planned(request, conversation)
             order = self.faults.take(request.sim)
             prompt = self._prompt(request, conversation)
         except _REFUSALS as error:
             return self._refused(error)
-        generation = await self._generate(request, prompt, conversation, order, hung_up)
+        over_s = self._latency_of(request) if request.stream and self.config.dialect == "vllm" else 0.0
+        generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
         if not isinstance(generation, Generation):
             return generation
         if not request.stream:
             return self._spoiled(self._dialect.render(generation, self.writer), order)
-        reply = self._dialect.stream(generation, self.writer)
-        return FAULTS[order.fault].spoil(reply, order) if order and order.fault in _DELIVERY else reply
+        reply = replace(self._dialect.stream(generation, self.writer), over_s=over_s)
+        return reply if order is None else spoil_stream(reply, order)
+
+    def _planned(self, request: ChatRequest, conversation: Conversation) -> ChatRequest:
+        """``request`` with the ``sim`` of the first planned reply that is for its last message and its tools."""
+        last = "".join(conversation.messages[-1].pieces)
+        offered = {tool.function.name for tool in conversation.toolbox.tools}
+        for planned in self.replies:
+            called = {call.name for call in planned.sim.calls or ()}
+            if planned.count > 0 and planned.when in last and called <= offered:
+                planned.count -= 1
+                return msgspec.structs.replace(request, sim=planned.sim)
+        return request
 
     async def complete(self, body: bytes, hung_up: HungUp) -> Reply | None:
         """Answer a completion request; ``None`` if the client disconnected."""
@@ -130,16 +156,17 @@ class Engine:
         conversation: Conversation,
         order: FaultOrder | None,
         hung_up: HungUp,
+        streamed_s: float = 0.0,
     ) -> Generation[R] | Reply | None:
-        """Generate for the time that it takes. Returns a reply if a fault replaces the generation, None if the client
-        left."""
+        """Generate for the time that it takes, less `streamed_s`, which the delivery of a stream takes. Returns a reply
+        if a fault replaces the generation, None if the client left."""
         fault = FAULTS[order.fault] if order else None
         self._number += 1
         sim = request.sim or Sim()
         cached = self.prefixes.cached(prompt.packed)
         run = Run(
             request.rid or f"{self.config.seed & 0xFFFF:04x}{self._number:028x}",
-            self.latency_s if sim.latency_s is None else sim.latency_s,
+            self._latency_of(request) - streamed_s,
             [(0.0, sim.weight_version or self.weight_version)],
             (prompt.count - cached) * self.config.prefill_s,
         )
@@ -162,6 +189,10 @@ class Engine:
         self.prefixes.served(prompt.packed + array("i", draft.ids).tobytes())
         spans = _spans(run, request.sim, len(draft.ids))
         return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
+
+    def _latency_of(self, request: Request) -> float:
+        asked = request.sim.latency_s if request.sim else None
+        return self.latency_s if asked is None else asked
 
     def _refused(self, error: Exception) -> Reply:
         self.counters.refused += 1
@@ -234,10 +265,6 @@ class Engine:
         if draft.cuts < len(abort_at):
             return self.policy.cut(draft, abort_at[draft.cuts], "abort", exact=True)
         return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
-
-
-# The faults that also work for a stream.
-_DELIVERY = frozenset({"drip", "reset"})
 
 
 def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:

@@ -148,7 +148,7 @@ def _two_choices(value: dict[str, Any]) -> None:
 
 def _null_message(value: dict[str, Any]) -> None:
     choice = _choice(value)
-    choice["text" if "text" in choice else "message"] = None
+    choice[next(name for name in ("text", "delta", "message") if name in choice)] = None
 
 
 def _bool_completion_tokens(value: dict[str, Any]) -> None:
@@ -248,9 +248,18 @@ def _recut_experts(recut: Callable[[bytes], bytes]) -> Edit:
     return edit
 
 
+def _fail(value: dict[str, Any]) -> None:
+    """An error in place of a reply or, in a stream, of all chunks but the first."""
+    if value.get("object") == "chat.completion.chunk" and "prompt_token_ids" in value:
+        raise LookupError
+    value.clear()
+    value["error"] = {"message": "simulated failure", "type": "InternalServerError", "param": None, "code": 500}
+
+
 FAULTS: dict[str, Fault] = {
     "status_500": Fault(_status(500, "simulated failure"), generates=False),
     "status_503": Fault(_status(503, "simulated overload"), generates=False),
+    "status_529": Fault(_status(529, "simulated overload"), generates=False),
     "status_429": Fault(_status(429, "simulated rate limit"), generates=False),
     "status_400": Fault(_status(400, "simulated refusal"), generates=False),
     "redirect": Fault(_redirect, generates=False),
@@ -291,10 +300,31 @@ FAULTS: dict[str, Fault] = {
     # One byte and an id too many: neither whole rows nor whole ids. Then one id short of whole rows.
     "misaligned_experts": Fault(_edited(_recut_experts(lambda raw: raw + b"\0" * 5))),
     "wrong_experts_rows": Fault(_edited(_recut_experts(lambda raw: raw[:-4]))),
+    "error_200": Fault(_edited(_fail)),
     "drip": Fault(_delivered(Delivery.DRIP)),
     "reset": Fault(_delivered(Delivery.RESET)),
     "abort": Fault(lambda reply, order: reply, finish="abort"),
 }
+
+
+_OF_WHOLE_STREAM = frozenset({"drip", "reset", "truncated_json"})
+
+
+def spoil_stream(reply: Reply, order: FaultOrder) -> Reply:
+    """A stream with the fault in each of its events, or the whole of it cut or delivered in another way."""
+    fault = FAULTS[order.fault]
+    if order.fault in _OF_WHOLE_STREAM or fault.finish:
+        return fault.spoil(reply, order)
+    return replace(reply, parts=tuple(_spoiled_event(part, fault, order) for part in reply.parts))
+
+
+def _spoiled_event(event: bytes, fault: Fault, order: FaultOrder) -> bytes:
+    """The event as it is if it has nothing that the fault is about."""
+    data = event.removeprefix(b"data: ").rstrip()
+    try:
+        return b"data: " + fault.spoil(Reply((data,)), order).body + b"\n\n"
+    except (msgspec.DecodeError, LookupError):
+        return event
 
 
 class UnknownFault(Exception):

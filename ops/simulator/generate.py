@@ -123,6 +123,8 @@ class Policy:
     def _calls(
         self, conversation: Conversation, request: ChatRequest, sim: Sim, rng: random.Random
     ) -> tuple[Call, ...]:
+        if sim.calls is not None:
+            return tuple(Call(_call_id(rng), call.name, _text_of(call.arguments)) for call in sim.calls)
         tools = conversation.toolbox.tools
         if not tools or sim.text is not None or sim.tool_calls is False or request.tool_choice == "none":
             return ()
@@ -140,7 +142,7 @@ class Policy:
     @staticmethod
     def _call(tool: Tool, rng: random.Random) -> Call:
         arguments = json.dumps(draw_arguments(tool.function.parameters, rng), ensure_ascii=False)
-        return Call(f"call_{rng.getrandbits(96):024x}", tool.function.name, arguments)
+        return Call(_call_id(rng), tool.function.name, arguments)
 
     def _compose(
         self,
@@ -159,7 +161,7 @@ class Policy:
         total = wanted if wanted is not None else rng.randint(40, 60)
         offset = rng.getrandbits(30)
         if sim.text is not None:
-            return self._exact(sim, sim.text, offset, digest)
+            return self._exact(sim, sim.text, calls, offset, digest)
         whole = total if limit is None or total <= limit else limit + 1
         room = max(whole - 1 - len(tail), 0)
         has_reasoning = sim.reasoning if sim.reasoning is not None else rng.random() < self._config.reasoning
@@ -182,11 +184,11 @@ class Policy:
         finish = "tool_calls" if calls else "stop"
         return Draft(text, content, reasoning, calls, [*ids, self._end], finish, offset, digest)
 
-    def _exact(self, sim: Sim, text: str, offset: int, digest: str) -> Draft:
+    def _exact(self, sim: Sim, text: str, calls: tuple[Call, ...], offset: int, digest: str) -> Draft:
         reasoning = "Thinking it over" if sim.reasoning else None
-        whole = assistant_text(text, reasoning, [])
+        whole = assistant_text(text, reasoning, [(call.name, call.arguments) for call in calls])
         ids = [*self._tokenizer.encode(whole).ids(), self._end]
-        return Draft(whole, text, reasoning, (), ids, "stop", offset, digest)
+        return Draft(whole, text, reasoning, calls, ids, "tool_calls" if calls else "stop", offset, digest)
 
     def cut(self, draft: Draft, count: int, finish: str, exact: bool = False) -> Draft:
         """``draft`` after ``count`` tokens.
@@ -241,6 +243,14 @@ class Policy:
 def _limit(request: Request) -> int | None:
     limit = request.max_completion_tokens if isinstance(request, ChatRequest) else None
     return request.max_tokens if limit is None else limit
+
+
+def _call_id(rng: random.Random) -> str:
+    return f"call_{rng.getrandbits(96):024x}"
+
+
+def _text_of(arguments: str | dict[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _digest(ids: bytes) -> bytes:

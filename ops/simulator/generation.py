@@ -213,5 +213,9 @@ def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
     return found
 
 
+EVENT_STREAM = b"text/event-stream"
+DONE = b"data: [DONE]\n\n"
+
+
 def event(value: object) -> bytes:
     return b"data: " + encode(value) + b"\n\n"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
 from ops.simulator.config import Config
 from ops.simulator.generation import (
+    DONE,
+    EVENT_STREAM,
     Generation,
     ReplyWriter,
     deltas,
@@ -65,7 +71,8 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
 
 
 def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    """The reply as server-sent events, token ids as deltas where asked for."""
+    """The reply as server-sent events: the prompt's ids come first; each later chunk has its share of the sampled ids
+    and logprobs, and the last of them what a whole choice has besides."""
     request, draft = generation.request, generation.draft
     common = {
         "id": f"chatcmpl-{generation.id}",
@@ -73,20 +80,25 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         "created": generation.created,
         "model": request.model,
     }
-    pieces = deltas(draft)
-    share = -(-len(draft.ids) // max(len(pieces) - 1, 1))
-    events = []
-    for index, delta in enumerate(pieces):
-        choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
-        first: dict[str, object] = {} if index else {"prompt_token_ids": None}
-        if request.return_token_ids:
-            choice["token_ids"] = draft.ids[(index - 1) * share : index * share] if index else None
-            first = {} if index else {"prompt_token_ids": generation.prompt.ids()}
-        events.append(event({**common, "choices": [choice], **first}))
-    last: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": draft.finish, "stop_reason": None}
-    if request.return_token_ids and len(pieces) == 1:
-        last["token_ids"] = draft.ids
-    events.append(event({**common, "choices": [last]}))
+    begun, *found = deltas(draft)
+    pieces: list[dict[str, object]] = [*found, {}]
+    prompt_ids = generation.prompt.ids() if request.return_token_ids else None
+    first: dict[str, object] = {"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}
+    events = [event({**common, "choices": [first], "prompt_token_ids": prompt_ids})]
+    ends = [number * len(draft.ids) // len(pieces) for number in range(len(pieces) + 1)]
+    numbers = writer.logprobs(draft)
+    for delta, start, end in zip(pieces, ends, ends[1:], strict=False):
+        ids = draft.ids[start:end]
+        logprobs = None
+        if request.logprobs:
+            logprobs = msgspec.Raw(writer.content_logprobs(replace(draft, ids=ids), numbers[start:end]))
+        choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        choice["token_ids"] = ids if request.return_token_ids else None
+        if not delta:
+            choice |= {"finish_reason": draft.finish, "stop_reason": draft.stop_text}
+            if request.return_weight_versions:
+                choice["weight_versions"] = generation.versions
+        events.append(event({**common, "choices": [choice]}))
     if request.stream_options and request.stream_options.include_usage:
         events.append(event({**common, "choices": [], "usage": generation.usage}))
-    return Reply((*events, b"data: [DONE]\n\n"), content_type=b"text/event-stream")
+    return Reply((*events, DONE), content_type=EVENT_STREAM)

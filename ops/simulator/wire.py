@@ -81,7 +81,8 @@ class Sim(Struct, forbid_unknown_fields=True):
     """The ``sim`` field of a request: instructions to the simulator, which a real engine ignores.
 
     ``abort_at`` is the number of tokens after which an abort cuts the generation, instead of the number that its time
-    determines. The second number is for the generation that continues after the first abort, and so on.
+    determines. The second number is for the generation that continues after the first abort, and so on. ``calls`` are
+    the tool calls of the reply, whatever tools the request offers.
     """
 
     completion_tokens: int | None = None
@@ -97,6 +98,19 @@ class Sim(Struct, forbid_unknown_fields=True):
     body_bytes: int | None = None
     fault: str | FaultOrder | None = None
     abort_at: list[int] | None = None
+    calls: list[CalledFunction] | None = None
+
+
+class PlannedReply(Struct, forbid_unknown_fields=True):
+    """Body of ``/sim/replies``, for programs whose requests cannot hold a ``sim`` of their own.
+
+    The next ``count`` chat requests whose last message holds ``when``, and that offer the tools that ``sim`` calls, are
+    answered as ``sim`` says.
+    """
+
+    when: str
+    sim: Sim
+    count: int = 1
 
 
 class StreamOptions(Struct):
@@ -171,7 +185,8 @@ class Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response. Large bodies stay in parts, so that 50 MiB are not copied."""
+    """A response. Large bodies stay in parts, so that 50 MiB are not copied. The parts of a stream are sent over
+    ``over_s`` seconds."""
 
     parts: tuple[bytes, ...] = ()
     status: int = 200
@@ -179,6 +194,7 @@ class Reply:
     content_type: bytes = b"application/json"
     delivery: Delivery = Delivery.WHOLE
     order: FaultOrder | None = None
+    over_s: float = 0.0
 
     @property
     def body(self) -> bytes:

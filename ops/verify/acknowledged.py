@@ -58,7 +58,7 @@ async def _check_session(
 
 
 async def _difference(database: Database, log: FoldedLog | None, turn: Acknowledged, report: Report) -> str | None:
-    if log is None or not 1 <= turn.turn <= len(log.session.turns):
+    if log is None or turn.turn not in log.session.turns:
         return "but is not in the log"
     session = log.session
     if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):

@@ -13,6 +13,7 @@ from app.domain.events import (
     AffinityReleased,
     BlobRef,
     BlobsTombstoned,
+    ChunkKey,
     ChunkRef,
     Recorded,
     RewardAssigned,
@@ -30,7 +31,6 @@ from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
 from app.store.projections import FoldedLog
-from app.store.reads import ChunkKey
 from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
 from ops.verify.report import Report
 from workers import codec, payloads
@@ -148,25 +148,28 @@ class SessionCheck:
             last[tx] = position
 
     def _fences(self, session: Session) -> None:
-        """Check that every turn that ended was opened under the fence it names, ended once, and in the order of
-        fences. A turn copied by a fork was never opened: its fence is its own event's number."""
+        """Check that every turn that ended was opened under the fence it names, and ended once; in a linear session,
+        in the order of fences. A turn copied by a fork was never opened: its fence is its own event's number. No turn's
+        number was given twice."""
         copied = 0 if session.fork is None else session.fork.turns
         opened: dict[int, int] = {}
-        last = 0
+        last = last_number = 0
         for recorded in self._log:
             match recorded.event:
                 case TurnCommitted(turn=turn, fence=fence) if turn <= copied:
                     self._expect(fence == recorded.seq, f"turn {turn} is a copy, with fence {fence} at {recorded.seq}")
                     last = max(last, fence)
-                case TurnOpened(turn=turn):
+                case TurnOpened(turn=turn, is_provisional=is_provisional):
                     opened[recorded.seq] = turn
+                    is_new = is_provisional or turn > last_number
+                    self._expect(is_new, f"event {recorded.seq} gives turn {turn} a number after {last_number}")
+                    last_number = max(last_number, turn)
                 case TurnCommitted() | TurnRejected() | TurnAbandoned() as ended:
-                    self._ended(opened, last, ended.turn, ended.fence, recorded.seq)
+                    found = opened.pop(ended.fence, None)
+                    place = f"event {recorded.seq} ends turn {ended.turn} under fence {ended.fence}"
+                    self._expect(found == ended.turn, f"{place}: not open")
+                    self._expect(session.is_tree or ended.fence >= last, f"{place}, after fence {last}")
                     last = max(last, ended.fence)
-
-    def _ended(self, opened: dict[int, int], last: int, turn: int, fence: int, seq: int) -> None:
-        self._expect(opened.pop(fence, None) == turn, f"event {seq} ends turn {turn} under fence {fence}: not open")
-        self._expect(fence >= last, f"event {seq} has fence {fence} after fence {last}")
 
     def _retry_keys(self) -> None:
         keys = [turn.retry_key for turn in self._committed() if turn.retry_key is not None]
@@ -294,8 +297,8 @@ class SessionCheck:
         needed = {key for live in session.payloads.values() for payload in live for key in keys_of(payload)}
         tombstones = {recorded.seq for recorded in self._log if isinstance(recorded.event, BlobsTombstoned)}
         rows = {(row[0], row[1]): row[2:] for row in self._rows(chunks, *_CHUNK)}
-        held = None if session.open_turn is None else session.open_turn.fence
-        orphans = sorted(key for key in rows.keys() - refs.keys() if key[0] != held)
+        held = {one.fence for one in session.open_turns.values()}
+        orphans = sorted(key for key in rows.keys() - refs.keys() if key[0] not in held)
         self._expect(not orphans, f"chunks {orphans[:5]} belong to no turn")
         for key, ref in refs.items():
             size, digest, by, live = rows.get(key, (None, None, None, False))
