@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from compat.compare import MISSING, Allowed, added
@@ -23,15 +24,68 @@ def is_truncated(before: Any, after: Any) -> bool:
     return bool(before == "completed" and after == "truncated")
 
 
+def is_longer_json(before: Any, after: Any) -> bool:
+    """A JSON text that has the other's fields, and more."""
+    return before != MISSING and after != MISSING and _holds(json.loads(after), json.loads(before))
+
+
+def _holds(whole: Any, part: Any) -> bool:
+    if not isinstance(part, dict):
+        return bool(whole == part)
+    return all(name in whole and _holds(whole[name], value) for name, value in part.items())
+
+
 REFUSED = ("rows have 1 dimensions, layers and k are needed", "rollout_routed_experts", "rollout_indexer_topk")
 
 ANSWERS_WITH_ROWS = r"(GET /export|POST /sessions/(flat|shaped)-).*"
 REPLAYED = r"rollout_(routed_experts|indexer_topk)"
 
+ROWS = r"(GET /export|POST /sessions/[^/]+/samples).*"
+ROLLOUTS = (
+    Allowed(
+        "a row names its rollout, and says how many rows that has",
+        ROWS,
+        r"(.*/)?(rollout_(id|rows|weight)|rollout_(ids|weights|advantages)(/.*)?|reward_extra_info)",
+        added,
+    ),
+    Allowed(
+        "so JSON texts are longer", r"GET /export.*format=parquet.*", r".*/(metadata|extra_fields)", is_longer_json
+    ),
+    Allowed(
+        "so its tensors stand in another order", r"(POST .*/samples|GET /export.*format=safetensors).*", r".*\(order\)"
+    ),
+)
+
 LEASE = Allowed("a lease begins when the group is asked for", r"GET /export/groups\?.*", r".*/lease_until")
+
+TREE = (
+    Allowed(
+        "a row names its branch",
+        r"GET /export.*",
+        r"(.*/)?(branch|branch_cause|parent_branch|fork_turn|agent_id)",
+        added,
+    ),
+    Allowed("which stands before the tensors", r"GET /export\?.*format=safetensors.*", r"[^/]*/\(order\)"),
+    Allowed(
+        "the number of a turn that did not commit was given to the next one",
+        r"GET /sessions/[^/?]+/events",
+        r"\d+/is_provisional",
+        lambda before, after: before == MISSING and after is True,
+    ),
+)
+
+PROTOCOLS = (Allowed("a record names its turn's protocol", r"GET /sessions/[^/?]+", r"0/records/\d+/protocol", added),)
+
+STREAMS = (
+    Allowed("a session says how it streams", r"GET /sessions/[^/?]+", r"0/session/stream_mode", added),
+    Allowed("which stands beside on_abort", r"GET /sessions/[^/?]+", r"0/session/\(order\)"),
+)
 
 SINCE_D7078C7 = (
     LEASE,
+    *ROLLOUTS,
+    *TREE,
+    *PROTOCOLS,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
         r"GET /sessions/[^/?]+",
@@ -51,8 +105,6 @@ SINCE_D7078C7 = (
         is_truncated,
     ),
     Allowed("so it passes the filter", r"GET /export\?status=truncated", r"length-first,0|\(order\)"),
-    Allowed("a row names its rollout", r"GET /export.*", r"(.*/)?rollout_id", added),
-    Allowed("so it has a field more", r"GET /export\?.*format=safetensors.*", r".*\(order\)"),
     Allowed(
         "the rows of a session's agents count as its rollout's",
         r"GET /export\?.*shape=(miles|slime).*",
@@ -66,8 +118,7 @@ SINCE_D7078C7 = (
         rf"(.*/)?({REPLAYED}(\.\d+)?|nulls/\d+|(routed_experts|indexer_topk)_missing)",
         is_given,
     ),
-    Allowed("so a sample has tensors more", r"POST /sessions/(flat|shaped)-.*", r"\(order\)"),
 )
 
-ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE,)}
+ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS)}
 """By the release that wrote the store."""

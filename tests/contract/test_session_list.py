@@ -57,7 +57,7 @@ class Filled:
         assert session is not None
         match self._dice.choice(("open", "open", "claimed", "closed", "erased")):
             case "claimed":
-                turn, parent = len(session.turns) + 1, session.path[-1] if session.path else 0
+                turn, parent = session.last_turn + 1, session.path[-1] if session.path else 0
                 await self.store.claim(name, session.version, turn=turn, parent=parent)
             case "closed":
                 await self.store.close(name)

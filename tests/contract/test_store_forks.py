@@ -48,6 +48,7 @@ async def branching(store: Store) -> None:
         fence,
         turn=3,
         parent=1,
+        base_tokens=1,
         before=(rolled_back(1, 2),),
         payloads=(payload(fence, 0, 1),),
         chunks=chunks(0, 1),
@@ -68,7 +69,8 @@ async def known(store: Store) -> Any:
 async def paid(store: Store, text: str, parent: int, *numbers: int, shared: int = 0, **fields: Any) -> None:
     fence = (await known(store)).version + 1
     refs = (payload(fence, *numbers, shared=shared),)
-    await store.take_turn("s", text=f'"{text}"'.encode(), payloads=refs, chunks=chunks(*numbers), **fields)
+    content = {"text": f'"{text}"'.encode(), "payloads": refs, "chunks": chunks(*numbers)}
+    await store.take_turn("s", base_tokens=1, **content, **fields)
 
 
 async def decided(store: Store, turn: int, **given: Any) -> Forked:

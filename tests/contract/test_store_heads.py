@@ -39,7 +39,7 @@ class Chaos:
             outcome = await self.store.create(name)
         elif action == "claim":
             live = session.path[-1] if session and session.path else 0
-            turn = len(session.turns) + 1 if session else 1
+            turn = session.last_turn + 1 if session else 1
             expected = version + self.rng.choice((0, 0, 0, 1, -1))
             outcome = await self.store.claim(name, expected, incarnation=self.holder(), turn=turn, parent=live)
         elif action in ("commit", "release"):

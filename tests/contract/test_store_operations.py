@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from helpers.log import BODY, rolled_back
 from helpers.store import (
@@ -15,6 +16,7 @@ from helpers.store import (
     release,
     reward,
     silence_incarnation,
+    stage,
 )
 from sqlalchemy import select, update
 
@@ -32,7 +34,7 @@ from app.store import reads
 from app.store.erasure import UNREADABLE, EraseComponents, RewardRow, reward_rows, without_components
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
-from app.store.log_turns import AbandonDead, Busy, Stale
+from app.store.log_turns import AbandonDead, AbandonLost, Busy, Stale
 from app.store.schema import events
 from workers import codec
 from workers.codec import CorruptContent
@@ -182,10 +184,10 @@ async def test_release_frees_the_session_for_the_next_claim(store: Store) -> Non
     freed = await store.release("s", 2)
     assert isinstance(freed.events[0].event, TurnRejected)
     assert await store.release("s", 2) == Refused("open")
-    again = await store.claim("s", 3)
+    again = await store.claim("s", 3, turn=2)
     assert isinstance(again, Appended)
     assert await store.commit("s", 2) == Refused("open"), "the first claim's fence is void"
-    assert isinstance(await store.commit("s", 4), Appended)
+    assert isinstance(await store.commit("s", 4, turn=2), Appended)
     await store.head_equals_fold("s")
 
 
@@ -350,9 +352,9 @@ async def test_the_claim_of_a_dead_process_is_abandoned_by_the_next_claim(store:
     assert await store.claim("s", 2) == Stale(), "the log has moved: the caller must look again"
     last = (await store.log("s"))[-1]
     assert last.event == TurnAbandoned(1, 2, "owner_dead")
-    assert isinstance(await store.claim("s", 3), Appended)
+    assert isinstance(await store.claim("s", 3, turn=2), Appended)
     assert await store.commit("s", 2, incarnation=dead) == Refused("open"), "the dead one's late commit"
-    assert isinstance(await store.commit("s", 4), Appended)
+    assert isinstance(await store.commit("s", 4, turn=2), Appended)
     await store.head_equals_fold("s")
 
 
@@ -386,6 +388,31 @@ async def test_the_sweep_abandons_all_dead_claims_and_only_those(store: Store) -
         await store.head_equals_fold(name)
     assert len(await store.open_turns("alive")) == 1
     assert await store.submit(AbandonDead("", 3, 9.0, LEASE_S)) == (None, 0)
+
+
+async def test_claims_of_no_turn_in_flight_are_abandoned_by_their_process(store: Store) -> None:
+    other = await add_incarnation(store.database)
+    for name in ("known", "lost", "others"):
+        await store.create(name)
+        await store.claim(name, 1, incarnation=other if name == "others" else store.me)
+    assert await store.submit(AbandonLost(store.me, 9.0, {("known", 2.0), ("lost", 3.0)})) == 1
+    assert (await store.log("lost"))[-1].event == TurnAbandoned(1, 2, "not_released")
+    await store.head_equals_fold("lost")
+    assert [len(await store.open_turns(name)) for name in ("known", "others")] == [1, 1]
+    assert await store.submit(AbandonLost(store.me, 9.0, {("known", 2.0)})) == 0
+
+
+async def test_a_fence_that_was_given_again_is_not_the_first_claims(store: Store) -> None:
+    """A crash of PostgreSQL undid a claim, and another turn of the same process has its fence."""
+    await store.create("s")
+    await store.claim("s", 1)
+    first, second = 1.0, 2.0
+    for operation in (commit("s", 2, store.me), release("s", 2, store.me)):
+        assert await store.submit(msgspec.structs.replace(operation, opened_at=first)) == Refused("open")
+    assert not await store.submit(msgspec.structs.replace(stage("s", 2, store.me), opened_at=first))
+    done = await store.submit(msgspec.structs.replace(commit("s", 2, store.me), opened_at=second))
+    assert isinstance(done, Appended)
+    await store.head_equals_fold("s")
 
 
 async def test_release_in_a_batch_frees_for_a_claim_in_the_same_batch(store: Store) -> None:

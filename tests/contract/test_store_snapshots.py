@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.store import Store
 
-from app.domain.session import Session
+from app.domain.session import Session, encode_session
 from app.store import reads
 from workers import codec
 
@@ -51,7 +51,7 @@ async def test_a_newer_snapshot_replaces_an_older_one(store: Store) -> None:
 @pytest.mark.parametrize("damage", ["bytes", "flipped", "shape", "format"])
 async def test_a_damaged_or_foreign_snapshot_is_ignored(store: Store, damage: str) -> None:
     session = await session_of(store, 1)
-    sound = codec.pack(session)
+    sound = codec.compress(encode_session(session))
     flipped = bytearray(sound)
     flipped[len(flipped) // 2] ^= 0x10
     data = {"bytes": b"no frame", "flipped": bytes(flipped), "shape": codec.pack([1, 2]), "format": sound}[damage]

@@ -36,6 +36,7 @@ class Filled:
     talks: list[Talk] = field(default_factory=list)
     groups: dict[str, list[str]] = field(default_factory=dict)
     rolled_back: str = ""
+    tree: str = ""
     refused: str = ""
     erased: str = ""
     idle: str = ""
@@ -58,6 +59,7 @@ def filled(stand: Stand) -> Filled:
     for task, (group, rewards) in zip(TASKS, SCORED.items(), strict=True):
         found.groups[group] = [_scored(stand, found, group, task, at, reward) for at, reward in enumerate(rewards)]
     found.rolled_back = _rolled_back(stand)
+    found.tree = _tree(stand)
     found.refused = _refused(stand)
     found.idle = _idle(stand)
     found.erased = stand.talk(session_id="withdrawn-1").id
@@ -97,6 +99,19 @@ def _rolled_back(stand: Stand) -> str:
     talk.say("Now test it.", max_tokens=32)
     talk.messages = history
     talk.say("First, list the files.", max_tokens=32)
+    return talk.id
+
+
+def _tree(stand: Stand) -> str:
+    """A plan that was tried twice, and a summary of it."""
+    talk = stand.talk(session_id="deep-research-5", group_id="research/reefs", attempt=0, history="tree")
+    talk.say("Which reefs recovered, and why?", max_tokens=32)
+    history = list(talk.messages)
+    for text in ("Search the surveys.", "Search the surveys.", "Ask the archive."):
+        talk.messages = list(history)
+        talk.say(text, max_tokens=32)
+    talk.messages = [user("Summary so far:"), talk.messages[-1]]
+    talk.say("Write the report.", max_tokens=32)
     return talk.id
 
 

@@ -23,6 +23,8 @@ VIEWS = {
     "flat": "#/group/swe%2Fdjango-11099",
     "exports": "#/exports?max_staleness=0&weight_version=12",
     "nothing": "#/?q=nobody",
+    "tree": "#/session/deep-research-5",
+    "compared": "#/session/deep-research-5?branch=0&against=2",
 }
 DOCUMENTED = (
     ("sessions", "light"),
@@ -30,6 +32,8 @@ DOCUMENTED = (
     ("groups", "light"),
     ("group", "light"),
     ("exports", "light"),
+    ("tree", "light"),
+    ("compared", "light"),
 )
 BUSY_S = 12.0
 """So long the server works before the pictures: the dead engine is known as such then, and the sparkline is a line."""
@@ -92,6 +96,7 @@ def take(page: Page, name: str, scheme: str, to: Path) -> None:
     page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     page.evaluate("hash => { location.hash = hash }", VIEWS[name])
     page.wait_for_timeout(SHOWN_MS)
+    page.evaluate("document.querySelector('.withtree')?.scrollIntoView({block: 'end'})")
     page.screenshot(path=to)
 
 

@@ -99,7 +99,7 @@ def _past(page: Page, address: str) -> None:
 
 
 def _tokens(page: Page, address: str) -> None:
-    page.goto(f"{address}/tokens?segment=0")
+    page.goto(f"{address}/tokens?branch=0")
     page.locator(".tokens .tok:not(.prompt)").nth(30).focus()
     page.mouse.move(0, 0)
     page.wait_for_selector(".tokendetail strong")

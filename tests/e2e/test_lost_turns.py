@@ -1,29 +1,53 @@
 """Harnesses that send several conversations to one session: no sampled token is lost, whatever becomes of a request.
 
-By default what diverges is refused; with `on_divergence: "segment"` all of it is kept. The table at the end of the
-run says what each session kept. Each case drives the real package; OpenCode's requests are sent as it sends them.
+In a linear session what diverges is refused by default; with `on_divergence: "segment"` and in a tree all of it is
+kept. The table at the end of the run says what the sessions kept.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, TypedDict
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.kept import Kept, tell
-from integration.stand import Stand, Talk, standing, user
+from integration.stand import Stand, Talk, standing
 from prometheus_client.parser import text_string_to_metric_families
 
-from e2e.test_harnesses import installed
+from e2e import conversations
+from e2e.conversations import Where
 
 pytestmark = [pytest.mark.harness, pytest.mark.filterwarnings("ignore")]
 
-KEY = "unused"
 REFUSED = ("history_mismatch", "rollback_too_deep")
 ANSWERED = ("committed", "replayed", "joined")
-CITIES = ("Oslo", "Bergen", "Tromsø")
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    "reject": {},
+    "segment": {"on_divergence": "segment"},
+    "tree": {"history": "tree"},
+}
+TREE = ("tree",)
+"""The settings of a case that has several turns in flight, or that a linear session would take for a retry."""
+
+CASES: Mapping[str, tuple[Callable[[Where], None], Collection[str]]] = {
+    "five unrelated messages": (conversations.unrelated, SETTINGS),
+    "a compaction": (conversations.compaction, TREE),
+    "CrewAI, three tasks": (conversations.crewai, SETTINGS),
+    "CrewAI, tasks at once": (conversations.crewai_at_once, TREE),
+    "dspy, three inputs": (conversations.dspy, SETTINGS),
+    "dspy, ReAct at once": (conversations.dspy_react, TREE),
+    "openai-agents, as_tool": (conversations.as_tool, SETTINGS),
+    "openai-agents, tools at once": (conversations.tools_at_once, TREE),
+    "openai-agents, handoff": (conversations.handoff, SETTINGS),
+    "LangGraph, a sub-graph": (conversations.subgraph, SETTINGS),
+    "LangGraph, summaries": (conversations.summarisation, SETTINGS),
+    "OpenCode, its title": (conversations.titled, ("reject", "segment")),
+    "OpenCode": (conversations.opencode, TREE),
+    "OpenCode, by header": (conversations.opencode_by_header, TREE),
+    "all at once": (conversations.all_at_once, TREE),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,162 +57,91 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         yield made
 
 
-def unrelated(base_url: str, talk: Talk) -> None:
-    openai = installed("openai")
-    with openai.OpenAI(base_url=base_url, api_key=KEY) as client:
-        for number in range(5):
-            with contextlib.suppress(openai.BadRequestError):
-                client.chat.completions.create(model="simulator", messages=[user(f"Task {number}")])
-
-
-def opencode(base_url: str, talk: Talk) -> None:
-    """As opencode-ai 1.18.33 sends it: the title is asked for first, in the session that its header names."""
-    openai = installed("openai")
-    task = user('"Mend the bug"')
-    title = [{"role": "system", "content": "You are a title generator."}, user("Generate a title for this:\n"), task]
-    named = {"x-session-id": talk.id}
-    with openai.OpenAI(base_url=base_url.replace(talk.path, ""), api_key=KEY, default_headers=named) as client:
-
-        def say(messages: list[Any]) -> list[Any]:
-            reply = client.chat.completions.create(model="simulator", messages=messages)
-            return [*messages, reply.choices[0].message]
-
-        say(title)
-        messages = say([{"role": "system", "content": "You are opencode."}, task])
-        for text in ("Go on", "And test it"):
-            messages = say([*messages, user(text)])
-
-
-def crewai(base_url: str, talk: Talk) -> None:
-    """A crew of three tasks: each is a conversation of its own."""
-    package = installed("crewai")
-    llm = package.LLM(model="openai/simulator", base_url=base_url, api_key=KEY)
-    agents = [package.Agent(role=f"Guide of {city}", goal="Answer", backstory="Local", llm=llm) for city in CITIES]
-    tasks = [
-        package.Task(description=f"What is the weather in {city}?", expected_output="A sentence", agent=agent)
-        for city, agent in zip(CITIES, agents, strict=True)
-    ]
-    package.Crew(agents=agents, tasks=tasks).kickoff()
-
-
-def dspy(base_url: str, talk: Talk) -> None:
-    """One program, three inputs: the same system message and another user's each time."""
-    package = installed("dspy")
-    text = {"sim": {"text": "[[ ## answer ## ]]\nRain\n\n[[ ## completed ## ]]"}}
-    lm = package.LM("openai/simulator", api_base=base_url, api_key=KEY, cache=False, extra_body=text, num_retries=0)
-    with package.context(lm=lm):
-        program = package.Predict("question -> answer")
-        for city in CITIES:
-            program(question=f"What is the weather in {city}?")
-
-
-def as_tool(base_url: str, talk: Talk) -> None:
-    """An agent that is another one's tool has a conversation of its own."""
-    agents, openai = installed("agents"), installed("openai")
-    agents.set_tracing_disabled(True)
-
-    async def work() -> None:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY) as client:
-            model = agents.OpenAIChatCompletionsModel(model="simulator", openai_client=client)
-            inner = agents.Agent(name="translator", instructions="Translate.", model=model)
-            tool = inner.as_tool(tool_name="translate", tool_description="Translates")
-            outer = agents.Agent(name="editor", instructions="Be brief.", model=model, tools=[tool])
-            await agents.Runner.run(outer, "Say it in Norwegian", max_turns=20)
-
-    asyncio.run(work())
-
-
-class Question(TypedDict):
-    question: str
-    answer: str
-
-
-def langgraph(base_url: str, talk: Talk) -> None:
-    """A graph whose middle node is a graph with a state, and so a conversation, of its own."""
-    graphs, core = installed("langgraph.graph"), installed("langchain_core.messages")
-    model = installed("langchain_openai").ChatOpenAI(base_url=base_url, api_key=KEY, model="simulator")
-
-    def ask(state: Question) -> Mapping[str, str]:
-        asked = [core.SystemMessage("You look things up."), core.HumanMessage(state["question"])]
-        return {"answer": model.invoke(asked).content}
-
-    def answer(state: Any) -> Mapping[str, Any]:
-        return {"messages": [model.invoke(state["messages"])]}
-
-    inner = graphs.StateGraph(Question)
-    inner.add_node("ask", ask)
-    inner.add_edge(graphs.START, "ask")
-    researcher = inner.compile()
-
-    def research(state: Any) -> Mapping[str, Any]:
-        found = researcher.invoke({"question": state["messages"][-1].content, "answer": ""})
-        return {"messages": [core.HumanMessage(f"It was found: {found['answer']}")]}
-
-    outer = graphs.StateGraph(graphs.MessagesState)
-    outer.add_sequence([("plan", answer), ("research", research), ("answer", answer)])
-    outer.add_edge(graphs.START, "plan")
-    outer.compile().invoke({"messages": [core.HumanMessage("What is the weather?")]})
-
-
-CASES = {
-    "five unrelated messages": unrelated,
-    "CrewAI, three tasks": crewai,
-    "dspy, three inputs": dspy,
-    "openai-agents, as_tool": as_tool,
-    "LangGraph, a sub-graph": langgraph,
-    "OpenCode, its title": opencode,
-}
-
-
-@pytest.mark.parametrize("setting", ["reject", "segment"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "setting"), [(case, setting) for case, (_, settings) in CASES.items() for setting in settings]
+)
 def test_nothing_that_was_sampled_is_lost(
     request: pytest.FixtureRequest,
     server: Stand,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     case: str,
     setting: str,
 ) -> None:
     for name in ("OTEL_SDK_DISABLED", "CREWAI_DISABLE_TELEMETRY", "LITELLM_LOCAL_MODEL_COST_MAP"):
         monkeypatch.setenv(name, "true")
     server.sim.post("/sim/reset")
-    before = outcomes(server)
-    talk = server.talk() if setting == "reject" else server.talk(on_divergence=setting)
+    before, known = outcomes(server), sessions(server)
+    talk = server.talk(**SETTINGS[setting])
+
+    def plan(when: str, **sim: Any) -> None:
+        server.sim.post("/sim/replies", json={"when": when, "sim": sim}).raise_for_status()
+
     failure: Exception | None = None
     try:
-        CASES[case](f"{server.server.base_url}{talk.path}/v1", talk)
+        run, _ = CASES[case]
+        run(Where(f"{server.base_url}{talk.path}/v1", f"{server.base_url}/v1", plan, tmp_path))
     except Exception as error:  # noqa: BLE001
         failure = error  # a harness stops where it is refused, with an error of its own
-    kept = audit(server, talk, before, case, setting)
-    if failure is not None and not kept.replies_400:
+    ended = {outcome: int(count - before[outcome]) for outcome, count in outcomes(server).items()}
+    talks = [server.known(name) for name in sorted(sessions(server) - known)]
+    rows = [row for one in talks for row in one.rows()]
+    kept = audit(server, talks, rows, ended, case, setting)
+    if failure is not None and not kept.refused:
         raise failure
     tell(request, kept)
-    assert kept.engine_tokens == kept.loss_tokens > 0, "each sampled token is in one row's loss"
-    assert kept.committed == kept.live == kept.replies_200, "what was acknowledged is there"
-    assert "RolledBack" not in talk.types()
+    assert (kept.lost, kept.doubled) == (0, 0), "each generation is in one row's loss"
+    assert sum(sum(row["loss_mask"]) for row in rows) == server.stats()["sampled_tokens"], (
+        "and so is each of its tokens"
+    )
+    answered = sum(ended[outcome] for outcome in ANSWERED)
+    assert kept.turns == kept.generations == answered, "what was acknowledged is there"
+    assert sum(ended.values()) == answered + kept.refused, ended
+    assert all("RolledBack" not in one.types() for one in talks)
+    if setting != "tree":
+        assert len(talk.state()["records"]) == kept.turns
     if setting == "reject":
-        assert (kept.replies_400 > 0, kept.rows) == (True, 1)
+        assert (kept.refused > 0, kept.rows) == (True, 1)
     else:
-        assert (kept.replies_400, kept.rows > 1) == (0, True)
+        assert (kept.refused, kept.rows > 1) == (0, True)
 
 
-def audit(server: Stand, talk: Talk, before: Mapping[str, float], case: str, setting: str) -> Kept:
-    """What the engine, the server's counters, the log and the export each say of the session."""
-    ended = {outcome: int(count - before[outcome]) for outcome, count in outcomes(server).items()}
-    rows = talk.rows()
-    kept = Kept(
+def audit(
+    server: Stand,
+    talks: Collection[Talk],
+    rows: Collection[dict[str, Any]],
+    ended: Mapping[str, int],
+    case: str,
+    setting: str,
+) -> Kept:
+    """What the engine, the server's counters, the log and the export each say of the sessions."""
+    owners = Counter(
+        (row["session_id"], span["turn"])
+        for row in rows
+        for span in row["turns"]
+        if any(row["loss_mask"][span["output_start"] : span["end"]])
+    )
+    generations: int = server.stats()["finished"]
+    causes = Counter(row["branch_cause"] for row in rows)
+    return Kept(
         case=case,
         setting=setting,
-        replies_200=sum(ended[outcome] for outcome in ANSWERED),
-        replies_400=sum(ended[outcome] for outcome in REFUSED),
-        committed=len(talk.committed()),
-        live=len(talk.state()["records"]),
+        refused=sum(ended[outcome] for outcome in REFUSED),
+        generations=generations,
+        turns=sum(len(talk.committed()) for talk in talks),
         rows=len(rows),
-        engine_tokens=server.stats()["sampled_tokens"],
-        loss_tokens=sum(sum(row["loss_mask"]) for row in rows),
+        in_loss=len(owners),
+        lost=generations - len(owners),
+        doubled=sum(count > 1 for count in owners.values()),
+        causes=", ".join(f"{count} {cause}" for cause, count in sorted(causes.items())),
     )
-    assert sum(ended.values()) == kept.replies_200 + kept.replies_400, ended
-    return kept
+
+
+def sessions(server: Stand) -> set[str]:
+    """The newest of them."""
+    response = server.http.get("/sessions", params={"limit": 100})
+    assert response.status_code == 200, response.text
+    return {one["session_id"] for one in response.json()["sessions"]}
 
 
 def outcomes(server: Stand) -> dict[str, float]:

@@ -190,7 +190,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     for details in page.locator("main details").all():
         details.evaluate("one => { one.open = true }")
     page.get_by_role("button", name="show ").first.click()
-    shown = page.locator("main").inner_text()
+    shown = page.locator("main").text_content() or ""  # innerText leaves out what is out of sight
     assert shown.count(HOSTILE) > 20
     assert MARKUP in shown
     assert LONG not in shown
@@ -202,7 +202,7 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     assert "image: image/svg+xml" in shown
     assert page.locator("main :is(img, script, iframe, object, embed, b, [onclick], [onerror])").count() == 0
     assert page.locator("main a:not([href^='#']):not([href*='/rejected/'])").count() == 0
-    watched.go(f"{_at(talk)}/tokens?segment=0")
+    watched.go(f"{_at(talk)}/tokens?branch=0")
     page.mouse.move(0, 0)
     page.locator(".tokens .tok").first.focus()
     page.locator(".tokendetail", has_text="position 0").wait_for()
@@ -248,7 +248,7 @@ def test_many_turns_are_paged(stand: Stand, watch: Watch) -> None:
     assert page.locator(".timeline tbody tr").first.locator("td").nth(4).inner_text().endswith("ms")
 
 
-def test_tokens_with_their_masks_versions_and_segments(stand: Stand, watch: Watch) -> None:
+def test_tokens_with_their_masks_versions_and_branches(stand: Stand, watch: Watch) -> None:
     talk = stand.talk(on_divergence="segment", rollback_window=0)
     long = " ".join(["word"] * 2 * PAGE)
     talk.say(long, sim={**NOW, "completion_tokens": 40, "weight_versions": ["7", "8"]})
@@ -259,8 +259,8 @@ def test_tokens_with_their_masks_versions_and_segments(stand: Stand, watch: Watc
 
     watched = watch(stand.server.base_url)
     page = watched.open(f"{_at(talk)}/tokens")
-    page.get_by_text("Segment 1 began because the messages did not continue the history.").wait_for()
-    page.get_by_role("link", name="segment 0").click()
+    page.get_by_text("Branch 1 began because its messages continue no stored turn.").wait_for()
+    page.get_by_role("link", name="branch 0").click()
     until(lambda: page.locator(".tokens .tok").count() == PAGE)
     assert page.evaluate("document.querySelectorAll('*').length") < 2 * PAGE
     page.get_by_role("button", name="weights 7 from").click()
@@ -282,8 +282,48 @@ def test_tokens_with_their_masks_versions_and_segments(stand: Stand, watch: Watc
     page.locator(".tokendetail", has_text="turn 2").wait_for()
     assert [text for text in _texts(watched, ".mark") if text.startswith("weights")][-1] == "weights 8"
     page.get_by_role("button", name="count all").click()
-    page.get_by_text("of the segment)").wait_for()
+    page.get_by_text("of the branch)").wait_for()
     assert f"{sum(row['loss_mask']):,} sampled" in page.locator(".sums").inner_text()
+
+
+def test_the_tree_stands_beside_the_conversation(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk(history="tree")
+    talk.say("One", sim=NOW)
+    first = list(talk.messages)
+    talk.say("Go on", sim={**NOW, "text": "Here it is"})
+    talk.messages = list(first)
+    talk.say("Go on", sim={**NOW, "text": "Here is none"})
+    talk.messages = [user("So far"), talk.messages[-1]]
+    talk.say("A new beginning", sim=NOW)
+    watched = watch(stand.server.base_url)
+    page = watched.open(_at(talk))
+    branches = page.locator(".branches > li")
+    branches.nth(2).wait_for()
+    told = [" ".join(text.split()) for text in branches.all_inner_texts()]
+    assert "its row trains turns 1 to 2" in told[0]
+    assert "after turn 1 of branch 0" in told[1]
+    assert "retry" in told[1]
+    assert "its row trains turn 3" in told[1]
+    assert "compaction" in told[2]
+    assert branches.nth(2).get_attribute("aria-current") == "true"
+    page.locator(".said", has_text="A new beginning").wait_for()
+    page.get_by_role("button", name="turn 4, in the loss of branch 2, quotes turn 3").wait_for()
+
+    page.get_by_role("button", name="branch 0", exact=True).click()
+    page.locator(".said", has_text="Here it is").wait_for()
+    assert page.evaluate("location.hash") == _at(talk, branch=0)
+    page.get_by_role("button", name="compare branch 1 with the one that is read").click()
+    page.get_by_text("Their first difference is message 3, after 6 equal characters").wait_for()
+    sides = page.locator(".sides section")
+    for nth, text in enumerate(("Here it is", "Here is none")):
+        sides.nth(nth).locator(".said.differs", has_text=text).wait_for()
+    assert page.evaluate("location.hash") == _at(talk, branch=0, against=1)
+    assert not page.locator("[aria-labelledby=conversation-title]").is_visible()
+    page.get_by_role("button", name="end the comparison").click()
+    until(lambda: not page.locator(".sides").is_visible())
+    page.get_by_role("link", name="Tokens").click()
+    page.locator(".tokens .tok").first.wait_for()
+    assert page.evaluate("location.hash").startswith(f"{_at(talk)}/tokens?branch=0")
 
 
 CONTRAST = """() => {
@@ -325,6 +365,8 @@ def test_no_barrier_that_axe_finds(page_stand: PageStand, watch: Watch, scheme: 
         (f"#/session/{filled.refused}", ".said"),
         (f"#/session/{filled.rolled_back}?seq=6", ".events .later"),
         (f"#/session/{filled.rolled_back}/tokens", ".tokens .tok"),
+        (f"#/session/{filled.tree}?branch=1", ".branches li"),
+        (f"#/session/{filled.tree}?branch=1&against=2", ".differs"),
     ):
         watched.go(place)
         page.wait_for_selector(ready)

@@ -82,9 +82,18 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("ExportPreview", "/ui/api/exports?shape=slime&max_seq_len=100"),
     ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
-    for session_id in (filled.rolled_back, filled.refused, filled.erased, filled.idle, filled.held, filled.in_turn[0]):
+    for session_id in (
+        filled.rolled_back,
+        filled.tree,
+        filled.refused,
+        filled.erased,
+        filled.idle,
+        filled.held,
+        filled.in_turn[0],
+    ):
         path = f"/ui/api/sessions/{session_id}"
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
+        found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 
 

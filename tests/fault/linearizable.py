@@ -4,113 +4,32 @@ Every call takes effect at one moment between its start and its end. The search 
 verifying concurrent objects", 1993): take one of the calls that nothing unplaced precedes in real time, see whether the
 model gives that reply there, go on, and go back where it does not; states that were seen before are not searched again.
 
-The model is the session as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a retry,
-which follows a sampled message or repeats an input, may discard the newest few, a flag that says closed, and the keys
-of the turns that committed.
+The model is a linear session as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a
+retry, which follows a sampled message or repeats an input, may discard the newest few, a flag that says closed, and the
+keys of the turns that committed. Their numbers only grow: a turn that does not commit leaves a gap. A request without a
+key that repeats the newest turn may be given that turn's reply, which may not have been delivered.
+
+Of a tree nothing is discarded, and a turn follows the deepest one whose history begins its request. That several are in
+flight at once is no part of the model: a turn takes effect when it commits, whatever its number.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
-Message: TypeAlias = tuple[str, str]
-"""Role and text."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """One chat request: its whole history, what its body hashes to, and its Idempotency-Key."""
-
-    messages: tuple[Message, ...]
-    body: str
-    key: str | None = None
-
-
-@dataclass(frozen=True)
-class Close:
-    """`DELETE /sessions/{id}`."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """`GET /sessions/{id}`: the live turns."""
-
-
-@dataclass(frozen=True)
-class Audit:
-    """`GET /sessions/{id}/events`: every turn that was ever committed, and whether the session is closed."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A 200 to a chat: which turn it is, its message, a hash of its bytes, and whether it says that it was replayed."""
-
-    turn: int
-    text: str
-    digest: str
-    replayed: bool = False
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A 200 to a look: the texts of the live turns' replies."""
-
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Told:
-    """A 200 to an audit: of each committed turn its parent and its request's body."""
-
-    turns: tuple[tuple[int, str], ...]
-    closed: bool
-
-
-@dataclass(frozen=True)
-class Done:
-    """A 204."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """An error; `code` is that of docs/api.md."""
-
-    status: int
-    code: str
-
-
-Request = Chat | Close | Look | Audit
-Reply = Taken | Seen | Told | Done | Refused
-
-
-@dataclass(frozen=True)
-class Call:
-    """`reply` None, or a 5xx: it may have taken effect at any moment since `start`, or never."""
-
-    start: float
-    end: float
-    request: Request
-    reply: Reply | None
-
-    @property
-    def is_open(self) -> bool:
-        return self.reply is None or (isinstance(self.reply, Refused) and self.reply.status >= 500)
-
-    @property
-    def until(self) -> float:
-        return math.inf if self.is_open else self.end
+from fault.calls import Audit, Call, Chat, Close, Message, Refused, Seen, Taken, Told
 
 
 @dataclass(frozen=True)
 class Turn:
     """A committed turn. `messages` are its request's new ones, `length` counts its whole history with its reply.
 
-    `text` and `digest` are None until a reply has told them.
+    `parent` is its parent's place among the turns, from 1; 0: it has none. `number`, `text` and `digest` are None until
+    a reply has told them.
     """
 
+    number: int | None
     parent: int
     body: str
     key: str | None
@@ -119,21 +38,24 @@ class Turn:
     text: str | None
     digest: str | None
 
-    def told(self, text: str, digest: str) -> Turn | None:
+    def told(self, reply: Taken) -> Turn | None:
         """With what is known now; None where that contradicts what was known."""
-        if self.text not in (None, text) or self.digest not in (None, digest):
+        if self.text not in (None, reply.text) or self.digest not in (None, reply.digest):
             return None
-        return replace(self, text=text, digest=digest)
+        return replace(self, number=reply.turn, text=reply.text, digest=reply.digest)
 
 
 @dataclass(frozen=True)
 class State:
+    """`turns` in the order of commits; `leaf` is the newest, the end of the path that a look shows."""
+
     turns: tuple[Turn, ...] = ()
     leaf: int = 0
     closed: bool = False
+    is_tree: bool = False
 
     def path(self) -> list[int]:
-        """The live turns' numbers, oldest first."""
+        """The live turns' places, oldest first."""
         numbers: list[int] = []
         number = self.leaf
         while number:
@@ -149,6 +71,28 @@ class State:
     def with_turn(self, number: int, turn: Turn) -> State:
         return replace(self, turns=(*self.turns[: number - 1], turn, *self.turns[number:]))
 
+    def numbered(self, place: int, number: int) -> State | None:
+        """With the number of the turn at a place; None where it cannot be that."""
+        turn = self.turns[place - 1]
+        if turn.number is not None:
+            return self if turn.number == number else None
+        after = self.with_turn(place, replace(turn, number=number))
+        return after if after.is_in_order() else None
+
+    def is_in_order(self) -> bool:
+        """Can the turns have the numbers that are known of them? In a tree they need not commit in that order."""
+        if self.is_tree:
+            known = [turn.number for turn in self.turns if turn.number is not None]
+            return len(known) == len(set(known))
+        least = 0
+        for turn in self.turns:
+            least += 1
+            if turn.number is not None:
+                if turn.number < least:
+                    return False
+                least = turn.number
+        return True
+
 
 @dataclass(frozen=True)
 class Place:
@@ -160,6 +104,9 @@ class Place:
 
 def place(state: State, messages: Sequence[Message], window: int) -> Iterator[tuple[State, Place]]:
     """Every way in which a history may join; more than one only where a stored reply's text is not known yet."""
+    if state.is_tree:
+        yield from _deepest(state, messages, 0)
+        return
     equal = 0
     for number in state.path():
         turn = state.turns[number - 1]
@@ -179,6 +126,22 @@ def place(state: State, messages: Sequence[Message], window: int) -> Iterator[tu
     yield state, _joined(state, messages, equal, window)
 
 
+def _deepest(state: State, messages: Sequence[Message], parent: int) -> Iterator[tuple[State, Place]]:
+    """After the deepest turn at or below `parent` whose whole history begins the messages."""
+    is_sure = False
+    for number, turn in enumerate(state.turns, 1):
+        since = state.turns[parent - 1].length if parent else 0
+        begins = turn.parent == parent and tuple(messages[since : turn.length - 1]) == turn.messages
+        if not begins or len(messages) < turn.length or messages[turn.length - 1][0] != "assistant":
+            continue
+        text = messages[turn.length - 1][1]
+        if turn.text in (None, text):
+            is_sure |= turn.text == text
+            yield from _deepest(state.with_turn(number, replace(turn, text=text)), messages, number)
+    if not is_sure:
+        yield state, Place(parent)
+
+
 def _joined(state: State, messages: Sequence[Message], equal: int, window: int) -> Place:
     """The first `equal` of the messages are the stored ones."""
     path = state.path()
@@ -193,11 +156,14 @@ def _joined(state: State, messages: Sequence[Message], equal: int, window: int) 
 
 
 class Checker:
-    """The calls of one session, whose rollback window is `window`."""
+    """The calls of one session, whose rollback window is `window`; None: it is a tree."""
 
-    def __init__(self, calls: Sequence[Call], window: int) -> None:
+    def __init__(self, calls: Sequence[Call], window: int | None) -> None:
         self._calls = sorted(calls, key=lambda call: call.start)
-        self._window = window
+        self._window = window or 0
+        self._is_tree = window is None
+        audits = [call.reply.turns for call in self._calls if isinstance(call.reply, Told)]
+        self._log = max(audits, key=len, default=()) if self._is_tree else ()
         self._must = sum(1 << index for index, call in enumerate(self._calls) if not call.is_open)
 
     def fault(self) -> str | None:
@@ -207,7 +173,7 @@ class Checker:
                 return f"no other turn was in flight meanwhile: {call}"
         best = 0
         seen: set[tuple[int, State]] = set()
-        todo: list[tuple[int, State]] = [(0, State())]
+        todo: list[tuple[int, State]] = [(0, State(is_tree=self._is_tree))]
         while todo:
             placed, state = todo.pop()
             placed, state = self._observe(placed, state)
@@ -260,7 +226,8 @@ class Checker:
         if isinstance(request, Chat):
             if isinstance(reply, Refused) and not call.is_open:
                 return [state] if self._is_refused(state, call, request, reply.code) else []
-            return list(self._chat(state, request, reply if isinstance(reply, Taken) else None))
+            after = self._chat(state, request, reply if isinstance(reply, Taken) else None)
+            return [one for one in after if self._is_as_logged(one)]
         if isinstance(reply, Refused) and not call.is_open:
             explained = state.closed and reply.code == "session_closed" and not isinstance(request, Audit)
             return [state] if explained else []
@@ -271,8 +238,7 @@ class Checker:
             same = len(texts) == len(reply.texts) and not state.closed
             return list(_learned(state, reply.texts)) if same else []
         if isinstance(reply, Told):
-            told = tuple((turn.parent, turn.body) for turn in state.turns)
-            return [state] if (told, state.closed) == (reply.turns, reply.closed) else []
+            return list(_audited(state, reply)) if state.closed == reply.closed else []
         return []
 
     def _is_refused(self, state: State, call: Call, chat: Chat, code: str) -> bool:
@@ -289,36 +255,63 @@ class Checker:
             return False
         return any(joins.refusal == code for _, joins in place(state, chat.messages, self._window))
 
+    def _is_as_logged(self, state: State) -> bool:
+        """Is the newest turn at its place in the longest audit? Turns of a tree may else commit in many orders."""
+        place = len(state.turns)
+        if not 0 < place <= len(self._log):
+            return True
+        turn, (number, parent, body) = state.turns[-1], self._log[place - 1]
+        after = self._log[turn.parent - 1][0] if turn.parent else 0
+        return (after, turn.body) == (parent, body) and turn.number in (None, number)
+
     def _chat(self, state: State, chat: Chat, reply: Taken | None) -> Iterator[State]:
         """The states after a chat that took, or joined, a turn; `reply` None where nobody heard of it."""
         if state.closed:
             return
         repeated = state.keyed(chat.key)
-        if repeated is not None:
-            turn = state.turns[repeated - 1]
-            if reply is not None and reply.replayed and (reply.turn, chat.body) == (repeated, turn.body):
-                told = turn.told(reply.text, reply.digest)
-                if told is not None:
-                    yield state.with_turn(repeated, told)
-            return
-        for known, joins in place(state, chat.messages, self._window):
-            if joins.refusal is None and _is_next(state, reply):
-                yield _committed(known, joins.parent, chat, reply)
+        if reply is not None and reply.replayed:
+            places = [repeated or 0] if chat.key else range(1, state.leaf + 1) if state.is_tree else [state.leaf]
+            for one in places:
+                yield from _given_again(state, one, chat, reply)
+        elif repeated is None:
+            for known, joins in place(state, chat.messages, self._window):
+                if joins.refusal is None:
+                    yield from _committed(known, joins.parent, chat, reply)
 
 
 CONCURRENT = frozenset({"session_busy", "claim_lost"})
 """What a turn is told because of another one; they change nothing and are right only beside another turn."""
 
 
-def _is_next(state: State, reply: Taken | None) -> bool:
-    return reply is None or (not reply.replayed and reply.turn == len(state.turns) + 1)
+def _given_again(state: State, repeated: int, chat: Chat, reply: Taken) -> Iterator[State]:
+    """The state after the reply of the turn at this place (0: none), if it is a reply to this chat."""
+    if repeated and state.turns[repeated - 1].body == chat.body:
+        numbered = state.numbered(repeated, reply.turn)
+        told = None if numbered is None else numbered.turns[repeated - 1].told(reply)
+        if numbered is not None and told is not None:
+            yield numbered.with_turn(repeated, told)
 
 
-def _committed(state: State, parent: int, chat: Chat, reply: Taken | None) -> State:
+def _committed(state: State, parent: int, chat: Chat, reply: Taken | None) -> Iterator[State]:
     since = state.turns[parent - 1].length if parent else 0
-    text, digest = (None, None) if reply is None else (reply.text, reply.digest)
-    new = Turn(parent, chat.body, chat.key, chat.messages[since:], len(chat.messages) + 1, text, digest)
-    return replace(state, turns=(*state.turns, new), leaf=len(state.turns) + 1)
+    new = Turn(None, parent, chat.body, chat.key, chat.messages[since:], len(chat.messages) + 1, None, None)
+    told = new if reply is None else new.told(reply)
+    assert told is not None
+    after = replace(state, turns=(*state.turns, told), leaf=len(state.turns) + 1)
+    if after.is_in_order():
+        yield after
+
+
+def _audited(state: State, told: Told) -> Iterator[State]:
+    places = {number: place for place, (number, _, _) in enumerate(told.turns, 1)}
+    parents = [(places.get(parent, 0), body) for _, parent, body in told.turns]
+    if parents != [(turn.parent, turn.body) for turn in state.turns]:
+        return
+    known: State | None = state
+    for place, (number, _, _) in enumerate(told.turns, 1):
+        known = None if known is None else known.numbered(place, number)
+    if known is not None:
+        yield known
 
 
 def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
@@ -330,6 +323,6 @@ def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
     yield state
 
 
-def fault(calls: Sequence[Call], window: int) -> str | None:
-    """Why the history of one session is not linearizable; None where it is."""
+def fault(calls: Sequence[Call], window: int | None) -> str | None:
+    """Why the history of one session is not linearizable; None where it is. `window` None: it is a tree."""
     return Checker(calls, window).fault()

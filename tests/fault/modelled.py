@@ -16,15 +16,17 @@ from app.assembly import Assembly
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
 from app.fleet.state import POLL_S
+from app.protocols.registry import PROTOCOLS
 from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.ports import Database as Port
-from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers
+from app.upstream.streams import ReplyStream
 from tests.tools.audit import Audited, audit
 from tests.tools.simulation import service
 from tests.tools.simulation.engine import reply
@@ -55,6 +57,7 @@ class Engine(EngineClient):
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,
+        stream: ReplyStream | None = None,
     ) -> EngineReply:
         if url.endswith("/abort_request"):
             return EngineReply(200, [], Body([b"{}"]))
@@ -144,6 +147,11 @@ class Node:
         await self.mortal.write(lambda tx: incarnations.end(tx, incarnation), durable=False)
         return None
 
+    async def has_died(self, incarnation: int) -> bool:
+        """Does the store say that a process, which lived at most a minute, died without an orderly stop?"""
+        died = await self.mortal.read(lambda tx: incarnations.died_after(tx, incarnation, SETTINGS.lease_s))
+        return died is not None and incarnation != self.incarnation
+
     async def stop(self) -> None:
         await service.stop(self.service)
         self._place.release(self._database)
@@ -160,7 +168,7 @@ class Node:
         mark = RetryMark(None if key is None else hash_key(key))
         return asyncio.ensure_future(
             self.service.turns.take(
-                session.id, "chat", body, [], mark, Waiter(lambda size: None), Stages(time.monotonic)
+                session.id, PROTOCOLS["chat"], body, [], Sender(mark), Waiter(lambda size: None), Stages(time.monotonic)
             )
         )
 
@@ -199,11 +207,12 @@ class Place:
         await database.open()
         return database
 
-    def told(self, session_id: str, answer: TurnReply, key: str, asked_at: float) -> None:
-        """A client has a reply."""
+    def told(self, session_id: str, answer: TurnReply, turn: Turn, asked_at: float) -> None:
+        """A client has the reply of a turn."""
         assert answer.turn is not None
         body, now = b"".join(answer.parts), self.history.now()
-        self.history.turn(Acknowledged(session_id, answer.turn, body, key, key, answer.replayed, asked_at, now))
+        told = Acknowledged(session_id, answer.turn, body, turn.name, turn.key, answer.replayed, asked_at, now)
+        self.history.turn(told)
 
     def release(self, database: Port) -> None:
         self._free.append(database)
@@ -229,20 +238,26 @@ class Place:
 
 @dataclass
 class Turn:
-    """A committed turn of the model."""
+    """A committed turn of the model. `incarnation` is the process's that committed it."""
 
     number: int
     messages: list[Message]
-    key: str
+    key: str | None
+    incarnation: int
+
+    @property
+    def name(self) -> str:
+        return self.key or f"#{self.number}"
 
 
 @dataclass
 class Flight:
     """A turn in flight: its waiting requests, the first of them at `node`, and where each waits.
 
-    `lost`: it can no longer commit. `asked_at` is the history's time.
+    `lost`: it can no longer commit. `asked_at` is the history's time, `number` the turn's.
     """
 
+    number: int
     asked_at: float
     node: Node
     messages: list[Message]
@@ -254,14 +269,20 @@ class Flight:
 
 @dataclass
 class Model:
-    """What a client may expect of a session: its live turns, how many were ever committed, and its end."""
+    """What a client may expect of a session: its live turns, how many were ever opened and committed, and its end."""
 
     id: str
     config: SessionConfig
     live: list[Turn] = field(default_factory=list)
+    opened: int = 0
     committed: int = 0
     status: str = "open"
     flight: Flight | None = None
+
+    def open(self) -> int:
+        """The number of the next turn that is opened; no other turn ever gets it."""
+        self.opened += 1
+        return self.opened
 
     @property
     def messages(self) -> list[Message]:

@@ -55,6 +55,12 @@ class Connection(socketserver.StreamRequestHandler):
         for piece in pieces:
             self.request.sendall(piece)
 
+    def send_and_close(self, data: bytes) -> bool:
+        """The end of the connection comes with the last byte: no request can be sent between the two."""
+        self.request.sendall(data, getattr(socket, "MSG_MORE", 0))
+        self.request.shutdown(socket.SHUT_WR)
+        return False
+
     def reset(self) -> bool:
         """End the connection as a process does that dies with data unread: RST instead of FIN."""
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -161,8 +167,7 @@ def informs_first(connection: Connection, reply: bytes) -> bool:
 
 
 def closes_silently(connection: Connection, reply: bytes) -> bool:
-    connection.send(_sized(reply))
-    return False
+    return connection.send_and_close(_sized(reply))
 
 
 def odd_headers(connection: Connection, reply: bytes) -> bool:
@@ -276,8 +281,7 @@ def compressed(connection: Connection, reply: bytes) -> bool:
 
 def _status(status: str, *headers: str) -> Way:
     def way(connection: Connection, reply: bytes) -> bool:
-        connection.send(_sized(reply, *headers, status=status))
-        return False
+        return connection.send_and_close(_sized(reply, *headers, status=status))
 
     return way
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import httpx
 import pytest
 from helpers.databases import database_at
-from helpers.pages import HOWS, PAGE_BYTES, How, kept, pages, primary_key, root
+from helpers.pages import HOWS, PAGE_BYTES, How, kept, overwrite, pages, primary_key, root
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
@@ -60,6 +60,20 @@ def test_six_damaged_pages_are_their_sessions_business(whole: Whole, tmp_path: P
     expected = whole.with_replay if replay else whole.exported
     left_out = others_are_whole(expected, exported(damaged.path, replay=replay), lost)
     assert left_out == lost or how == "flipped"
+
+
+def test_rollouts_are_counted_without_the_list_of_their_sessions(whole: Whole, tmp_path: Path) -> None:
+    path = Path(shutil.copy(whole.path, tmp_path))
+    roots = {name: whole.session_ids[at - at % 4] for at, name in enumerate(whole.session_ids) if at % 4}
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executemany(
+            "UPDATE sessions SET root_id = ? WHERE session_id = ?", [(b, a) for a, b in roots.items()]
+        )
+        connection.commit()
+    before = exported(path)
+    assert {row["rollout_rows"] for row in before} == {4}
+    overwrite(path, [page.number for page in pages(path, "ix_sessions_root_id")], "zeros", random.Random(0))
+    assert [without_cursor(row) for row in exported(path)] == [without_cursor(row) for row in before]
 
 
 def looked(path: Path, read: Callable[[Connection], T]) -> T:

@@ -19,8 +19,12 @@ import pytest
 from helpers.clusters import Cluster
 from integration.stand import error_of, user
 
+from app.domain.history import Incoming
+from app.domain.request import canonical_hash
+from app.domain.tree import TreeIndex
+from app.protocols.chat.parse import parse_chat
 from fault import linearizable
-from fault.linearizable import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
+from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
 from fault.processes import serving
 from fault.table import Tally
 from fault.verified import verified
@@ -37,9 +41,13 @@ LONGEST_LATENCY_S = 0.02
 
 
 class Fight:
-    """Clients that send what they like to whichever process they like, and write down every call."""
+    """Clients that send what they like to whichever process they like, and write down every call.
 
-    def __init__(self, urls: list[str], seed: int) -> None:
+    `window` None: the sessions are trees.
+    """
+
+    def __init__(self, urls: list[str], seed: int, window: int | None = WINDOW) -> None:
+        self._window = window
         self.urls = urls
         self.calls: dict[str, list[Call]] = {}
         self._rng = random.Random(seed)
@@ -51,7 +59,8 @@ class Fight:
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._http:
             names = [f"fight-{self._seed}-{number}" for number in range(SESSIONS)]
             for name in names:
-                body = {"session_id": name, "rollback_window": WINDOW}
+                kind = {"history": "tree"} if self._window is None else {"rollback_window": self._window}
+                body = {"session_id": name, **kind}
                 async with self._http.post(f"{self.urls[0]}/sessions", json=body) as response:
                     assert response.status == 200
                 self.calls[name], self._sent[name] = [], []
@@ -93,7 +102,7 @@ class Fight:
         history = views[name][: len(views[name]) - 2 * rng.choice((0, 0, 0, 0, 1, 2, 3))]
         messages = (*history, ("user", text))
         key = f"{name} {text}" if rng.random() < 0.7 else None
-        chat = Chat(messages, hashlib.sha256(_body(messages)).hexdigest()[:32], key)
+        chat = Chat(messages, _body_hash(messages), key)
         self._sent[name] += [chat] if key else []
         if rng.random() < 0.1 and self._sent[name]:
             key = rng.choice(self._sent[name]).key
@@ -139,7 +148,8 @@ class Fight:
     def explain(self) -> None:
         """Each session's calls have an order that explains them."""
         for name, calls in self.calls.items():
-            assert linearizable.fault(calls, WINDOW) is None, (name, linearizable.fault(calls, WINDOW))
+            fault = linearizable.fault(calls, self._window)
+            assert fault is None, (name, fault)
 
     def replies(self) -> Counter[str]:
         """How often there was each kind of reply to a chat."""
@@ -168,6 +178,14 @@ def _body(messages: tuple[Message, ...]) -> bytes:
     return json.dumps({"model": "simulator", "messages": said, "sim": wish}).encode()
 
 
+def _body_hash(messages: tuple[Message, ...]) -> str:
+    """As the log has it."""
+    request = parse_chat(_body(messages))
+    history = Incoming(request.messages, "tolerant")
+    history.check(TreeIndex())
+    return canonical_hash(request, history.whole_hash)
+
+
 def _reply(request: Request, response: aiohttp.ClientResponse, body: bytes) -> Reply:
     if response.status == 204:
         return Done()
@@ -182,8 +200,9 @@ def _reply(request: Request, response: aiohttp.ClientResponse, body: bytes) -> R
         records = json.loads(body)["records"]
         return Seen(tuple(record["response"]["choices"][0]["message"]["content"] for record in records))
     events = [json.loads(line) for line in body.splitlines()]
-    committed = [(event["parent"], event["body_hash"]) for event in events if event["type"] == "TurnCommitted"]
-    return Told(tuple(committed), any(event["type"] == "SessionClosed" for event in events))
+    turns = [event for event in events if event["type"] == "TurnCommitted"]
+    committed = tuple((turn["turn"], turn["parent"], turn["body_hash"]) for turn in turns)
+    return Told(committed, any(event["type"] == "SessionClosed" for event in events))
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +212,11 @@ def urls(cluster: Cluster, engine: SimulatorProcess, tmp_path_factory: pytest.Te
         yield processes.urls
 
 
-def fight(urls: list[str], seed: int, steps: int, tally: Tally, cluster: Cluster) -> Counter[str]:
+def fight(
+    urls: list[str], seed: int, steps: int, tally: Tally, cluster: Cluster, window: int | None = WINDOW
+) -> Counter[str]:
     """One fight: its calls have an order, and what was told is in the store."""
-    made = Fight(urls, seed)
+    made = Fight(urls, seed, window)
     asyncio.run(made.run(steps))
     tally.tried += sum(len(calls) for calls in made.calls.values())
     made.explain()
@@ -211,9 +232,17 @@ def test_their_replies_are_linearizable(urls: list[str], cluster: Cluster, tally
     assert not set(replies) & {"claim_lost", "broken", "store_unavailable"}, replies
 
 
+@pytest.mark.fault(8, f"{TITLE}, which are trees")
+def test_their_replies_in_trees_are_linearizable(urls: list[str], cluster: Cluster, tally: Tally) -> None:
+    replies = fight(urls[:2], 16, 25, tally, cluster, window=None)
+    assert {"taken", "replayed"} <= set(replies), replies
+    assert set(replies) <= {"taken", "replayed", "session_busy", "session_closed", "idempotency_mismatch"}, replies
+
+
 @pytest.mark.fault(8, f"{TITLE}, which crashes")
+@pytest.mark.parametrize("window", [WINDOW, None], ids=["linear", "tree"])
 def test_their_replies_are_linearizable_while_postgresql_crashes(
-    urls: list[str], cluster: Cluster, tally: Tally
+    urls: list[str], cluster: Cluster, tally: Tally, window: int | None
 ) -> None:
     """What a 503 left open may have been taken or not; all else has its place."""
     stopped = threading.Event()
@@ -229,7 +258,7 @@ def test_their_replies_are_linearizable_while_postgresql_crashes(
     with ThreadPoolExecutor(1) as threads:
         crashing = threads.submit(crash)
         try:
-            replies = fight(urls[:2], 7, 25, tally, cluster)
+            replies = fight(urls[:2], 7 if window else 17, 25, tally, cluster, window)
         finally:
             stopped.set()
         assert crashing.result() > 0

@@ -187,7 +187,7 @@ def test_a_stop_lets_a_turn_land_whose_client_is_gone(stand: Stand) -> None:
     until(lambda: stand.stats()["in_flight"] == 1)
     stand.server.stop()
     stand.server.start()
-    assert talk.types() == ["SessionCreated", *FIRST_TURN]
+    assert talk.types() == ["SessionCreated", *FIRST_TURN, "ReplyUndelivered"]
 
 
 def test_a_stop_ends_those_who_follow_a_log(stand: Stand) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fault.linearizable import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
+from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
 from fault.linearizable import fault as found
 
 WINDOW = 1
@@ -30,7 +30,7 @@ def call(start: float, end: float, request: Request, reply: Reply | None) -> Cal
 FIRST = call(1, 2, chat("a", key="k1"), taken(1, "A"))
 SECOND = call(3, 4, chat("a", "A", "b"), taken(2, "B"))
 THIRD = call(5, 6, chat("a", "A", "b", "B", "c"), taken(3, "C"))
-BOTH = Told(((0, FIRST.request.body), (1, SECOND.request.body)), False)  # type: ignore[union-attr]
+BOTH = Told(((1, 0, FIRST.request.body), (2, 1, SECOND.request.body)), False)  # type: ignore[union-attr]
 CLOSED = Refused(404, "session_closed")
 BUSY = Refused(409, "session_busy")
 TOO_DEEP = Refused(400, "rollback_too_deep")
@@ -74,6 +74,14 @@ RIGHT: dict[str, list[Call]] = {
     ],
     "broken, and its reply became known by who went on": [FIRST, call(3, 4, SECOND.request, None), THIRD],
     "a key with another body": [FIRST, call(3, 4, chat("x", key="k1"), Refused(422, "idempotency_mismatch"))],
+    "a number that is left out": [
+        *(FIRST, call(3, 4, chat("a", "A", "b"), taken(5, "B"))),
+        call(5, 6, Audit(), Told(((1, 0, "body of a"), (5, 1, "body of a/A/b")), False)),
+    ],
+    "an unmarked request is given the newest turn's reply": [
+        *(FIRST, call(3, 4, SECOND.request, None), call(5, 6, SECOND.request, taken(2, "B", replayed=True))),
+    ],
+    "an unmarked request generates again": [FIRST, SECOND, call(5, 6, SECOND.request, taken(3, "X"))],
     "a close that broke": [FIRST, call(3, 4, Close(), None), call(5, 6, Look(), CLOSED)],
 }
 
@@ -91,6 +99,20 @@ LIES: dict[str, list[Call]] = {
     "both turns commit after one parent": [
         *(FIRST, replace(SECOND, start=3, end=9), call(4, 8, chat("a", "A", "x"), taken(3, "X"))),
         call(10, 11, Look(), Seen(("A", "B", "X"))),
+    ],
+    "a number that goes back": [FIRST, replace(SECOND, reply=taken(4, "B")), replace(THIRD, reply=taken(3, "C"))],
+    "a number that two turns must share": [
+        *(FIRST, call(3, 4, SECOND.request, None), replace(THIRD, reply=taken(2, "C"))),
+        call(7, 8, Look(), Seen(("A", "B", "C"))),
+    ],
+    "a number that an audit has otherwise": [
+        *(FIRST, replace(SECOND, reply=taken(3, "B")), call(5, 6, Audit(), BOTH)),
+    ],
+    "an unmarked request is given an older turn's reply": [
+        *(FIRST, SECOND, call(5, 6, chat("a"), taken(1, "A", replayed=True))),
+    ],
+    "an unmarked request is given another's reply": [
+        *(FIRST, call(3, 4, chat("a", "A", "b"), taken(1, "A", replayed=True))),
     ],
     "a turn after the close": [FIRST, call(3, 4, Close(), Done()), replace(SECOND, start=5, end=6)],
     "closed twice": [call(1, 2, Close(), Done()), call(3, 4, Close(), Done())],
@@ -112,7 +134,7 @@ LIES: dict[str, list[Call]] = {
     "a turn in a wrong place": [
         FIRST,
         SECOND,
-        call(5, 6, Audit(), Told(((0, "body of a"), (0, "body of a/A/b")), False)),
+        call(5, 6, Audit(), Told(((1, 0, "body of a"), (2, 0, "body of a/A/b")), False)),
     ],
     "a replay of nothing": [call(1, 2, chat("a", key="k1"), taken(1, "A", replayed=True))],
     "a key refused though its body is the same": [
@@ -139,6 +161,63 @@ LIES: dict[str, list[Call]] = {
 }
 
 
+FORK = call(5, 6, chat("a", "A", "x"), taken(3, "X"))
+LOG = ((1, 0, "body of a"), (2, 1, "body of a/A/b"), (3, 1, "body of a/A/x"))
+
+RIGHT_IN_A_TREE: dict[str, list[Call]] = {
+    "a fork, and on behind what it left": [
+        *(FIRST, SECOND, FORK, call(7, 8, Look(), Seen(("A", "X")))),
+        call(9, 10, chat("a", "A", "b", "B", "c"), taken(4, "C")),
+        call(11, 12, Look(), Seen(("A", "B", "C"))),
+        call(13, 14, Audit(), Told((*LOG, (4, 2, "body of a/A/b/B/c")), False)),
+    ],
+    "another conversation": [FIRST, call(3, 4, chat("x"), taken(2, "X")), call(5, 6, Look(), Seen(("X",)))],
+    "one request three times at once": [
+        *(FIRST, *(call(3, 9, chat("a"), taken(number, text)) for number, text in ((4, "B"), (2, "C"), (3, "D")))),
+        call(10, 11, Look(), Seen(("C",))),
+    ],
+    "the later number commits first": [
+        *(FIRST, replace(SECOND, start=3, end=9), replace(FORK, start=4, end=8)),
+        call(8.5, 8.8, Look(), Seen(("A", "X"))),
+        call(10, 11, Audit(), Told((LOG[0], LOG[2], LOG[1]), False)),
+    ],
+    "an older turn's undelivered reply": [FIRST, SECOND, call(5, 6, chat("a"), taken(1, "A", replayed=True))],
+    "broken, and its reply became known by who went on": [
+        FIRST,
+        call(3, 4, SECOND.request, None),
+        FORK,
+        replace(THIRD, start=7, end=8, reply=taken(4, "C")),
+    ],
+}
+
+LIES_IN_A_TREE: dict[str, list[Call]] = {
+    "a fork that hangs at the newest turn": [FIRST, SECOND, FORK, call(7, 8, Look(), Seen(("A", "B", "X")))],
+    "a turn behind another than its own parent": [
+        *(FIRST, SECOND, FORK, call(7, 8, Audit(), Told((*LOG[:2], (3, 2, LOG[2][2])), False))),
+    ],
+    "a turn that is in the log twice": [FIRST, SECOND, call(5, 6, Audit(), Told((*LOG[:2], (3, 1, LOG[1][2])), False))],
+    "one number for two": [FIRST, replace(SECOND, end=9), call(4, 8, chat("a", "A", "x"), taken(2, "X"))],
+    "the wrong one is the newest": [FIRST, SECOND, FORK, call(7, 8, Look(), Seen(("A", "B")))],
+    "commits in an order that nobody saw": [
+        *(FIRST, SECOND, FORK, call(7, 8, Audit(), Told((LOG[0], LOG[2], LOG[1]), False))),
+    ],
+    "an acknowledged turn is lost": [FIRST, SECOND, FORK, call(7, 8, Audit(), Told(LOG[:2], False))],
+    "a key is taken twice": [FIRST, call(3, 4, chat("a", key="k1"), taken(2, "B"))],
+    "a refusal for its history": [FIRST, call(3, 4, chat("x"), MISMATCH)],
+    "a turn after the close": [FIRST, call(3, 4, Close(), Done()), replace(SECOND, start=5, end=6)],
+}
+
+
+@pytest.mark.parametrize("history", RIGHT_IN_A_TREE.values(), ids=RIGHT_IN_A_TREE)
+def test_what_a_correct_tree_answers_is_accepted(history: list[Call]) -> None:
+    assert found(history, None) is None
+
+
+@pytest.mark.parametrize("history", LIES_IN_A_TREE.values(), ids=LIES_IN_A_TREE)
+def test_a_lie_about_a_tree_is_found(history: list[Call]) -> None:
+    assert found(history, None) is not None
+
+
 @pytest.mark.parametrize("history", RIGHT.values(), ids=RIGHT)
 def test_what_a_correct_session_answers_is_accepted(history: list[Call]) -> None:
     assert found(history, WINDOW) is None
@@ -156,7 +235,8 @@ class Honest:
         self.history: list[Message] = []
         self.ends: list[int] = []
         self.numbers: list[int] = []
-        self.committed: list[tuple[int, str]] = []
+        self.committed: list[tuple[int, int, str]] = []
+        self.gaps = random.Random(1)
         self.keys: dict[str, tuple[str, Taken]] = {}
         self.closed = False
 
@@ -178,9 +258,9 @@ class Honest:
                 return MISMATCH
             if len(self.ends) - keep > WINDOW:
                 return TOO_DEEP
-        number = len(self.committed) + 1
+        number = self.committed[-1][0] + 1 + self.gaps.randrange(2) if self.committed else 1
         reply = taken(number, f"reply {number}")
-        self.committed.append((self.numbers[keep - 1] if keep else 0, request.body))
+        self.committed.append((number, self.numbers[keep - 1] if keep else 0, request.body))
         self.history = [*sent, ("assistant", reply.text)]
         self.ends, self.numbers = [*self.ends[:keep], len(self.history)], [*self.numbers[:keep], number]
         if request.key is not None:

@@ -266,6 +266,8 @@ def test_settings_of_the_database_that_break_statements(
         with under_load(cluster, processes, tally) as agents:
             began = len(agents.acknowledged)
             until(lambda: len(agents.acknowledged) > began + 60, 180)
+            cluster.sql(f"ALTER DATABASE turnlog RESET {name}")  # What is read to judge must not be cut short.
+            cluster.end_connections()
     finally:
         cluster.sql(f"ALTER DATABASE turnlog RESET {name}")
         cluster.end_connections()

@@ -110,7 +110,7 @@ def test_what_is_in_flight_lands_and_no_claim_is_left(
         talks[0].messages = [user("Slow"), replies[0].json()["choices"][0]["message"]]
         talks[0].say("On")
         tally.recovered(monotonic() - told)
-        assert gone.types() == ["SessionCreated", *FIRST_TURN]
+        assert gone.types() == ["SessionCreated", *FIRST_TURN, "ReplyUndelivered"]
         for talk in talks:
             tally.doubled += len(talk.committed()) - (2 if talk is talks[0] else 1)
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -145,21 +146,21 @@ class Machine(RuleBasedStateMachine):
             self.refused(RollbackTooDeep, taken())
         else:
             asked_at = self.place.history.now()
-            self.committed(model, messages, text, asked_at, self.run(taken()), back)
+            turn = Turn(model.open(), messages, text, self.any_node(node).incarnation)
+            self.committed(model, turn, asked_at, self.run(taken()), back)
 
-    def committed(
-        self, model: Model, messages: list[Message], key: str, asked_at: float, answer: TurnReply, back: int = 0
-    ) -> None:
+    def committed(self, model: Model, turn: Turn, asked_at: float, answer: TurnReply, back: int = 0) -> None:
+        """`turn` has its request's messages alone."""
         model.committed += 1
         body = b"".join(answer.parts)
         message = msgspec.json.decode(body)["choices"][0]["message"]
-        assert answer.turn == model.committed
+        assert answer.turn == turn.number
         assert not answer.replayed
-        assert message["content"].startswith(digest(messages))
+        assert message["content"].startswith(digest(turn.messages))
         del model.live[len(model.live) - back :]
-        model.live.append(Turn(model.committed, [*messages, message], key))
+        model.live.append(replace(turn, messages=[*turn.messages, message]))
         self.tally.acknowledged += 1
-        self.place.told(model.id, answer, key, asked_at)
+        self.place.told(model.id, answer, turn, asked_at)
 
     def refused(self, kind: type[AppError], work: Any) -> None:
         with pytest.raises(kind):
@@ -168,7 +169,7 @@ class Machine(RuleBasedStateMachine):
     @rule(model=sessions, node=st.integers(0, 7))
     def retry(self, model: Model, node: int) -> None:
         """The last reply again, to the byte, whichever process is asked."""
-        if not model.live:
+        if not model.live or model.live[-1].key is None:
             return
         last, at = model.live[-1], self.any_node(node)
         if model.flight is not None and model.flight.lost and model.flight.node is at:
@@ -189,12 +190,32 @@ class Machine(RuleBasedStateMachine):
             return
         assert answer.replayed
         assert answer.turn == last.number
-        self.place.told(model.id, answer, last.key, asked_at)
+        self.place.told(model.id, answer, last, asked_at)
+
+    @rule(model=sessions, node=st.integers(0, 7))
+    def ask_again(self, model: Model, node: int) -> None:
+        """The last request without a mark: the last reply, if its process died before the client surely had it."""
+        if not model.live or model.status != "open" or model.flight is not None:
+            return
+        last, at, asked_at = model.live[-1], self.any_node(node), self.place.history.now()
+
+        async def taken() -> TurnReply:
+            return await at.take(model, last.messages[:-1], None)
+
+        if self.run(at.has_died(last.incarnation)):
+            answer = self.run(taken())
+            assert (answer.replayed, answer.turn) == (True, last.number)
+            self.place.told(model.id, answer, last, asked_at)
+        elif model.config.rollback_window:
+            turn = Turn(model.open(), last.messages[:-1], None, at.incarnation)
+            self.committed(model, turn, asked_at, self.run(taken()), 1)
+        else:
+            self.refused(RollbackTooDeep, taken())
 
     @rule(model=sessions, node=st.integers(0, 7))
     def misuse_a_key(self, model: Model, node: int) -> None:
         """The key of the last turn with another request."""
-        if not model.live or model.status != "open" or model.flight is not None:
+        if not model.live or not model.live[-1].key or model.status != "open" or model.flight is not None:
             return
         messages = [*model.messages, {"role": "user", "content": "something else"}]
 
@@ -219,7 +240,7 @@ class Machine(RuleBasedStateMachine):
             heard = asyncio.ensure_future(self.engine.heard.wait())
             await asyncio.wait({task, heard}, return_when=asyncio.FIRST_COMPLETED)
             assert heard.done(), task.exception()
-            return Flight(self.place.history.now(), at, messages, text, go, {task: at})
+            return Flight(model.open(), self.place.history.now(), at, messages, text, go, {task: at})
 
         model.flight = self.run(begun())
 
@@ -258,7 +279,8 @@ class Machine(RuleBasedStateMachine):
         else:
             own, *others = answers
             assert isinstance(own, TurnReply), own
-            self.committed(model, flight.messages, flight.key, flight.asked_at, own)
+            turn = Turn(flight.number, flight.messages, flight.key, flight.node.incarnation)
+            self.committed(model, turn, flight.asked_at, own)
             self.same(own, others)
 
     def same(self, own: TurnReply, others: Sequence[TurnReply | BaseException]) -> None:
@@ -287,7 +309,8 @@ class Machine(RuleBasedStateMachine):
         # What other sessions have in flight there is taken over only by whoever asks for them meanwhile.
         flight.lost = True
         asked_at = self.place.history.now()
-        self.committed(model, flight.messages, flight.key, asked_at, self.run(taken_over()))
+        turn = Turn(model.open(), flight.messages, flight.key, other.incarnation)
+        self.committed(model, turn, asked_at, self.run(taken_over()))
         self.tally.tried += 1
 
     @rule(model=sessions, node=st.integers(0, 7), value=st.floats(-1, 1))
@@ -370,7 +393,8 @@ class Machine(RuleBasedStateMachine):
             assert all(isinstance(answer, SessionClosed) for answer in answers), answers
             return
         (own,) = [answer for answer in answers if isinstance(answer, TurnReply) and not answer.replayed]
-        self.committed(model, flight.messages, flight.key, flight.asked_at, own)
+        heir = next(iter(flight.tasks.values())).incarnation
+        self.committed(model, Turn(model.open(), flight.messages, flight.key, heir), flight.asked_at, own)
         self.same(own, [answer for answer in answers if answer is not own])
 
     @invariant()
@@ -462,6 +486,21 @@ def test_the_turn_of_a_dead_process_is_not_in_flight(tally: Tally, monkeypatch: 
     machine.end(node=0, orderly=False)
     machine.rollback(model=model, node=0, back=1)
     machine.another_conversation(model=model, node=1)
+    machine.teardown()
+    place.end()
+
+
+@pytest.mark.fault(15, TITLE)
+def test_the_reply_of_a_process_that_died_is_given_to_an_unmarked_request(sqlite_url: str, tally: Tally) -> None:
+    place = Place(sqlite_url)
+    machine = placed(place, tally)()
+    model = machine.begin_with_all(window=1)
+    machine.turns(model=model, nodes=[0])
+    machine.ask_again(model=model, node=0)
+    assert model.committed == 2
+    machine.end(node=0, orderly=False)
+    machine.ask_again(model=model, node=0)
+    assert model.committed == 2
     machine.teardown()
     place.end()
 

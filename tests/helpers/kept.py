@@ -12,22 +12,27 @@ from helpers.tables import Table
 
 @dataclass(frozen=True)
 class Kept:
-    """Of one session: requests by reply, committed and live turns, rows, and tokens sampled and in the loss."""
+    """Of the sessions of one case: requests refused, the engine's generations, committed turns, rows, generations in
+    the loss of at least one row, of none and of several; and why the rows' branches began."""
 
     case: str
     setting: str
-    replies_200: int
-    replies_400: int
-    committed: int
-    live: int
+    refused: int
+    generations: int
+    turns: int
     rows: int
-    engine_tokens: int
-    loss_tokens: int
+    in_loss: int
+    lost: int
+    doubled: int
+    causes: str
 
 
 class KeptTable(Table):
-    title, key, left = "what sessions kept", "kept", (0, 1)
-    headings = ("case", "on_divergence", "200", "400", "turns", "live", "rows", "tokens sampled", "tokens in the loss")
+    title, key, left = "what sessions kept", "kept", (0, 1, 9)
+    headings = (
+        *("case", "session", "refused", "generations", "turns", "rows", "in the loss", "lost", "doubled"),
+        "branches",
+    )
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, ...]] = []

@@ -10,7 +10,7 @@ from sqlalchemy import delete, insert, select, update
 
 from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
-from app.domain.session import Session, fold
+from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
 from app.store import incarnations, reads
 from app.store.dialect import Tx, now
@@ -140,7 +140,7 @@ class Store:
         session = await self.session(session_id)
         assert session is not None
         parent = session.path[-1] if session.path else 0
-        turn = len(session.turns) + 1
+        turn = session.last_turn + 1
         taken = await self.claim(session_id, session.version, turn=turn, parent=parent)
         assert isinstance(taken, Appended), taken
         done = await self.commit(session_id, taken.events[0].seq, turn=turn, parent=parent, **kw)
@@ -184,7 +184,7 @@ class Store:
         )
 
     async def save_snapshot(self, session: Session, data: bytes | None = None, format: str | None = None) -> None:
-        frame = codec.pack(session) if data is None else data
+        frame = codec.compress(encode_session(session)) if data is None else data
         await self.submit(SaveSnapshot(session.session_id, session.version, format or reads.SNAPSHOT_FORMAT, frame))
 
     async def head_equals_fold(self, session_id: str) -> None:

@@ -8,6 +8,13 @@ from typing import Any
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
+FINAL = ("[DONE]", '"finish_reason":"', "content_block_stop", "message_stop", "output_item.done", "response.completed")
+"""What a client of chat, Messages or Responses may take for the end of a reply, or of a part of it."""
+
+
+def is_final(text: str) -> bool:
+    return any(sign in text for sign in FINAL)
+
 
 def chunks(text: str) -> list[dict[str, Any]]:
     """The stream's chunks; it must be whole."""

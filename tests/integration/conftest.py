@@ -21,6 +21,7 @@ ON_BOTH = frozenset(
         "test_retries",
         "test_rollouts",
         "test_sessions",
+        "test_tree",
         "test_turns",
     }
 )

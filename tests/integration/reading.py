@@ -64,7 +64,7 @@ def read_safetensors(data: bytes) -> list[Row]:
     tensors = safetensors.numpy.load(data)
     meta = json.loads(tensors.pop("_rows_meta").tobytes())
     rows: list[Row] = meta["rows"]
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         *path, key, number = name.split(".")
         place: Any = rows[int(number)]
         for part in path:

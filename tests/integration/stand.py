@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -41,32 +42,60 @@ def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None
         time.sleep(0.01)
 
 
+class Spoken(NamedTuple):
+    """A protocol from a client's side: where its history stands in a request, and what a reply adds to that history.
+
+    A user's message is spelled alike in all of them.
+    """
+
+    path: str
+    history: str
+    added: Callable[[dict[str, Any]], list[Message]]
+    needed: Mapping[str, Any] = MappingProxyType({})
+
+
+SPOKEN: Mapping[str, Spoken] = {
+    "chat": Spoken(CHAT, "messages", lambda reply: [reply["choices"][0]["message"]]),
+    "messages": Spoken(
+        "/v1/messages",
+        "messages",
+        lambda reply: [{"role": "assistant", "content": reply["content"]}],
+        {"max_tokens": 100_000},
+    ),
+    "responses": Spoken("/v1/responses", "input", lambda reply: reply["output"]),
+}
+
+
 class Talk:
     """One session from a client's side: its history as an honest client keeps it."""
 
-    def __init__(self, stand: Api, session_id: str) -> None:
+    def __init__(self, stand: Api, session_id: str, protocol: str = "chat") -> None:
         self._stand = stand
         self.id = session_id
+        self.protocol = protocol
+        self.spoken = SPOKEN[protocol]
         self.path = f"/sessions/{session_id}"
-        self.chat_path = f"{self.path}{CHAT}"
+        self.chat_path = self.path + self.spoken.path
         self.messages: list[Message] = []
+
+    def body(self, messages: Sequence[Message], **fields: Any) -> dict[str, Any]:
+        return {"model": "simulator", **self.spoken.needed, self.spoken.history: list(messages), **fields}
 
     def chat(
         self, messages: Sequence[Message], *, headers: Mapping[str, str] | None = None, **fields: Any
     ) -> httpx.Response:
         """One request as given; the kept history does not change."""
-        body = {"model": "simulator", "messages": list(messages), **fields}
-        return self._stand.http.post(self.chat_path, json=body, headers=headers)
+        return self._stand.http.post(self.chat_path, json=self.body(messages, **fields), headers=headers)
 
     def say(self, text: str, *, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
-        """A turn that must succeed, with a new user message; the history grows by two."""
+        """A turn that must succeed, with a new user message; the history grows by it and the reply."""
         return self.add(user(text), headers=headers, **fields)
 
     def add(self, *new: Message, headers: Mapping[str, str] | None = None, **fields: Any) -> httpx.Response:
         messages = [*self.messages, *new]
         response = self.chat(messages, headers=headers, **fields)
         assert response.status_code == 200, response.text
-        self.messages = [*messages, response.json()["choices"][0]["message"]]
+        self.messages = [*messages, *self.spoken.added(response.json())]
         return response
 
     def events(self, after: int = 0) -> list[dict[str, Any]]:
@@ -89,6 +118,12 @@ class Talk:
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         return self._stand.rows(session_id=self.id, **parameters)
 
+    def tree(self, **parameters: Any) -> dict[str, Any]:
+        response = self._stand.http.get(f"{self.path}/tree", params=parameters)
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
     def generations(self) -> int:
         """How many chat requests of this session the engine has seen."""
         assert isinstance(self._stand, Stand)
@@ -102,14 +137,14 @@ class Api:
         self.base_url = base_url
         self.http = httpx.Client(base_url=base_url, timeout=TIMEOUT_S)
 
-    def talk(self, **body: Any) -> Talk:
+    def talk(self, protocol: str = "chat", **body: Any) -> Talk:
         response = self.http.post("/sessions", json=body)
         assert response.status_code == 200, response.text
-        return self.known(response.json()["session_id"])
+        return self.known(response.json()["session_id"], protocol)
 
-    def known(self, session_id: str) -> Talk:
+    def known(self, session_id: str, protocol: str = "chat") -> Talk:
         """A session that need not exist."""
-        return Talk(self, session_id)
+        return Talk(self, session_id, protocol)
 
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         response = self.http.get("/export", params=parameters)
@@ -200,12 +235,12 @@ def standing(where: Path | Place, *arguments: str, environment: Mapping[str, str
 
 
 def error_of(response: httpx.Response) -> tuple[int, str]:
-    """Status and code of an error in the shape that the OpenAI SDKs read."""
+    """Status and code of an error in the shape that the OpenAI SDKs read, or Anthropic's."""
     body = response.json()
-    assert set(body) == {"error"}, (response.status_code, response.text[:200])
+    assert set(body) in ({"error"}, {"type", "error", "request_id"}), (response.status_code, response.text[:200])
     error = body["error"]
-    assert set(error) == {"message", "type", "code", "param"}, error
-    assert error["param"] is None
+    assert set(error) | {"param"} == {"message", "type", "code", "param"}, error
+    assert error.get("param") is None
     assert isinstance(error["message"], str)
     assert error["message"]
     assert response.headers["content-type"].startswith("application/json")

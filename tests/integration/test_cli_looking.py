@@ -160,3 +160,28 @@ def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli
     finally:
         run("engines", "remove", dead)
         run("resume", "--fleet")
+
+
+def test_a_tree_is_drawn(cli: Stand) -> None:
+    talk = cli.talk(history="tree")
+    talk.say("One", sim={"weight_version": "7"})
+    first, second = list(talk.messages), [*talk.messages, user("Instead")]
+    talk.say("Two", sim={"weight_version": "7"})
+    quoted = talk.messages[-1]
+    talk.messages = second
+    assert talk.add(user("On")).status_code == 200
+    talk.say("Deeper")
+    assert talk.chat([*first, user("Third")]).status_code == 200
+    assert talk.chat([user("So far"), quoted, user("Go on")]).status_code == 200
+    title, columns, *lines = run("tree", talk.id).stdout.splitlines()
+    assert title == f"session {talk.id}: 6 turns, 4 branches, main branch 3"
+    assert columns.split() == [
+        *("turn", "branch", "cause", "loss", "tokens", "output", "finish", "weights", "agent", "note")
+    ]
+    found = {turn["turn"]: turn for turn in answer("tree", talk.id)["turns"]}
+    assert [line[: len("│ ├─3 ")].rstrip() for line in lines] == ["├─1", "│ ├─3", "│ │ 4", "│ ├─5", "│ 2", "└─6"]
+    assert lines[-1].rstrip().endswith("carries turn 2")
+    assert lines[0].split()[1:5] == ["0", "start", "0", str(found[1]["tokens"])]
+    assert "not in branches=main" in run("tree", talk.id, "--branches", "main").stdout
+    assert "session_not_found" in complaint("tree", "never-seen")
+    assert run("tree", cli.talk().id).stdout.endswith(": 0 turns, 0 branches\n")

@@ -81,6 +81,7 @@ def test_a_proxy_is_used_only_where_one_is_given(stand: Stand, monkeypatch: pyte
 def test_a_session_from_its_creation_to_its_samples(client: Turnlog, stand: Stand) -> None:
     with client.create_session(group_id="task-17", attempt=2, metadata={"a": [1]}, on_drift="reject") as session:
         assert session.base_url == f"{stand.server.base_url}/sessions/{session.id}/v1"
+        assert session.base_url == session.anthropic_base_url + "/v1"
         assert session.token is None
         messages = converse(session, "What is 6 times 7?", "And times 2?")
         found = session.samples()
@@ -251,6 +252,20 @@ def test_forks_begin_after_a_turn(client: Turnlog) -> None:
     assert sample.arrays["loss_mask"].any()
     with pytest.raises(NotFound, match="turn 3 is not committed"):
         session.fork(3)
+
+
+def test_the_tree_of_a_session_also_after_its_end(client: Turnlog) -> None:
+    session = client.create_session(history="tree")
+    messages = converse(session, "One", "Two")
+    with session, session.openai() as agent:
+        agent.chat.completions.create(model="simulator", messages=[*messages[:2], user("Else")])
+    found = session.tree()
+    assert [(turn["parent"], turn["cause"], turn["loss_branches"]) for turn in found["turns"]] == [
+        (0, "start", [0]),
+        (1, None, [0]),
+        (1, "fork", [1]),
+    ]
+    assert session.tree(branches="main", loss="every")["turns"][0]["loss_branches"] == [1]
 
 
 def test_gates(client: Turnlog) -> None:

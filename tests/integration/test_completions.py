@@ -176,6 +176,7 @@ def test_chat_and_completion_do_not_continue_each_other(every: Stand, divergence
     [
         ({"n": 2}, "unsupported"),
         ({"best_of": 2}, "unsupported"),
+        ({"stream_mode": "later"}, "invalid_request"),
         ({"echo": True}, "unsupported"),
         ({"prompt": ["a", "b"]}, "unsupported"),
         ({"prompt": [[1], [2]]}, "unsupported"),

@@ -106,6 +106,16 @@ async def test_a_reward_that_cannot_be_read_leaves_out_its_session_alone(store: 
         assert "bad" in {one["session_id"] for one in lines["g"]["excluded"]}
 
 
+async def test_a_session_that_cannot_be_read_has_no_rows_in_its_rollout(store: Store) -> None:
+    for name in ("a", "bad", "c"):
+        await add(store, name)
+    await damage(store, sessions, sessions.c.session_id != "a", root_id="a")
+    await damage(store, events, events.c.session_id == "bad", events.c.type == "TurnCommitted", data=b"{")
+    rows = await rows_of(store, ExportQuery(explain=True))
+    assert excluded(rows).keys() == {"bad"}
+    assert {row["session_id"]: row["rollout_rows"] for row in rows if "excluded" not in row} == {"a": 2, "c": 2}
+
+
 @pytest.mark.parametrize("gone", [False, True], ids=["damaged", "gone"])
 async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: Store, gone: bool) -> None:
     await add(store, "bad", "g", 1.0)

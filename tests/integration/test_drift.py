@@ -75,7 +75,7 @@ def test_drift_is_refused_at_its_position_where_a_session_wants_that(either: Sta
     assert f"{len(reported(other))} tokens" in message
     assert f"the {len(whole(before))} stored" in message
     talk.say("Without", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2])]
+    assert segments(talk) == [(0, None, [1, 3])]
 
 
 def test_a_refused_drift_rolls_nothing_back(either: Stand) -> None:
@@ -206,7 +206,7 @@ def test_a_segment_whose_first_turn_fails_is_none(segmented: Talk) -> None:
     assert talk.chat(forged, sim={"fault": "not_json"}).status_code == 502
     assert talk.state()["records"] == before
     talk.say("Four", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2, 3, 4])]
+    assert segments(talk) == [(0, None, [1, 2, 3, 5])]
 
 
 @pytest.fixture(scope="module", params=["capture", "tito"])

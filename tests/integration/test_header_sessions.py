@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -52,9 +54,49 @@ def turns(stand: Stand, session_id: str) -> int:
     return len(session_of(stand, session_id).committed())
 
 
-def test_agents_that_share_a_session_work_side_by_side(stand: Stand) -> None:
+LINEAR, TREE = {"history": "linear"}, {"history": "tree"}
+
+
+@pytest.mark.parametrize(
+    ("root", "has_session", "is_branch"),
+    [(None, False, True), ({}, False, True), (TREE, False, True), (LINEAR, False, False), (TREE, True, False)],
+    ids=["by-header", "undecided", "tree", "linear", "agent-has-session"],
+)
+def test_an_agent_is_a_branch_or_has_a_session_of_its_own(
+    stand: Stand, root: dict[str, str] | None, has_session: bool, is_branch: bool
+) -> None:
+    """Either way its rows are the same rollout's."""
+    session, own = (name := fresh()), f"{name}:one"
+    if root is not None:
+        stand.talk(session_id=session, **root)
+    if has_session:
+        stand.talk(session_id=own, parent_session_id=session)
+    main = Agent(stand, x_claude_code_session_id=session)
+    for agent in (main, Agent(stand, **main.headers, x_claude_code_agent_id="one")):
+        agent.say("Work")
+        agent.say("More")
+    committed = session_of(stand, session).committed()
+    branches = [(turn["branch"], turn.get("branch_cause"), turn.get("agent_id")) for turn in committed]
+    mains, its = [(0, "start", None), (0, None, None)], [(1, "agent", "one"), (1, None, "one")]
+    assert branches == (mains + its if is_branch else mains)
+    assert stand.http.get(f"/sessions/{own}").status_code == (404 if is_branch else 200)
+    rows = [row for name in (session, own) for row in session_of(stand, name).rows()]
+    assert [(row["rollout_id"], len(row["turns"])) for row in rows] == [(session, 2)] * 2
+
+
+APART = ({"TURNLOG_AGENTS": "sessions"}, {"TURNLOG_HISTORY": "linear"})
+"""Settings with which each agent has a session of its own."""
+
+
+@pytest.fixture(scope="module", params=APART, ids=lambda environment: "-".join(*environment.items()))
+def apart(request: pytest.FixtureRequest, places: Places) -> Iterator[Stand]:
+    with standing(places.new("apart"), environment=request.param) as made:
+        yield made
+
+
+def test_agents_that_share_a_session_work_side_by_side(apart: Stand) -> None:
     """Claude Code's main agent, two sub-agents, and a sub-agent of one of them."""
-    session = fresh()
+    stand, session = apart, fresh()
     main = Agent(stand, x_claude_code_session_id=session)
     one, two = (Agent(stand, **{**main.headers, "x_claude_code_agent_id": name}) for name in ("one", "two"))
     deep = Agent(stand, **{**main.headers, "x_claude_code_agent_id": "deep", "x_claude_code_parent_agent_id": "one"})
@@ -84,8 +126,8 @@ def test_a_parent_in_a_header_need_not_be_known(stand: Stand, named: str, parent
     assert stand.http.get(f"/sessions/{parent}").status_code == 404
 
 
-def test_an_agents_own_id_goes_with_any_session_header(stand: Stand) -> None:
-    session = fresh()
+def test_an_agents_own_id_goes_with_any_session_header(apart: Stand) -> None:
+    stand, session = apart, fresh()
     headers = {"session-id": session, "x-turnlog-agent-id": "reviewer"}
     Agent(stand, **headers).say("Hello")
     assert config(stand, f"{session}:reviewer")["parent"] == session
@@ -93,8 +135,8 @@ def test_an_agents_own_id_goes_with_any_session_header(stand: Stand) -> None:
     assert config(stand, f"{session}:tester")["parent"] == "elsewhere"
 
 
-def test_threads_of_codex(stand: Stand) -> None:
-    session = fresh()
+def test_threads_of_codex(apart: Stand) -> None:
+    stand, session = apart, fresh()
     Agent(stand, session_id=session, thread_id=session).say("Hello")
     Agent(stand, session_id=session, thread_id="t2", x_codex_parent_thread_id=session).say("Hello")
     Agent(stand, session_id=session, thread_id="t3", x_codex_parent_thread_id="t2").say("Hello")
@@ -103,8 +145,8 @@ def test_threads_of_codex(stand: Stand) -> None:
 
 
 @pytest.mark.parametrize("agent", ["a b/c", "x" * 120])
-def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(stand: Stand, agent: str) -> None:
-    session = fresh()
+def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(apart: Stand, agent: str) -> None:
+    stand, session = apart, fresh()
     talker = Agent(stand, x_turnlog_session_id=session, x_turnlog_agent_id=agent)
     talker.say("Hello")
     talker.say("Again")
@@ -122,7 +164,7 @@ def test_a_child_takes_after_its_parent(stand: Stand) -> None:
         "rollback_window": 3,
         "on_divergence": "segment",
     }
-    parent = stand.talk(**taken, group_id="task")
+    parent = stand.talk(**taken, group_id="task", history="linear")
     Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
     assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
 
@@ -149,7 +191,7 @@ def test_a_name_that_is_no_id_is_refused_by_its_header(stand: Stand, name: str) 
 
 
 def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand: Stand) -> None:
-    session = fresh()
+    session = stand.talk(history="linear").id
     one, two = Agent(stand, x_session_id=session), Agent(stand, x_session_id=session)
     first = stand.meanwhile(one.say, "Work", sim={"latency_s": 1.0})
     until(lambda: stand.engine_requests(session))
@@ -176,6 +218,46 @@ def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand:
     assert "x-turnlog-agent-id" not in in_path.text
 
 
+KEY, USER = "prompt_cache_key", "metadata.user_id"
+
+
+@pytest.fixture(scope="module")
+def by_body(places: Places) -> Iterator[Stand]:
+    with standing(places.new("by_body"), environment={"TURNLOG_SESSION_FROM_BODY": f"{KEY}, {USER}"}) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({KEY: "{id}"}, "{id}"),
+        ({"metadata": {"user_id": "{id}"}}, "{id}"),
+        ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "{id}"})}}, "{id}"),
+        ({"metadata": {"user_id": json.dumps({"device_id": "{id}"})}}, None),
+        ({KEY: "{id}", "metadata": {"user_id": "another"}}, "{id}"),
+        ({KEY: 7, "metadata": {"user_id": "{id}"}}, "{id}"),
+        ({KEY: "a/b {id}"}, None),
+        ({KEY: "{id}" * 5}, None),
+    ],
+)
+def test_a_field_of_the_body_names_the_session_if_a_setting_says_so(
+    stand: Stand, by_body: Stand, fields: dict[str, Any], named: str | None
+) -> None:
+    """A name that is no id is hashed."""
+    session = fresh()
+    sent = json.loads(json.dumps(fields).replace("{id}", session))
+    agent = Agent(by_body)
+    agent.say("Hello", **sent)
+    agent.say("More", **sent)
+    found = by_body.http.get("/sessions", params={"limit": 1}).json()["sessions"][0]["session_id"]
+    assert turns(by_body, found) == 2
+    assert re.fullmatch("[0-9a-f]{32}" if named is None else session, found)
+    assert config(by_body, found)["history"] == "tree"
+    agent.say("And elsewhere", {"x-session-id": f"{session}-header"}, **sent)
+    assert turns(by_body, f"{session}-header") == 1
+    assert error_of(Agent(stand).chat("Hello", **sent)) == (400, "invalid_request")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_final_turn_closes_its_session_after_the_reply(stand: Stand, stream: bool) -> None:
     session = fresh()
@@ -196,9 +278,9 @@ def test_a_final_turn_closes_its_session_after_the_reply(stand: Stand, stream: b
 
 @pytest.fixture(scope="module")
 def keeping(places: Places) -> Iterator[Stand]:
-    """A server that begins a segment where a request diverges, unless the session says otherwise."""
-    environment = {"TURNLOG_ON_DIVERGENCE": "segment", "TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
-    with standing(places.new("keeping"), environment=environment) as made:
+    """A server whose sessions are linear and begin a segment where a request diverges, unless they say otherwise."""
+    linear = {"TURNLOG_HISTORY": "linear", "TURNLOG_ON_DIVERGENCE": "segment"}
+    with standing(places.new("keeping"), environment={**linear, "TURNLOG_STREAM_KEEPALIVE_S": "0.05"}) as made:
         yield made
 
 

@@ -60,7 +60,7 @@ def test_a_spoiled_payload_is_502_and_its_reply_is_kept(line: Recorded, fault: s
     assert problems(line.stand) == []
     talk.say("Again")
     assert len(talk.committed()) == 2
-    assert fetched(talk, 2).rows.tolist() == rows_in(line.sent).tolist()
+    assert fetched(talk, 3).rows.tolist() == rows_in(line.sent).tolist()
 
 
 def test_of_a_long_reply_only_the_beginning_is_kept(line: Recorded) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from integration.stand import Stand, error_of, user
+from integration.stand import Stand, error_of, until, user
 
 KEY = {"idempotency-key": "k-1"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -27,6 +27,8 @@ def test_a_marked_retry_gets_the_committed_reply_to_the_byte(
     assert (talk.generations(), len(talk.committed())) == (2, 2)
     assert two.headers["x-turnlog-replayed"] == "true"
     assert "x-turnlog-replayed" not in one.headers
+    until(lambda: "ReplyRedelivered" in talk.types())
+    assert talk.types().count("ReplyRedelivered") == 1
 
 
 def test_an_unmarked_equal_body_generates_again(stand: Stand) -> None:

@@ -18,13 +18,14 @@ from ops.simulator.process import SimulatorProcess
 
 CLAUDE_CODE = {"session": "x-claude-code-session-id", "agent": "x-claude-code-agent-id"}
 CODEX = {"session": "session-id", "agent": "thread-id"}
+SESSIONS = {"TURNLOG_AGENTS": "sessions"}
 HARNESSES = pytest.mark.parametrize("harness", [CLAUDE_CODE, CODEX], ids=["claude-code", "codex"])
 
 
 @pytest.fixture(scope="module")
 def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """A server of the module's own, from whose feed nobody else takes groups."""
-    with serving(places.new("rollouts"), sglang.base_url) as made:
+    with serving(places.new("rollouts"), sglang.base_url, environment=SESSIONS) as made:
         yield made
         assert problems(made) == []
 
@@ -97,7 +98,7 @@ def test_a_group_whose_rollouts_have_agents_is_complete_and_handed_out_whole(
         assert (row["group_id"], row["reward"], row["final"]) == (group, rewards[number], True)
         assert row["reward_components"] == {"tests": rewards[number]}
         assert row["advantage"] == pytest.approx((rewards[number] - 0.5) / spread)
-        assert list(row)[-1] == "rollout_id"
+        assert (row["rollout_rows"], row["rollout_weight"]) == (3, pytest.approx(1 / 3))
     assert handed_out(used, "trainer") == []
 
 
@@ -286,7 +287,7 @@ def test_without_its_parent_a_session_stands_for_itself(used: Stand) -> None:
 
 
 def test_a_rollout_is_closed_for_being_idle_only_as_a_whole(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("idle"), sglang.base_url, environment={"TURNLOG_IDLE_CLOSE_S": "1.5"}) as stand:
+    with serving(places.new("idle"), sglang.base_url, environment={**SESSIONS, "TURNLOG_IDLE_CLOSE_S": "1.5"}) as stand:
         root, one, _ = rollout(stand)
         witness = stand.talk()
         for number in range(4):

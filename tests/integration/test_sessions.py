@@ -9,7 +9,7 @@ import uuid
 import pytest
 
 from app.api.sessions import CreateSession
-from integration.stand import FIRST_TURN, Stand, error_of, until, user
+from integration.stand import CHAT, FIRST_TURN, Stand, error_of, until, user
 
 
 def fresh() -> str:
@@ -67,8 +67,21 @@ def test_create_refuses_bad_fields(stand: Stand, field: dict[str, object]) -> No
     assert error_of(stand.http.post("/sessions", json=field)) == (400, "invalid_request")
 
 
-def test_history_tree_is_unsupported(stand: Stand) -> None:
-    assert error_of(stand.http.post("/sessions", json={"history": "tree"})) == (400, "unsupported")
+@pytest.mark.parametrize(
+    ("given", "by_header", "history"),
+    [(None, False, "linear"), (None, True, "tree"), ("tree", False, "tree"), ("linear", True, "linear")],
+)
+def test_a_history_that_was_not_given_is_the_first_turns(
+    stand: Stand, given: str | None, by_header: bool, history: str
+) -> None:
+    talk = stand.talk(history=given)
+    path, headers = (CHAT, {"x-turnlog-session-id": talk.id}) if by_header else (talk.chat_path, {})
+    for text in ("Hello", "Something else"):
+        assert talk.state()["session"]["history"] == given
+        body = {"model": "simulator", "messages": [user(text)]}
+        status = stand.http.post(path, json=body, headers=headers).status_code
+        assert status == 200 if text == "Hello" or history == "tree" else status == 400
+        given = history
 
 
 def test_create_is_idempotent_and_conflicts_are_told(stand: Stand) -> None:
@@ -166,6 +179,7 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
         "matcher": "strict",
         "adapter": "a1",
         "on_abort": "fail",
+        "stream_mode": "live",
         "parent_session_id": parent.id,
     }
     talk = stand.talk(**given)
@@ -182,14 +196,26 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
         "metadata": {},
         "rollback_window": 1,
         "retain": "window",
-        "history": "linear",
+        "history": None,
         "on_divergence": "reject",
         "on_drift": "segment",
         "matcher": "tolerant",
         "adapter": None,
         "on_abort": None,
+        "stream_mode": "whole",
         "parent_session_id": None,
     }
+
+
+def test_programs_may_probe_their_base_url(stand: Stand) -> None:
+    closed, talk = stand.talk(), stand.talk()
+    assert stand.http.delete(closed.path).status_code == 204
+    for path in ("/", "/health", "/ready", talk.path, f"{talk.path}/", closed.path, "/sessions/nobody"):
+        head, whole = (stand.http.request(method, path, follow_redirects=True) for method in ("HEAD", "GET"))
+        assert (head.status_code, head.headers["content-type"]) == (whole.status_code, whole.headers["content-type"])
+        assert (head.content, bool(whole.content)) == (b"", True)
+    browser = stand.http.get("/", headers={"accept": "text/html,*/*"}, follow_redirects=True)
+    assert (browser.status_code, browser.url.path) == (200, "/ui")
 
 
 def test_a_session_without_turns_reads_back_empty(stand: Stand) -> None:
@@ -335,7 +361,7 @@ def test_health_ready_and_models(stand: Stand) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages/batches"),
         ("POST", "/generate"),
         ("POST", "/abort_request"),
         ("GET", "/get_model_info"),

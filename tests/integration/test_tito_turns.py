@@ -313,3 +313,22 @@ def test_a_message_that_is_to_be_continued_is_unsupported(tito: Stand) -> None:
     assert error_of(response) == (400, "unsupported")
     assert talk.generations() == 0
     talk.say("Hello")
+
+
+def test_in_a_tree_a_fork_continues_its_parents_ids_and_a_new_beginning_is_rendered(tito: Stand) -> None:
+    talk = tito.talk(history="tree")
+    first = talk.say("One", sim={"reasoning": True})
+    after_one = list(talk.messages)
+    second = talk.say("Two", sim=NO_CALLS)
+    talk.messages = after_one
+    talk.say("Instead", sim=NO_CALLS)
+    carried = second.json()["choices"][0]["message"]
+    talk.messages = [user("So far: one, two"), carried]
+    talk.say("Go on", sim=NO_CALLS)
+    prompts = sent_ids(tito, talk)
+    stored = prompts[0] + output_of(first.json())
+    assert [prompt[: len(stored)] == stored for prompt in prompts] == [False, True, True, False]
+    assert text_of(prompts[2][len(stored) :]) == f"\n<|im_start|>user\nInstead<|im_end|>\n{GENERATION}"
+    assert prompts[3] == rendered([user("So far: one, two"), carried, user("Go on")])
+    causes = [(event["branch"], event.get("branch_cause"), event["base_tokens"] > 0) for event in talk.committed()]
+    assert causes == [(0, "start", False), (0, None, True), (1, "fork", True), (2, "compaction", False)]

@@ -47,7 +47,7 @@ def test_turns_failures_and_rollbacks_stand_in_their_places(shared: Stand, walke
     assert found["turn_rewards"] == {"1": {"reward": 0.25, "components": {}}}
     assert found["problems"] == []
     committed = {event["turn"]: event for event in events if event["type"] == "TurnCommitted"}
-    assert [turn["turn"] for turn in found["turns"]] == [1, 2, 3]
+    assert [turn["turn"] for turn in found["turns"]] == [1, 2, 4]
     assert [turn["live"] for turn in found["turns"]] == [True, False, True]
     opened = {event["seq"]: event for event in events if event["type"] == "TurnOpened"}
     for turn in found["turns"]:
@@ -78,7 +78,7 @@ def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) ->
         assert [turn["turn"] for turn in found["turns"]] == committed
         assert len(found["failed"]) == sum(one["type"] == "TurnRejected" for one in past)
         assert len(found["rollbacks"]) == sum(one["type"] == "RolledBack" for one in past)
-        assert (found["open_turn"] is not None) == (event["type"] in ("TurnOpened", "AffinityBound", "RolledBack"))
+        assert bool(found["open_turns"]) == (event["type"] in ("TurnOpened", "AffinityBound", "RolledBack"))
         assert (found["reward"] is None) == all(one["type"] != "RewardAssigned" for one in past)
     assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}", params={"seq": len(events) + 1})) == (
         400,
@@ -88,10 +88,10 @@ def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) ->
 
 def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand, walked: Talk) -> None:
     found = get(shared, f"{walked.id}/conversation")
-    assert found["turn"] == 3
+    assert found["turn"] == 4
     assert [one["message"] for one in found["messages"]] == walked.messages
     assert [one["index"] for one in found["messages"]] == [0, 1, 2, 3]
-    assert [one["turn"] for one in found["messages"]] == [1, 1, 3, 3]
+    assert [one["turn"] for one in found["messages"]] == [1, 1, 4, 4]
     assert [one["sampled"] for one in found["messages"]] == [False, True, False, True]
     assert (found["omitted"], found["tools"], found["errors"]) == (0, None, {})
     assert found["params"]["model"] == "simulator"
@@ -120,15 +120,13 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     by_place = {at: token[5] for at, token in enumerate(found["tokens"])}
     for turn in found["turns"]:
         assert {by_place[at] for at in range(turn["start"], turn["end"])} == {turn["turn"]}
-    assert [turn["turn"] for turn in found["turns"]] == [1, 3]
+    assert [turn["turn"] for turn in found["turns"]] == [1, 4]
     assert found["boundaries"][0] == {"at": row["prompt_length"], "version": "7"}
     assert [one["version"] for one in found["boundaries"]] == ["7", "8"]
-    [segment] = found["segments"]
-    assert (segment["cause"], segment["tokens"], segment["prompt_tokens"]) == (
-        None,
-        found["total"],
-        row["prompt_length"],
-    )
+    assert found["branch"] == row["branch"] == 2
+    assert found["branches"] == [
+        {"branch": 2, "cause": "fork", "tokens": found["total"], "prompt_tokens": row["prompt_length"]}
+    ]
     page = get(shared, f"{walked.id}/tokens", start=5, limit=20)
     assert page["tokens"] == found["tokens"][5:25]
     assert page["texts"] == found["texts"][5:25]
@@ -156,21 +154,44 @@ def test_a_tokenizer_tells_the_texts_of_all(tito: Stand) -> None:
     assert "Hello there" in "".join(found["texts"])
 
 
-def test_a_new_segment_says_why_it_began(stand: Stand) -> None:
+def test_a_new_branch_says_why_it_began(stand: Stand) -> None:
     talk = stand.talk(on_divergence="segment", rollback_window=0)
     talk.say("One")
     talk.messages = []
     talk.say("Something else")
     found = get(stand, f"{talk.id}/tokens")
-    assert [(one["segment"], one["cause"], one["turns"]) for one in found["segments"]] == [
-        (0, None, [1]),
-        (1, "divergence", [2]),
-    ]
-    assert found["segment"] == 1
-    first = get(stand, f"{talk.id}/tokens", segment=0)
+    assert [(one["branch"], one["cause"]) for one in found["branches"]] == [(0, "start"), (1, "root")]
+    assert found["branch"] == 1
+    first = get(stand, f"{talk.id}/tokens", branch=0)
     assert {token[5] for token in first["tokens"]} == {1}
-    missing = stand.http.get(f"/ui/api/sessions/{talk.id}/tokens", params={"segment": 7})
-    assert error_of(missing) == (404, "not_found")
+
+
+def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    talk.say("One")
+    first = list(talk.messages)
+    talk.say("Two")
+    dropped = list(talk.messages)
+    for _ in range(2):
+        talk.messages = list(first)
+        talk.say("Else")
+    talk.say("On")
+    found = get(stand, talk.id)
+    assert found["tree"] == talk.tree()
+    assert [branch["reason"] for branch in found["tree"]["branches"]] == [None, "superseded", None]
+    assert get(stand, talk.id, seq=found["turns"][0]["seq"])["tree"] is None
+    assert [one["message"] for one in get(stand, f"{talk.id}/conversation", branch=0)["messages"]] == dropped
+    assert get(stand, f"{talk.id}/conversation", branch=2) == get(stand, f"{talk.id}/conversation", turn=5)
+    tokens = {branch: get(stand, f"{talk.id}/tokens", branch=branch) for branch in range(3)}
+    assert [[one["branch"] for one in page["branches"]] for page in tokens.values()] == [[0, 2], [0, 1, 2], [0, 2]]
+    for row in talk.rows():
+        page = tokens[row["branch"]]["tokens"]
+        assert [[token[place] for token in page] for place in (0, 2)] == [row["tokens"], row["loss_mask"]]
+    assert any(token[1] for token in tokens[1]["tokens"])
+    assert not any(token[2] for token in tokens[1]["tokens"])
+    for view in ("conversation", "tokens"):
+        missing = stand.http.get(f"/ui/api/sessions/{talk.id}/{view}", params={"branch": 7})
+        assert error_of(missing) == (404, "not_found")
 
 
 def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> None:
@@ -178,14 +199,14 @@ def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> Non
     slow = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 30.0})
     stand.until_generating(talk)
     found = get(stand, talk.id)
-    assert (found["state"], found["open_turn"]["turn"]) == ("claimed", 1)
-    assert found["open_turn"]["opened_at"] >= found["created_at"]
+    assert (found["state"], [one["turn"] for one in found["open_turns"]]) == ("claimed", [1])
+    assert found["open_turns"][0]["opened_at"] >= found["created_at"]
     [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "claimed"}).json()["sessions"]
-    assert row["claimed_since"] == found["open_turn"]["opened_at"]
+    assert row["claimed_since"] == found["open_turns"][0]["opened_at"]
     stand.http.delete(talk.path).raise_for_status()
     assert error_of(slow.result()) == (404, "session_closed")
     found = get(stand, talk.id)
-    assert (found["state"], found["open_turn"]) == ("closed", None)
+    assert (found["state"], found["open_turns"]) == ("closed", [])
     assert [(one["kind"], one["reason"]) for one in found["failed"]] == [("abandoned", "session_closed")]
 
 
@@ -201,7 +222,7 @@ def test_of_an_erased_session_there_is_its_skeleton(stand: Stand) -> None:
     tokens = get(stand, f"{talk.id}/tokens")
     assert tokens["error"]
     assert tokens["tokens"] == []
-    assert tokens["segments"][0]["tokens"] > 0
+    assert tokens["branches"][0]["tokens"] > 0
 
 
 def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:

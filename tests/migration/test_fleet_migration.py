@@ -84,9 +84,9 @@ async def is_taken_over(store: Store) -> None:
     log = [recorded.event for recorded in await store.log("s")]
     assert log == [
         SessionCreated(SessionConfig(1, adapter="a", on_drift="reject"), BODY),
-        TurnOpened(1, 0, 1, BODY),
+        TurnOpened(1, 0, 1, BODY, is_provisional=True),
         committed(1, 0, 2, cached_tokens=3, sent_ids=True),
-        TurnOpened(2, 1, 1, BODY, "k"),
+        TurnOpened(2, 1, 1, BODY, "k", is_provisional=True),
     ]
     session = await store.loaded("s")
     assert session is not None

@@ -77,7 +77,7 @@ def test_upgrade_with_data_keeps_it(empty_url: str) -> None:
     second = asyncio.run(_write_and_read(empty_url))
     assert first is not None
     assert second is not None
-    assert second.turns[: len(first.turns)] == first.turns
+    assert list(second.turns)[: len(first.turns)] == list(first.turns)
     assert len(second.turns) == 2
 
 

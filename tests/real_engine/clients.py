@@ -1,4 +1,4 @@
-"""Clients of a real engine: all they know of a session is what the OpenAI SDK gave them, with its own retries."""
+"""Clients of a real engine: all they know of a session is what their SDK gave them, with its own retries."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
+from anthropic import Anthropic
 from integration.stand import Stand
 from openai import OpenAI
 
+from app.domain.proofs import find_proof
 from tests.tools.real_engine import weather
 from tests.tools.real_engine.process import SERVED_AS
 from tests.tools.tito_check import tokenizers
@@ -23,16 +25,23 @@ RETRIES = 30
 
 
 class Client(ABC):
-    """One session, each second turn of it a stream. `acknowledged` are the engine's ids of the replies it got."""
+    """One session, each second turn of it a stream. `acknowledged` are the names of the replies that it got."""
 
     def __init__(self, stand: Stand, number: int, temperature: float = 1.0) -> None:
         self.talk = stand.talk()
         self.acknowledged: list[str] = []
         self.tool_calls = 0
         self._rng = random.Random(number)
-        base_url = f"{stand.server.base_url}{self.talk.path}/v1"
-        self._sdk = OpenAI(base_url=base_url, api_key="unused", max_retries=RETRIES, timeout=60)
+        self._sdk = self._connected(f"{stand.server.base_url}{self.talk.path}")
         self._fields = {"model": SERVED_AS, "max_tokens": 150, "temperature": temperature}
+
+    def _connected(self, url: str) -> Any:
+        return OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=RETRIES, timeout=60)
+
+    def name_of(self, turn: int, said: weather.Message) -> str:
+        """How this client knows the turn in which the engine said this."""
+        name: str = said["id"]
+        return name
 
     def run(self) -> None:
         with self._sdk:
@@ -53,31 +62,43 @@ class Client(ABC):
         return len(self.acknowledged) % 2 == 1
 
 
-class Chat(Client):
-    """A tool loop; or, `plain`, no tool, no reasoning and no chance: then vLLM's rendering of its history is exact."""
+class ToolLoop(Client):
+    """Asks, gives the tool's results and is answered; `messages` is the history as its protocol spells it."""
+
+    def __init__(self, stand: Stand, number: int, temperature: float = 1.0) -> None:
+        super().__init__(stand, number, temperature)
+        self.messages: list[Any] = []
+
+    def ask(self, question: weather.Message, city: str) -> None:
+        self.messages.append(question)
+        for _ in range(MOST_CALLS):
+            calls = self.turn()
+            if not calls:
+                break
+            self.messages += self.results({call: weather.result(self._rng, city) for call in calls})
+            self.tool_calls += 1
+
+    @abstractmethod
+    def turn(self) -> list[str]:
+        """One turn, which the history grows by: the ids of its calls."""
+
+    @abstractmethod
+    def results(self, told: dict[str, str]) -> list[Any]:
+        """What the tool said, by the id of its call."""
+
+
+class Chat(ToolLoop):
+    """With `plain` no tool, no reasoning and no chance: then vLLM's rendering of its history is exact."""
 
     def __init__(self, stand: Stand, number: int, *, plain: bool = False) -> None:
         super().__init__(stand, number, 0.0 if plain else 1.0)
         self.plain = plain
-        self.messages: list[Any] = []
 
     @property
     def thinks(self) -> bool:
         return not self.plain
 
-    def ask(self, question: weather.Message, city: str) -> None:
-        self.messages.append(question)
-        for _ in range(MOST_CALLS):
-            calls = self.turn().tool_calls or ()
-            self.messages += [
-                {"role": "tool", "tool_call_id": call.id, "content": weather.result(self._rng, city)} for call in calls
-            ]
-            if not calls:
-                break
-            self.tool_calls += 1
-
-    def turn(self) -> Any:
-        """One turn, which the history grows by: the assistant's message."""
+    def turn(self) -> list[str]:
         asked: dict[str, Any] = {**self._fields, "messages": self.messages}
         if not self.plain:
             asked["tools"] = [weather.TOOL]
@@ -89,7 +110,66 @@ class Chat(Client):
         message = reply.choices[0].message
         self.acknowledged.append(reply.id)
         self.messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
-        return message
+        return [call.id for call in message.tool_calls or ()]
+
+    def results(self, told: dict[str, str]) -> list[Any]:
+        return [{"role": "tool", "tool_call_id": call, "content": text} for call, text in told.items()]
+
+
+class Translated(ToolLoop):
+    """In a protocol that the engine does not speak: a reply's id is Turnlog's and names its turn."""
+
+    def name_of(self, turn: int, said: weather.Message) -> str:
+        return str(turn)
+
+    def acknowledge(self, reply_id: str) -> None:
+        proof = find_proof(reply_id)
+        assert proof is not None, reply_id
+        self.acknowledged.append(proof.partition("_")[0])
+
+
+class Messages(Translated):
+    """The anthropic package."""
+
+    def _connected(self, url: str) -> Any:
+        return Anthropic(base_url=url, api_key="unused", max_retries=RETRIES, timeout=60)
+
+    def turn(self) -> list[str]:
+        function = weather.TOOL["function"]
+        tool = {"name": function["name"], "input_schema": function["parameters"]}
+        asked = {**self._fields, "messages": self.messages, "tools": [tool]}
+        asked["extra_body"] = {"temperature": asked.pop("temperature")}  # the package no longer names it
+        if self.streams:
+            with self._sdk.messages.stream(**asked) as stream:
+                reply = stream.get_final_message()
+        else:
+            reply = self._sdk.messages.create(**asked)
+        self.acknowledge(reply.id)
+        self.messages.append({"role": "assistant", "content": [block.to_dict() for block in reply.content]})
+        return [block.id for block in reply.content if block.type == "tool_use"]
+
+    def results(self, told: dict[str, str]) -> list[Any]:
+        blocks = [{"type": "tool_result", "tool_use_id": call, "content": text} for call, text in told.items()]
+        return [{"role": "user", "content": blocks}]
+
+
+class Responses(Translated):
+    """The openai package, with the whole history in each request."""
+
+    def turn(self) -> list[str]:
+        asked = {**self._fields, "input": self.messages, "tools": [{"type": "function", **weather.TOOL["function"]}]}
+        asked["max_output_tokens"] = asked.pop("max_tokens")
+        if self.streams:
+            with self._sdk.responses.stream(**asked) as stream:
+                reply = stream.get_final_response()
+        else:
+            reply = self._sdk.responses.create(**asked)
+        self.acknowledge(reply.id)
+        self.messages += [item.to_dict() for item in reply.output]
+        return [item.call_id for item in reply.output if item.type == "function_call"]
+
+    def results(self, told: dict[str, str]) -> list[Any]:
+        return [{"type": "function_call_output", "call_id": call, "output": text} for call, text in told.items()]
 
 
 class Text(Client):

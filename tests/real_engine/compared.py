@@ -41,7 +41,7 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
         records = {record["turn"]: record["response"] for record in client.talk.state()["records"]}
         own = client.talk.rows()
         spans = [(row, span) for row in own for span in row["turns"]]
-        exported = [records[span["turn"]]["id"] for _, span in spans]
+        exported = [client.name_of(span["turn"], records[span["turn"]]) for _, span in spans]
         found.turns += len(client.acknowledged)
         found.lost += len(set(client.acknowledged) - set(exported))
         found.doubled += max(len(exported), len(client.talk.committed())) - len(set(exported))

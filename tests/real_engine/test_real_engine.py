@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from integration.stand import error_of, until
 
-from real_engine.clients import Chat, Client, Ids, Text
+from real_engine.clients import Chat, Client, Ids, Messages, Responses, Text, ToolLoop
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
 from tests.tools.real_engine import weather
@@ -26,9 +26,10 @@ NEAR = 1e-4
 """How far an exported logprob may be from the model's own, in nats."""
 
 
+@pytest.mark.parametrize("protocol", [Chat, Messages, Responses])
 @pytest.mark.parametrize("lane", ["capture"], indirect=True)
-def test_chats_with_tools(lane: Lane, found: Found) -> None:
-    clients = [Chat(lane.stand, number) for number in range(4)]
+def test_tools(lane: Lane, protocol: type[ToolLoop], found: Found) -> None:
+    clients = [protocol(lane.stand, number) for number in range(4)]
     run_over_kills(lane, clients, found)
     require_equal(lane, clients, found)
     assert sum(client.tool_calls for client in clients) > len(clients), "the model hardly calls its tool"

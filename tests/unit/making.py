@@ -13,6 +13,7 @@ from helpers.replies import known_as
 from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
     Event,
+    History,
     Matcher,
     PayloadRef,
     Recorded,
@@ -23,10 +24,11 @@ from app.domain.events import (
     TurnRejected,
     VersionSpan,
 )
-from app.domain.history import Incoming, Plan, canonical_hash, match
+from app.domain.history import Incoming, Plan, canonical_hash
 from app.domain.reply import ValidatedReply
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
+from app.domain.tree import TreeIndex
 from workers.job import WorkerResult
 
 SESSION = "s"
@@ -81,8 +83,12 @@ class Book:
         on_divergence: Literal["reject", "segment"] = "reject",
         matcher: Matcher = "tolerant",
         retain: Literal["window", "all"] = "window",
+        history: History = "linear",
     ) -> None:
-        config = SessionConfig(rollback_window=window, on_divergence=on_divergence, matcher=matcher, retain=retain)
+        config = SessionConfig(
+            rollback_window=window, on_divergence=on_divergence, matcher=matcher, retain=retain, history=history
+        )
+        self.index = TreeIndex()
         self.events: list[Recorded] = []
         self.made: dict[int, Made] = {}
         self.content: dict[int, TurnTokens] = {}
@@ -99,16 +105,22 @@ class Book:
             state = fold(SESSION, [recorded], self._session if recorded.seq > 1 else None)
             assert state is not None
             self._session = state
+            if isinstance(event, TurnCommitted):
+                self.index.add(state.turn(event.turn))
 
     def incoming(self, messages: Sequence[Mapping[str, Any]]) -> Incoming:
-        return Incoming(raws(messages), self.session.config.matcher)
+        incoming = Incoming(raws(messages), self.session.config.matcher)
+        incoming.check(self.index)
+        return incoming
 
-    def plan(self, messages: Sequence[Mapping[str, Any]]) -> Plan:
-        return match(self.session, self.incoming(messages))
+    def plan(self, messages: Sequence[Mapping[str, Any]], agent_id: str | None = None) -> Plan:
+        return self.incoming(messages).join(self.session, self.index, agent_id)
 
-    def open(self, plan: Plan, retry_key: str | None = None) -> int:
+    def open(self, plan: Plan, retry_key: str | None = None, body_hash: str = "00", agent_id: str | None = None) -> int:
         """Take a claim; its fence."""
-        self.add(open_turn(self.session, plan, incarnation=1, body_hash="00", retry_key=retry_key))
+        self.add(
+            open_turn(self.session, plan, incarnation=1, body_hash=body_hash, retry_key=retry_key, agent_id=agent_id)
+        )
         return self.session.version
 
     def reject(self, messages: Sequence[Mapping[str, Any]], reason: str = "upstream_invalid") -> None:
@@ -130,19 +142,22 @@ class Book:
         retry_key: str | None = None,
         payloads: Callable[[int], tuple[PayloadRef, ...]] = lambda _: (),
         trimmed: int = 0,
+        body_hash: str = "00",
+        agent_id: str | None = None,
+        max_replay_bytes: int | None = None,
     ) -> TurnCommitted:
         """Commit a turn. `prompt` None: the parent's tokens and one more. `payloads` come with it, by its fence.
 
         `trimmed` of the parent's tokens are left out of the prompt.
         """
         incoming = self.incoming(messages)
-        plan = match(self.session, incoming)
+        plan = incoming.join(self.session, self.index, agent_id)
         parent = self.made.get(plan.parent)
         if prompt is None:
             prompt = [*(parent.prompt + parent.output if parent else []), 99]
         if versions is None:
             versions = [("1", 0, len(output))] if output else []
-        fence = self.open(plan, retry_key)
+        fence = self.open(plan, retry_key, body_hash, agent_id)
         opened = self.events[-1].event
         assert isinstance(opened, TurnOpened)
         before = token_parent(self.session, plan)
@@ -160,7 +175,17 @@ class Book:
             trimmed=trimmed,
         )
         logprobs = [-0.1 * (len(self.made) + index + 1) for index in range(len(output))]
-        events = commit_turn(self.session, opened, fence, plan, incoming, answer, blobs=TurnBlobs(0))
+        events = commit_turn(
+            self.session,
+            self.index,
+            opened,
+            fence,
+            plan,
+            incoming,
+            answer,
+            blobs=TurnBlobs(0),
+            max_replay_bytes=max_replay_bytes,
+        )
         self.add(*events)
         [committed] = (event for event in events if isinstance(event, TurnCommitted))
         self.made[committed.turn] = Made(

@@ -11,9 +11,9 @@ import numpy as np
 from helpers.log import committed, float64, int32
 from hypothesis import strategies as st
 
-from app.domain.events import SessionConfig, TurnCommitted, VersionSpan
+from app.domain.events import Recorded, SessionConfig, TurnCommitted, VersionSpan
 from app.domain.samples import TurnTokens, samples
-from app.domain.session import AssignedReward, Session, Status
+from app.domain.session import AssignedReward, Session, Status, fold
 from app.export.row import Routing, Row, Source, TurnContent
 
 JSON = dict[str, Any]
@@ -78,17 +78,20 @@ def rows(
 ) -> list[Row]:
     """One for each segment of the session."""
     content = {number: _stored(number, turn, turns) for number, turn in enumerate(turns, start=1)}
-    session = Session(
+    begun = Session(
         session_id=session_id,
-        version=9,
-        status=status,
+        version=0,
+        status="open",
         config=SessionConfig(rollback_window=1, group_id=group_id, attempt=attempt),
         body_hash="00",
         created_at=1_000.0,
         last_event_at=1_000.0,
-        path=tuple(content),
         reward=None if reward is None else AssignedReward(reward, {"exact": reward}),
     )
+    committed_turns = (Recorded(seq, 1_000.0, one.event) for seq, one in enumerate(content.values(), 1))
+    folded = fold(session_id, committed_turns, begun)
+    assert folded is not None
+    session = msgspec.structs.replace(folded, version=9, status=status)
     found = samples(session, content, max_seq_len)
     conversation = [[*turn.messages, turn.message] for turn in turns]
     return [
@@ -103,6 +106,7 @@ def rows(
             is_last=sample is found[-1],
             routing=routing or {},
             advantage=advantage,
+            rollout_rows=len(found),
         )
         for sample in found
     ]

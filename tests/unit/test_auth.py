@@ -10,6 +10,7 @@ import pytest
 from app.api.auth import PEER, TOKEN_SESSION, Guard, route_path
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.api.tokens import Tokens
+from app.protocols.registry import ROUTES
 
 ADMIN = "admin-token-of-the-tests"
 NOW = 1_800_000_000.0
@@ -201,6 +202,8 @@ def test_health_is_open(guard: Guard, path: str) -> None:
         bearer("the-one-before"),
         [("authorization", f"bearer {ADMIN}")],
         [("authorization", f"BEARER  {ADMIN} ")],
+        [("x-api-key", ADMIN)],
+        [*bearer(ADMIN), ("x-api-key", ADMIN)],
     ],
     ids=str,
 )
@@ -229,7 +232,11 @@ def test_an_admin_token_is_enough_from_anywhere(headers: Pairs) -> None:
         [("authorization", f"Bearer{ADMIN}")],
         [*bearer(ADMIN), *bearer(ADMIN)],
         [*bearer("wrong"), *bearer(ADMIN)],
-        [("x-api-key", ADMIN)],
+        [("x-api-key", "wrong")],
+        [("x-api-key", "")],
+        [("x-api-key", ADMIN), ("x-api-key", ADMIN)],
+        [*bearer(ADMIN), ("x-api-key", "the-one-before")],
+        [("authorization", f"Basic {ADMIN}"), ("x-api-key", ADMIN)],
         [("cookie", f"turnlog_ui={ADMIN}")],
         [("x-forwarded-for", "127.0.0.1")],
     ],
@@ -268,7 +275,9 @@ OWN_ROUTES = [
     ),
     *(("POST", f"/sessions/a{rest}") for rest in ("/v1/chat/completions", "/v1/completions", "/samples", "/nowhere")),
     *(("PUT", "/sessions/a/reward"), ("DELETE", "/sessions/a"), ("OPTIONS", "/sessions/a")),
-    *(("GET", "/v1/models"), ("HEAD", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions")),
+    *(("GET", "/v1/models"), ("HEAD", "/v1/models"), ("POST", "/v1/messages/count_tokens")),
+    *(("POST", route) for route in ROUTES),
+    *(("GET", f"/v1/responses/{rest}") for rest in ("resp_1", "resp_1/input_items")),
 ]
 
 
@@ -284,7 +293,7 @@ ADMINS_ROUTES = [
         ("GET", path)
         for path in ("/sessions", "/export", "/export/groups", "/groups/g", "/metrics", "/engines", "/fleet")
     ),
-    *(("GET", path) for path in ("/adapters", "/ui/api/me", "/ui/api/sessions/a", "/nowhere", "", "/", "//sessions/a")),
+    *(("GET", path) for path in ("/adapters", "/ui/api/me", "/ui/api/sessions/a", "/nowhere", "", "//sessions/a")),
     *(
         ("POST", path)
         for path in (
@@ -297,6 +306,7 @@ ADMINS_ROUTES = [
         )
     ),
     *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
+    *(("GET", "/v1/responses/"), ("GET", "/v1/responses/a/b"), ("POST", "/v1/messages/batches")),
     *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
 ]
 

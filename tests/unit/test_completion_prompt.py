@@ -15,9 +15,10 @@ from app.domain.completion import IncomingPrompt
 from app.domain.decide import TurnBlobs, commit_turn, open_turn
 from app.domain.events import Event, Recorded, SessionConfig, SessionCreated
 from app.domain.history import Plan
-from app.domain.request import parse_completion
 from app.domain.session import Session, fold
+from app.domain.tree import TreeIndex
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
+from app.protocols.completions.parse import parse_completion
 
 Prompt = str | list[int]
 
@@ -44,17 +45,19 @@ class Story:
         self._events += [Recorded(seq, 0.0, event) for seq, event in enumerate(events, len(self._events) + 1)]
 
     def plan(self, prompt: Prompt) -> Plan:
-        return incoming(prompt).join(self.session)
+        return incoming(prompt).join(self.session, TreeIndex(self.session.turns), None)
 
     def turn(self, prompt: Prompt, answer: str = "x", ids: Sequence[int] = (8, 9)) -> Plan:
         arrived = incoming(prompt)
-        plan = arrived.join(self.session)
+        plan = arrived.join(self.session, TreeIndex(self.session.turns), None)
         opened = open_turn(self.session, plan, incarnation=1, body_hash="00", retry_key=None, protocol="completions")
         self._add(opened)
         before = self.session.turn(plan.parent).token_count if plan.base_messages else 0
         tokens = [*(prompt if isinstance(prompt, list) else [1] * (before + 1)), *ids]
-        reply = validated(tokens, before, len(ids), arrived.reply_hash(json.dumps(answer).encode()))
-        events = commit_turn(self.session, opened, self.session.version, plan, arrived, reply, blobs=TurnBlobs(0))
+        reply = validated(tokens, before, len(ids), arrived.reply_hashes(json.dumps(answer).encode())[0])
+        session = self.session
+        index = TreeIndex(session.turns)
+        events = commit_turn(session, index, opened, session.version, plan, arrived, reply, blobs=TurnBlobs(0))
         self._add(*events)
         said: Prompt = [*prompt, *ids] if isinstance(prompt, list) else prompt + answer
         self.said[opened.turn] = (prompt, said)
@@ -140,12 +143,12 @@ def test_new_text_is_one_message_and_new_ids_none() -> None:
     story = told()
     for prompt, new in (("axbyczd", [b'"d"']), ("axbycz", []), ("axby“ü”", ['"“ü”"'.encode()])):
         arrived = incoming(prompt)
-        assert arrived.new(arrived.join(story.session)) == new
-        assert len(arrived) == arrived.join(story.session).base_messages + len(new)
+        assert arrived.new(arrived.join(story.session, TreeIndex(), None)) == new
+        assert len(arrived) == arrived.join(story.session, TreeIndex(), None).base_messages + len(new)
     ids = Story()
     ids.turn([1, 2])
     arrived = incoming([1, 2, 8, 9, 3])
-    assert arrived.new(arrived.join(ids.session)) == []
+    assert arrived.new(arrived.join(ids.session, TreeIndex(), None)) == []
 
 
 def test_a_discarded_turn_is_no_history_any_more() -> None:

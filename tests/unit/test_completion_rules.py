@@ -12,9 +12,10 @@ from helpers.log import committed, created, digest, opened
 from app.domain.completion import IncomingPrompt
 from app.domain.events import Recorded, TurnCommitted
 from app.domain.history import Plan
-from app.domain.request import parse_completion
 from app.domain.session import Session, fold
+from app.domain.tree import TreeIndex
 from app.errors import HistoryMismatch
+from app.protocols.completions.parse import parse_completion
 from workers.parse import token_text
 
 
@@ -54,17 +55,17 @@ def test_text_behind_a_turn_that_came_as_ids_discards_nothing() -> None:
     session = session_of(done(1, 0, [1, 2], text="abc"), done(2, 2, [1, 2, 3, 4]))
     for prompt in ("abcde and more", "abc", "ab"):
         with pytest.raises(HistoryMismatch):
-            incoming(prompt).join(session)
-    assert incoming([1, 2, 3, 4, 5]).join(session) == Plan(2, 3)
-    assert incoming([1, 2, 5]).join(session) == Plan(1, 2, (2,))
+            incoming(prompt).join(session, TreeIndex(), None)
+    assert incoming([1, 2, 3, 4, 5]).join(session, TreeIndex(), None) == Plan(2, 3)
+    assert incoming([1, 2, 5]).join(session, TreeIndex(), None) == Plan(1, 2, (2,))
 
 
 @pytest.mark.parametrize("new", [0, 3, 90])
 def test_ids_continue_the_leaf_though_an_earlier_turn_had_more_of_them(new: int) -> None:
     long, short = list(range(100, 140)), list(range(500, 510))
     session = session_of(done(1, 0, long, text="abc"), done(2, 2, short, text="abcdef"))
-    assert incoming([*short, *[7] * new]).join(session) == Plan(2, 4)
-    assert incoming([*long, *[7] * new]).join(session) == Plan(1, 2, (2,))
+    assert incoming([*short, *[7] * new]).join(session, TreeIndex(), None) == Plan(2, 4)
+    assert incoming([*long, *[7] * new]).join(session, TreeIndex(), None) == Plan(1, 2, (2,))
 
 
 def test_text_that_spells_ids_is_not_those_ids() -> None:
@@ -72,5 +73,5 @@ def test_text_that_spells_ids_is_not_those_ids() -> None:
     for text in ("1,2,3,", "1,2,3", "ids:1,2,3"):
         assert incoming(text).spelling(0) != incoming([1, 2, 3]).spelling(0)
         with pytest.raises(HistoryMismatch):
-            incoming(text).join(session)
-    assert incoming([1, 2, 3]).join(session) == Plan(0, 0, (1,))
+            incoming(text).join(session, TreeIndex(), None)
+    assert incoming([1, 2, 3]).join(session, TreeIndex(), None) == Plan(0, 0, (1,))

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from app.domain.control import SessionControl, session_named
-from app.domain.request import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from app.domain.request import ChatRequest, CompletionRequest
 from app.errors import InvalidRequest
+from app.protocols.chat.parse import parse_chat
+from app.protocols.completions.parse import parse_completion
 
 
 def chat(**fields: Any) -> ChatRequest:

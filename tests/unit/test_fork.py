@@ -21,7 +21,7 @@ from app.domain.events import (
     TurnCommitted,
     VersionSpan,
 )
-from app.domain.fork import Forked, config_of_fork, fork, line_of
+from app.domain.fork import Forked, config_of_fork, fork
 from app.domain.groups import oldest_version
 from app.domain.history import match
 from app.domain.samples import TurnTokens, samples
@@ -29,7 +29,10 @@ from app.domain.session import Session, fold
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 
-LOST_BY_PLACE = ("number", "parent", "retry_key", "body_hash", "seq", "params", "tools")
+LOST_BY_PLACE = (
+    *("number", "parent", "retry_key", "body_hash", "seq", "params", "tools"),
+    *("branch", "branch_cause", "carries", "opened_seq", "incarnation", "committed_at"),
+)
 """What of a folded turn may differ in a copy."""
 
 
@@ -89,7 +92,7 @@ def test_a_fork_is_the_line_of_its_source(window: int, plan: list[tuple[str, boo
     source = book.session
     turn = data.draw(st.integers(1, len(source.turns)))
     made, session = forked(book, turn, loss=data.draw(st.booleans()))
-    line = line_of(source, turn)
+    line = source.line(turn)
     assert session.path == tuple(range(1, len(line) + 1))
     assert [plain(session, place) for place in session.path] == [plain(source, number) for number in line]
     assert made.turns == dict(zip(session.path, line, strict=True))

@@ -15,19 +15,36 @@ from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from app.api import engines, exports, fleet, forks, groups, metrics, models, openapi, service, sessions, signin, skyrl
+from app.api import (
+    counting,
+    engines,
+    exports,
+    fleet,
+    forks,
+    groups,
+    metrics,
+    models,
+    openapi,
+    responses,
+    service,
+    sessions,
+    signin,
+    skyrl,
+    trees,
+)
 from app.api.page import files as ui_files
 from app.api.page import live as ui_live
 from app.api.page import routes as ui
 from app.errors import AppError
-from app.fleet.engines import PATHS
 from app.main import Turnlog, create_app
+from app.protocols.registry import ROUTES
 from app.settings import Settings
 
 ROUTERS: tuple[APIRouter, ...] = (
     *(
         module.router
         for module in (
+            counting,
             engines,
             exports,
             fleet,
@@ -35,10 +52,12 @@ ROUTERS: tuple[APIRouter, ...] = (
             groups,
             metrics,
             models,
+            responses,
             service,
             sessions,
             signin,
             skyrl,
+            trees,
         )
     ),
     ui.router,
@@ -100,7 +119,7 @@ def test_every_route_is_in_it(document: dict[str, Any]) -> None:
         if isinstance(route, APIRoute)
         for method in route.methods - {"HEAD"}
     }
-    turns = {f"POST {prefix}{route}" for route in PATHS.values() for prefix in ("", "/sessions/{session_id}")}
+    turns = {f"POST {prefix}{route}" for route in ROUTES for prefix in ("", "/sessions/{session_id}")}
     # A redirect to the page is nothing to call.
     assert set(operations(document)) == (routes - {"GET /ui/"}) | turns
 
@@ -153,13 +172,14 @@ def test_examples_are_what_their_schemas_say(document: dict[str, Any]) -> None:
 
 def test_422_is_one_code_of_what_takes_a_key(document: dict[str, Any]) -> None:
     with_422 = {name for name, operation in operations(document).items() if "422" in operation["responses"]}
-    assert with_422 == {name for name in operations(document) if name.endswith(("completions", "/fork"))}
+    assert with_422 == {name for name in operations(document) if name.endswith((*ROUTES, "/fork"))}
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 
 def test_everything_but_what_anyone_may_needs_a_token(document: dict[str, Any]) -> None:
     open_to_all = {name for name, operation in operations(document).items() if not operation["security"]}
     assert open_to_all == {
+        "GET /",
         "GET /health",
         "GET /ready",
         "GET /ui",

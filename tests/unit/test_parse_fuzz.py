@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain.history import canonical_hash, decode_message
-from app.protocols.stream import as_stream
+from app.protocols.base import CommittedReply
+from app.protocols.registry import PROTOCOLS
 from workers.codec import Wire, paste, unpack
 from workers.job import Job, work
 from workers.parse import MAX_TOKEN_ID, Parsed, Protocol, Rejected, parse_reply
@@ -95,7 +96,10 @@ def judge(body: bytes, shape: str = "sglang") -> bool:
 def serve(body: bytes, parsed: Parsed) -> None:
     """What happens to an accepted reply afterwards must not fail: it is judged, stored, streamed, given again."""
     canonical_hash(decode_message(parsed.message, "m"), "tolerant")
-    as_stream(body)
+    reply = CommittedReply(body, "1_" + "0" * 24)
+    for protocol in PROTOCOLS.values():
+        protocol.reply(reply)
+        protocol.events(reply)
     done = work(Job(parsed.dialect, None, [], [], [], 200, "", b""), memoryview(body))
     assert paste(unpack(done.wire, Wire), memoryview(parsed.suffix_ids).cast("i"), {}) == body
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from app.errors import ClientGone
-from app.turn.in_flight import InFlightTurn, RetryMark, TurnCancelled, TurnReply, Waiter
+from app.turn.in_flight import Identity, InFlightTurn, RetryMark, TurnCancelled, TurnReply, Waiter
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ class Watched:
 
 
 def flight() -> InFlightTurn:
-    return InFlightTurn(RetryMark(), "00")
+    return InFlightTurn(Identity(RetryMark(), "00", "00"))
 
 
 async def test_nobody_is_watched_but_while_a_flight_is_held() -> None:

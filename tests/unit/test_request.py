@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.domain.request import OURS, TokenIds, hash_body, join_object, parse_chat, parse_completion
+from app.domain.request import TokenIds, join_object
 from app.errors import InvalidRequest, Unsupported
+from app.protocols.body import OURS, hash_body
+from app.protocols.chat.parse import parse_chat
+from app.protocols.completions.parse import parse_completion
 
 DEEP = "[" * 150 + "]" * 150
 

@@ -298,10 +298,7 @@ def test_a_misspelt_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert str(caught.value) == f"TURNLOG_{name} is not a setting: did you mean TURNLOG_{meant}?"
 
 
-NEAREST = dict.fromkeys(
-    ("HOST", "VERSION", "IMAGE", "NAMESPACE", "REPLICAS", "DATA_DIR", "CONFIG", "MAX_TURNS", "LOG_FILE")
-) | {
-    "MAX_REPLAY_BYTES": "MAX_UPSTREAM_BYTES",
+NEAREST = dict.fromkeys(("HOST", "VERSION", "IMAGE", "NAMESPACE", "REPLICAS", "DATA_DIR", "CONFIG", "LOG_FILE")) | {
     "BASE_URL": "DATABASE_URL",
     "TEST_DATABASE_URL": "DATABASE_URL",
     "UI_TOKEN": "TOKEN",

@@ -41,6 +41,10 @@ def test_a_group_of_two() -> None:
         "attempts": [0, 1],
         "statuses": ["truncated", "aborted"],
         "cursor": "after-b-0",
+        "rollout_ids": ["a", "b"],
+        "rollout_rows": [1, 1],
+        "rollout_weights": [1.0, 1.0],
+        "rollout_advantages": None,
     }
     assert set(found) == set(atropos.COLUMNS)
 
@@ -50,6 +54,8 @@ def test_a_session_without_a_group_has_a_sequence_for_each_segment() -> None:
     assert found["tokens"] == [[1, 2, 3], [1, 9, 4]]
     assert found["scores"] == [0.5, 0.5]
     assert found["advantages"] == [[0.0, 0.0, -1.0], [0.0, 0.0, -1.0]]
+    assert found["rollout_advantages"] == [-1.0, -1.0]
+    assert (found["rollout_ids"], found["rollout_rows"], found["rollout_weights"]) == (["s"] * 2, [2, 2], [0.5, 0.5])
     assert (found["group_id"], found["session_ids"], found["segments"]) == (None, ["s", "s"], [0, 1])
 
 

@@ -26,7 +26,8 @@ def read(shape: str, row: Row) -> JSON:
 
 
 WHO = {"session_id": "s", "segment": 0, "group_id": "g", "attempt": 2, "status": "truncated", "final": True}
-OURS = {**WHO, "cursor": "after-s-0", "advantage": -0.5}
+ROLLOUT = {"rollout_id": "s", "rollout_rows": 1, "rollout_weight": 1.0}
+OURS = {**WHO, "cursor": "after-s-0", "advantage": -0.5, **ROLLOUT}
 SAID = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}] * 2
 TURN = {"engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
 SLIME = {
@@ -47,6 +48,11 @@ GOLDEN: dict[str, JSON] = {
     "turnlog": {
         **OURS,
         "parent_session_id": None,
+        "branch": 0,
+        "branch_cause": "start",
+        "parent_branch": None,
+        "fork_turn": None,
+        "agent_id": None,
         "adapter": None,
         "as_of_seq": 9,
         "reward": 0.5,
@@ -75,7 +81,6 @@ GOLDEN: dict[str, JSON] = {
             "committed_at": 2000.0,
             "turnlog_version": "0.1.0",
         },
-        "rollout_id": "s",
     },
     "slime": SLIME,
     "miles": {**SLIME, "rollout_indexer_topk": None, "adapter": None},
@@ -89,7 +94,12 @@ GOLDEN: dict[str, JSON] = {
         "reward_score": 0.5,
         "num_turns": 4,
         "metrics": {},
-        "extra_fields": {**OURS, "weight_versions": ["3", "4"], "routed_experts_missing": None},
+        "extra_fields": {
+            **OURS,
+            "weight_versions": ["3", "4"],
+            "routed_experts_missing": None,
+            "reward_extra_info": {},
+        },
     },
     "skyrl": {
         **OURS,
@@ -115,6 +125,7 @@ GOLDEN: dict[str, JSON] = {
     },
     "tinker": {
         **WHO,
+        **ROLLOUT,
         "cursor": "after-s-0",
         "model_input": [1, 2, 3, 5],
         "target_tokens": [2, 3, 5, 6],
@@ -135,6 +146,7 @@ GOLDEN: dict[str, JSON] = {
     },
     "prime-rl": {
         **WHO,
+        **ROLLOUT,
         "cursor": "after-s-0",
         "token_ids": [1, 2, 3, 5, 6],
         "mask": [False, False, True, False, True],
@@ -161,6 +173,10 @@ GOLDEN: dict[str, JSON] = {
         "attempts": [2],
         "statuses": ["truncated"],
         "cursor": "after-s-0",
+        "rollout_ids": ["s"],
+        "rollout_rows": [1],
+        "rollout_weights": [1.0],
+        "rollout_advantages": [-0.5],
     },
 }
 """The 4 that the first turn sampled was trimmed; the prompt's 5 stands in the response, masked."""

@@ -33,6 +33,9 @@ def test_a_conversation() -> None:
         "status": "completed",
         "final": True,
         "cursor": "after-s-0",
+        "rollout_id": "s",
+        "rollout_rows": 1,
+        "rollout_weight": 1.0,
     }
     assert set(found) == set(messages.COLUMNS)
 

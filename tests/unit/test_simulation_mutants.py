@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from sqlalchemy import bindparam, func, select, update
 
+from app.domain import retention
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
@@ -27,9 +28,11 @@ from app.store.log import Appended, advance_head, refused
 from app.store.log_sessions import Close, SaveSnapshot
 from app.store.log_turns import Claim, Commit
 from app.store.schema import fleet_events, sessions
-from app.turn import claims, turns
-from app.turn.in_flight import RetryMark
+from app.turn.claims import Claims
+from app.turn.commits import Commits
+from app.turn.in_flight import Identity
 from app.turn.placement import Placement
+from app.turn.retries import Retries
 from app.turn.session_control import ControlledTurn, SessionControls
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
@@ -40,7 +43,7 @@ Patch = pytest.MonkeyPatch
 def the_fence_is_not_looked_at(patch: Patch) -> None:
     """A commit or a release ends whatever turn is open, or none."""
 
-    def take(tx: Tx, session_id: str, fence: int, incarnation: int) -> bool:
+    def take(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
         for row in tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": 0.0}):
             tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
             return True
@@ -51,14 +54,14 @@ def the_fence_is_not_looked_at(patch: Patch) -> None:
 
 def the_claim_goes_before_the_commit(patch: Patch) -> None:
     """The claim is let go of as soon as the engine has answered, and the commit does without."""
-    plain = Turns._commit
+    plain = Commits.commit
 
-    async def commit(self: Turns, context: Any, claimed: Any, *rest: Any) -> None:
+    async def commit(self: Commits, context: Any, claimed: Any, *rest: Any) -> None:
         await self._services.claims.abandon(claimed, "not_released")
         await plain(self, context, claimed, *rest)
 
-    patch.setattr(Turns, "_commit", commit)
-    patch.setattr(log_turns, "_take", lambda tx, session_id, fence, incarnation: True)
+    patch.setattr(Commits, "commit", commit)
+    patch.setattr(log_turns, "_take", lambda *claim: True)
 
 
 def the_cached_version_is_trusted(patch: Patch) -> None:
@@ -78,7 +81,8 @@ def the_cached_version_is_trusted(patch: Patch) -> None:
             sessions.c.open_turns == 0,
             sessions.c.status == "open",
         )
-        .values(version=sessions.c.version + 1, open_turns=1)
+        .values(sql.opened_values)
+        .returning(sessions.c.version, sessions.c.last_turn)
     )
     patch.setattr(sql, "claim_head", claim)
 
@@ -88,24 +92,45 @@ def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
 
 
 def a_commit_that_failed_counts(patch: Patch) -> None:
-    plain = Turns._commit
+    plain = Commits.commit
 
-    async def commit(self: Turns, *arguments: Any) -> None:
+    async def commit(self: Commits, *arguments: Any) -> None:
         with contextlib.suppress(AppError):
             await plain(self, *arguments)
 
-    patch.setattr(Turns, "_commit", commit)
+    patch.setattr(Commits, "commit", commit)
 
 
 def keys_are_forgotten(patch: Patch) -> None:
     """A retry is not known again once its turn has been committed."""
-    for module in (claims, turns):
-        patch.setattr(module, "repeated_turn", lambda entry, mark, request: None)
+
+    async def repeated(self: Retries, entry: CacheEntry, own: Identity) -> None:
+        return None
+
+    patch.setattr(Retries, "repeated", repeated)
 
 
 def any_retry_joins(patch: Patch) -> None:
-    """A marked retry gets the last turn's reply, whichever request that was of."""
-    patch.setattr(RetryMark, "repeats", lambda self, key, body_hash, own_body: self.key is not None or self.is_retry)
+    """A marked retry joins the turn in flight, whichever request that is of."""
+    patch.setattr(Identity, "has_body", lambda self, body_hash, agent_id=None: True)
+
+
+def a_commit_is_not_decided_again(patch: Patch) -> None:
+    """The events of a tree's turn are those for the state that its process knew."""
+    patch.setattr(Commit, "_is_current", lambda self, tx, decided_at: True)
+
+
+def claims_of_nobody_stay(patch: Patch) -> None:
+    """Claims whose answers were lost are not looked for."""
+
+    async def nothing(self: Claims) -> None:
+        return
+
+    patch.setattr(Claims, "_look_for_lost", nothing)
+
+
+def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
+    patch.setattr(retention, "_pinned", lambda session: set())
 
 
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
@@ -232,6 +257,9 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
     any_retry_joins,
+    a_commit_is_not_decided_again,
+    claims_of_nobody_stay,
+    what_an_open_turn_continues_is_dropped,
     the_dead_keep_their_claims,
     the_cache_skips_events,
     a_gate_holds_nobody,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import time
 from collections.abc import Callable
 
 import httpx
 import pytest
-from integration.stand import until
+from integration.stand import WEATHER, until
 from simulating import CHAT, SGLANG_ASKS, ask, choice_of, engine, user
 
 from ops.simulator.lru import Lru
@@ -71,6 +72,24 @@ async def test_vllm_pause() -> None:
         await client.post("/resume")
         assert (await held).status_code == 200
         assert (await client.post("/open_session", json={"capacity_of_str_len": 1})).status_code == 404
+
+
+async def test_replies_can_be_planned() -> None:
+    weather = {"name": "weather", "arguments": {"city": "Oslo"}}
+    async with engine() as client:
+        await client.post("/sim/replies", json={"when": "Oslo", "sim": {"text": "I look.", "calls": [weather]}})
+        await client.post("/sim/replies", json={"when": "Rain", "sim": {"text": "It rains."}, "count": 2})
+        assert not choice_of(await ask(client, user("Oslo?")))["message"].get("tool_calls")
+        called = choice_of(await ask(client, user("Oslo?"), tools=[WEATHER]))
+        [call] = called["message"]["tool_calls"]
+        assert (called["finish_reason"], called["message"]["content"]) == ("tool_calls", "I look.")
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Oslo"})
+        told = [*user("Oslo?"), called["message"], {"role": "tool", "tool_call_id": call["id"], "content": "Rain"}]
+        contents = [choice_of(await ask(client, told))["message"]["content"] for _ in range(3)]
+        assert [content == "It rains." for content in contents] == [True, True, False]
+        await client.post("/sim/replies", json={"when": "", "sim": {"text": "Never"}})
+        await client.post("/sim/reset")
+        assert choice_of(await ask(client, user("hi")))["message"]["content"] != "Never"
 
 
 async def test_sessions_and_records() -> None:

@@ -9,7 +9,10 @@ import pytest
 from helpers.replies import body_of
 from helpers.streams import assembled, calls_of, chunks
 
-from app.protocols.stream import as_error_event, as_stream, wants_stream
+from app.protocols.chat import PROTOCOL
+from app.protocols.chat.events import DONE, as_stream
+from app.protocols.errors import engine_error
+from app.protocols.sse import wants_stream
 
 CALLS = [
     {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1e3}'}},
@@ -71,6 +74,6 @@ def test_who_wants_a_stream(body: bytes, wants: bool) -> None:
     "body", [b"", b"<html>", b"\xff", b"7", b'{"message":"x"}', b'{"error":{"message":"x"}}', b"[" * 100_000]
 )
 def test_an_error_is_an_event_of_json(body: bytes) -> None:
-    event = as_error_event(body)
-    assert event.endswith(b"\n\n")
-    assert "error" in json.loads(event.removeprefix(b"data: "))
+    event = PROTOCOL.error_event(engine_error(500, body))
+    assert event.endswith(b"\n\n" + DONE)
+    assert json.loads(event.removesuffix(DONE).removeprefix(b"data: "))["error"]["message"]

@@ -57,7 +57,7 @@ def _config(tokenizer: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=8192,
+        max_position_embeddings=131072,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=end,

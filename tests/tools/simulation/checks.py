@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
 from ops.verify import TABLES
 from tests.tools.audit import audit
+from tests.tools.simulation import trees
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
@@ -33,9 +35,18 @@ AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned)
 """What may still happen to a session that is closed."""
 
 
+LOOK_S = 0.5
+
+
 def is_ended(store: MemoryStore, session_id: str) -> bool:
     head = store.read(lambda connection: reads.head(connection, session_id))
     return head is not None and head.status != "open"
+
+
+async def none_open(store: MemoryStore) -> None:
+    """Wait until no session has an open turn."""
+    while store.read(lambda connection: connection.execute(select(open_turns.c.fence).limit(1)).first()):
+        await asyncio.sleep(LOOK_S)
 
 
 async def judge(store: MemoryStore, history: History, note: Callable[[str], None]) -> None:
@@ -75,6 +86,8 @@ class _Session:
         self._order()
         self._ends()
         self._facts()
+        for problem in self._store.read(lambda connection: list(trees.problems(connection, self._session_id))):
+            self._must(False, problem)
 
     def _order(self) -> None:
         """Under a key that was committed there is no further claim."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.domain.events import SessionConfig
+from app.domain.events import History, SessionConfig
 from app.errors import (
     AppError,
     HistoryMismatch,
@@ -20,8 +20,9 @@ from app.errors import (
     SessionExists,
     SessionNotFound,
 )
+from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
-from app.turn.in_flight import RetryMark, TurnReply, Waiter, hash_key
+from app.turn.in_flight import RetryMark, Sender, TurnReply, Waiter, hash_key
 from app.turn.stages import Stages
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.history import Acknowledged, Fact, Seen
@@ -74,10 +75,12 @@ def draw_habits(rng: random.Random) -> Habits:
 
 
 class Client:
-    """The name tells clients of one session apart.
+    """The name tells clients of one session apart. `history` is what a session gets whose first turn decides that.
 
     `wishes` say of a session's turn what session control it asks for, if not every one for the same `control`.
     """
+
+    history: History = "linear"
 
     def __init__(
         self,
@@ -139,19 +142,31 @@ class Client:
 
     async def turn(self, tries: int = TRIES) -> None:
         """One more turn. Raises SessionClosed, SessionNotFound, and GaveUp."""
+        self.messages = await self.turn_after(self.messages, tries=tries)
+
+    async def turn_after(
+        self, before: list[Message], said: str | None = None, agent: str | None = None, tries: int = TRIES
+    ) -> list[Message]:
+        """One more turn after these messages, which says what was `said` before, or something new; all messages then.
+
+        Raises as `turn`.
+        """
         self._asked += 1
-        logical = f"{self.name}.{self._asked}"
+        new = f"{self.name}.{self._asked}"
+        logical = said or new
         how = self._rng.random()
-        key = logical if how < 0.6 else None
+        key = new if how < 0.6 else None
         marks = how < 0.9
         for tried in range(tries):
-            messages = [*self.messages, {"role": "user", "content": logical}]
+            messages = [*before, {"role": "user", "content": logical}]
             mark = RetryMark(None if key is None else hash_key(key), marks and key is None and tried > 0)
+            sender = Sender(mark, agent, self.history)
             try:
-                reply = await self._ask(lambda: self._take(messages, logical, key, mark), TIMEOUT_S)  # noqa: B023
+                reply = await self._ask(lambda: self._take(messages, logical, key, sender), TIMEOUT_S)  # noqa: B023
             except (HistoryMismatch, RollbackTooDeep):
                 # What this client believes is not what is there: another one, or an attempt that came late.
                 await self._resync()
+                before = self.messages
                 self._asked += 1
                 logical, key = f"{self.name}.{self._asked}", None
                 continue
@@ -161,14 +176,13 @@ class Client:
                 self._note(f"{self.name}: {logical} failed: {type(error).__name__} {error}")
                 if self._rng.random() < self._habits.gives_up:
                     break
-                if not marks:
+                if not marks and self.history == "linear":
                     self._asked += 1
                     logical = f"{self.name}.{self._asked}"
                 await asyncio.sleep(0.2 * 2**tried * self._rng.random())
                 continue
             if reply.turn is not None:
-                self._take_in(messages, reply)
-                return
+                return [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
         raise GaveUp
 
     async def insist(self, what: Callable[[], Coroutine[Any, Any, T]], tries: int) -> T:
@@ -194,23 +208,25 @@ class Client:
             raise Disconnected("nobody listens")
         return self._sticky
 
-    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, mark: RetryMark) -> TurnReply:
+    async def _take(self, messages: Sequence[Message], logical: str, key: str | None, sender: Sender) -> TurnReply:
         process = self._process()
         control = self.control or self._wishes(self.session_id, logical)
         wish = {} if control is None else {"nvext": {"session_control": control}}
         body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
         asked_at = self._history.now()
-        reader = Waiter(lambda size: None)
-        self._note(f"{self.name} asks {process.name} for {logical}{' again' if mark.is_retry else ''}")
+        gone: list[bool] = []
+        reader = Waiter(lambda size: None, is_lost=lambda: bool(gone))
+        self._note(f"{self.name} asks {process.name} for {logical}{' again' if sender.mark.is_retry else ''}")
         work = process.call(
             lambda: process.service.turns.take(
-                self.session_id, "chat", body, [], mark, reader, Stages(self._history.now)
+                self.session_id, PROTOCOLS["chat"], body, [], sender, reader, Stages(self._history.now)
             ),
-            lambda reply: self._sent(reply, messages, logical, key, asked_at),
+            lambda reply: self._sent(process, reply, messages, logical, key, asked_at, delivered=not gone),
         )
         try:
             reply = await work
         except (asyncio.CancelledError, Disconnected):
+            gone.append(True)
             if process.serving and self._rng.random() < 0.5:
                 process.owner.context().run(reader.leave)
             raise
@@ -218,7 +234,15 @@ class Client:
         return reply
 
     def _sent(
-        self, reply: TurnReply, messages: Sequence[Message], logical: str, key: str | None, asked_at: float
+        self,
+        process: Process,
+        reply: TurnReply,
+        messages: Sequence[Message],
+        logical: str,
+        key: str | None,
+        asked_at: float,
+        *,
+        delivered: bool,
     ) -> None:
         """A reply leaves the process: from now on the turn must be there for ever."""
         if reply.turn is None:
@@ -227,13 +251,12 @@ class Client:
         content = msgspec.json.decode(body)["choices"][0]["message"]["content"]
         if not content.startswith(digest(messages)):
             self._history.problem(f"turn {reply.turn} of {self.session_id} answers other messages than those asked")
+        retries = process.service.retries
+        retries.sending(self.session_id, reply.turn)
+        process.spawn(retries.sent(self.session_id, reply.turn, delivered=delivered, is_replay=reply.replayed))
         self._history.turn(
             Acknowledged(self.session_id, reply.turn, body, logical, key, reply.replayed, asked_at, self._history.now())
         )
-
-    def _take_in(self, messages: Sequence[Message], reply: TurnReply) -> None:
-        message = msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]
-        self.messages = [*messages, message]
 
     async def _resync(self) -> None:
         """Take over the history that is there. Raises GaveUp, SessionClosed."""
@@ -256,8 +279,9 @@ class Client:
     async def _read(self) -> None:
         process, asked_at = self._process(), self._history.now()
 
-        async def read() -> int:
-            return len((await process.service.sessions.require(self.session_id)).session.turns)
+        async def read() -> frozenset[int]:
+            session = (await process.service.sessions.require(self.session_id)).session
+            return frozenset(turn.number for turn in session.turns)
 
         await process.call(
             read,
@@ -311,9 +335,9 @@ class Client:
         turn = self._rng.choice(mine)
         assert turn.key is not None
         messages = [*self.messages, {"role": "user", "content": f"not {turn.logical}"}]
-        mark = RetryMark(hash_key(turn.key))
+        sender = Sender(RetryMark(hash_key(turn.key)), None, self.history)
         try:
-            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, mark), TIMEOUT_S)
+            reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, sender), TIMEOUT_S)
         except (SessionClosed, SessionNotFound):
             raise
         except (AppError, Disconnected, TimeoutError):

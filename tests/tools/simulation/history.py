@@ -40,10 +40,10 @@ class Fact(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """A read of an open session: how many turns it had committed."""
+    """A read of an open session: the turns that it had committed."""
 
     session_id: str
-    turns: int
+    turns: frozenset[int]
     asked_at: float
     sent_at: float
 
@@ -83,9 +83,11 @@ class History:
 
     def read(self, seen: Seen) -> None:
         """Every turn that was acknowledged before the question must be in the answer."""
-        known = [turn.turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at]
-        if known and max(known) > seen.turns:
-            self.problem(f"a read of {seen.session_id} has {seen.turns} turns, turn {max(known)} was there before")
+        known = {turn.turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at}
+        if not known <= seen.turns:
+            self.problem(
+                f"a read of {seen.session_id} lacks turns {sorted(known - seen.turns)}, which were there before"
+            )
         self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
 
     def turns_of(self, session_id: str) -> Sequence[Acknowledged]:

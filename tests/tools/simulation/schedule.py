@@ -25,6 +25,7 @@ from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
+from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 HOUR_S = 3600.0
@@ -79,7 +80,7 @@ class _Schedule:
         self._alone = rng.random() < 0.35
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
-        settings = _settings(rng, self._wishes.engine_sessions)
+        settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
         self._store, self._engines = store, Engines()
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
@@ -130,6 +131,7 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
         await self._drill(trainer)
+        await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
@@ -149,6 +151,7 @@ class _Schedule:
         rng = self._rng
         found = []
         habits = client.draw_habits(rng)
+        trees = random.Random(f"trees {self._seed}")
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
                 rollback_window=rng.choice((0, 1, 1, 2)),
@@ -157,14 +160,15 @@ class _Schedule:
                 adapter=rng.choice((None, None, *ADAPTERS)),
                 on_abort=rng.choice(("return", "continue", "continue", "fail")),
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
+                history=trees.choice(("linear", "tree", "tree", None)),
             )
             for rival in range(rng.choice((1, 1, 2, 3))):
-                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits)
+                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, _kind(config))
                 found.append((one, config))
         return found
 
-    def _client(self, name: str, session_id: str, habits: client.Habits) -> Client:
-        return Client(self._world, name, session_id, habits, self._wishes.of)
+    def _client(self, name: str, session_id: str, habits: client.Habits, kind: type[Client] = Client) -> Client:
+        return kind(self._world, name, session_id, habits, self._wishes.of)
 
     def _pick(self) -> Process | None:
         serving = [process for process in self._processes if process is not None and process.serving]
@@ -259,7 +263,7 @@ class _Schedule:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
-            last = self._client(f"last-{session_id}", session_id, client.Habits())
+            last = self._client(f"last-{session_id}", session_id, client.Habits(), _kind(config))
             await self._within(RECOVERY_S, self._go_on(last, config), f"{session_id} took no turn")
 
     async def _go_on(self, last: Client, config: SessionConfig) -> None:
@@ -337,7 +341,11 @@ class _Errors(logging.Handler):
         self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
 
 
-def _settings(rng: random.Random, engine_sessions: tuple[str, ...]) -> Settings:
+def _kind(config: SessionConfig) -> type[Client]:
+    return Client if config.history == "linear" else TreeClient
+
+
+def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: random.Random) -> Settings:
     """Whatever the environment says."""
     return Settings.model_construct(
         upstreams=("http://engine-1", "http://engine-2")[: rng.choice((1, 2))],
@@ -347,5 +355,7 @@ def _settings(rng: random.Random, engine_sessions: tuple[str, ...]) -> Settings:
         inline_max_bytes=rng.choice((0, 65536)),
         cache_bytes=rng.choice((0, 1 << 20, 1 << 20)),
         idle_close_s=rng.choice((None,) * 5 + (8.0,)),
+        max_open_turns=limits.choice((2, 64, 64)),
+        max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
     )

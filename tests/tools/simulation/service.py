@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import insert
 
 from app.assembly import Assembly
+from app.domain.session import encode_session
 from app.store import incarnations, reads, schema
 from app.store.dialect import Tx, now
 from app.store.log_sessions import SaveSnapshot
@@ -29,7 +30,8 @@ async def snapshot(made: Assembly, session_id: str) -> None:
     live = await made.cache.get(session_id)
     if live is not None:
         session = live.session
-        await made.writer.submit(SaveSnapshot(session_id, session.version, reads.SNAPSHOT_FORMAT, codec.pack(session)))
+        frame = codec.compress(encode_session(session))
+        await made.writer.submit(SaveSnapshot(session_id, session.version, reads.SNAPSHOT_FORMAT, frame))
 
 
 _register_elsewhere = (

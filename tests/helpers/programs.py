@@ -1,0 +1,49 @@
+"""The tables of what agent programs did and what the log has of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from helpers.tables import Table
+
+
+class _Lines(Table):
+    """One line a test."""
+
+    def __init__(self) -> None:
+        self._lines: list[tuple[str, ...]] = []
+
+    def add(self, report: pytest.TestReport, value: Any) -> None:
+        if report.when == "call":
+            self._lines.append(tuple(map(str, value)))
+
+    def cells(self) -> list[tuple[str, ...]]:
+        return sorted(self._lines)
+
+    @classmethod
+    def tell(cls, request: pytest.FixtureRequest, *cells: object) -> None:
+        """Have the table show this line, whether the test passes or not."""
+        request.node.user_properties.append((cls.key, list(cells)))
+
+
+class Programs(_Lines):
+    title, key, left = "agent programs", "program", (0, 1, 5)
+    headings = (
+        *("program", "case", "exit", "generations", "turns", "branches", "rows"),
+        *("sampled", "in the loss", "false forks"),
+    )
+
+
+class Kills(_Lines):
+    title, key = "kills under agent programs", "program-kills"
+    headings = (
+        *("program", "kills", "runs", "finished", "turns", "generations", "died with the server"),
+        *("lost", "doubled", "false forks"),
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Programs(), "program-table")
+    config.pluginmanager.register(Kills(), "program-kill-table")

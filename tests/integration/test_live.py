@@ -1,0 +1,229 @@
+"""Live streams: deltas come while the engine generates, and what a client may take for final waits for the commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from anthropic.lib.streaming import MessageStreamEvent
+from helpers.streams import is_final
+
+from integration.places import Places
+from integration.stand import SPOKEN, Message, Stand, Talk, serving, until, user
+from ops.simulator.process import SimulatorProcess
+
+MODE = "x-turnlog-stream-mode"
+PROTOCOLS = tuple(SPOKEN)
+KEY = {"idempotency-key": "key"}
+SLOW = {"latency_s": 2.0, "reasoning": False, "tool_calls": False}
+CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
+
+
+@pytest.fixture(scope="module")
+def live(vllm: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("live"), vllm.base_url, environment={"TURNLOG_UPSTREAM_DIALECT": "vllm"}) as made:
+        yield made
+
+
+def tool(protocol: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"at": {"type": "number"}}}
+    return {
+        "chat": {"type": "function", "function": {"name": "look", "parameters": schema}},
+        "messages": {"name": "look", "input_schema": schema},
+        "responses": {"type": "function", "name": "look", "parameters": schema},
+    }[protocol]
+
+
+def by_package(talk: Talk, url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    """What the official package makes of the stream, and how many deltas of text it saw."""
+    base = url + talk.path
+    if talk.protocol == "messages":
+        with anthropic.Anthropic(base_url=base, api_key="unused", max_retries=0) as client:
+            body = talk.body([user("Go")])
+            with client.messages.stream(**body, extra_body=fields, extra_headers=KEY) as stream:
+                events: list[MessageStreamEvent[None]] = list(stream)
+                seen = sum(event.type == "content_block_delta" for event in events)
+                return seen, stream.get_final_message().to_dict()
+    with openai.OpenAI(base_url=base + "/v1", api_key="unused", max_retries=0) as client:
+        body = talk.body([user("Go")])
+        if talk.protocol == "responses":
+            with client.responses.stream(**body, extra_body=fields, extra_headers=KEY) as stream:
+                kinds = [event.type for event in stream]
+                found = stream.get_final_response().to_dict()
+                return sum(kind.endswith("_text.delta") for kind in kinds), found
+        with client.chat.completions.stream(**body, extra_body=fields, extra_headers=KEY) as stream:
+            seen = sum(event.type == "chunk" for event in stream)
+            return seen, stream.get_final_completion().to_dict()
+
+
+def plain(value: Any) -> Any:
+    """A reply without what only one of its spellings has: nulls, and what the packages add."""
+    added = {"parsed", "parsed_arguments", "output_text", "completed_at", "object", "index"}
+    added |= {"token_ids", "prompt_token_ids", "weight_versions"}
+    if isinstance(value, dict):
+        kept = {name: plain(one) for name, one in value.items() if name not in added}
+        return {name: one for name, one in kept.items() if one not in (None, [], {})}
+    return [plain(one) for one in value] if isinstance(value, list) else value
+
+
+SIMS: dict[str, dict[str, Any]] = {
+    "prose": {"reasoning": False, "tool_calls": False},
+    "reasoning": {"reasoning": True, "tool_calls": False},
+    "calls": {"calls": CALLS, "reasoning": True, "text": "So: "},
+    "calls alone": {"calls": CALLS, "reasoning": False, "text": ""},
+    "unicode": {"text": "Füße 👩‍👩‍👧 \u2028 end\n\n", "reasoning": False},
+    "whitespace first": {"text": "\n\n  and then", "reasoning": False},
+    "one token": {"text": "a", "reasoning": False},
+}
+
+
+@pytest.mark.parametrize("sim", SIMS)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_official_packages_assemble_the_committed_reply(live: Stand, protocol: str, sim: str) -> None:
+    talk = live.talk(protocol, stream_mode="live", history="tree")
+    fields = {"sim": SIMS[sim], "tools": [tool(protocol)]}
+    seen, streamed = by_package(talk, live.base_url, **fields)
+    again = talk.chat([user("Go")], headers=KEY, **fields)
+    assert again.headers["x-turnlog-replayed"] == "true"
+    assert plain(streamed) == plain(again.json())
+    assert seen >= (2 if sim in ("prose", "reasoning") else 0)
+    assert len(talk.committed()) == 1
+
+
+def streaming(talk: Talk, stand: Stand, **fields: Any) -> Any:
+    return stand.http.stream("POST", talk.chat_path, json=talk.body([user("Go")], stream=True, **fields))
+
+
+def first_delta(response: httpx.Response) -> Iterator[str]:
+    """Lines to the first delta of text, and then the others."""
+    lines = response.iter_lines()
+    for line in lines:
+        if "delta" in line and line.startswith("data: "):
+            break
+    return lines
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_deltas_come_before_the_commit_and_the_end_after_it(live: Stand, protocol: str) -> None:
+    talk = live.talk(protocol)
+    with streaming(talk, live, stream_mode="live", sim=SLOW) as response:
+        assert response.headers[MODE] == "live"
+        rest = first_delta(response)
+        assert talk.committed() == []
+        assert [line for line in rest if is_final(line)]
+    [record] = talk.state()["records"]
+    assert record["request"]["stream"] is True
+    assert "stream_mode" not in record["request"]
+    assert record["response"]["object"] == "chat.completion"
+    assert [message["role"] for message in talk.rows()[0]["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand, protocol: str) -> None:
+    talk = live.talk(protocol, stream_mode="live")
+    with streaming(talk, live, sim=SLOW) as response:
+        first_delta(response)
+    until(talk.committed)
+    again = talk.chat([user("Go")], stream=True, sim=SLOW)
+    assert (again.headers["x-turnlog-replayed"], again.headers[MODE]) == ("true", "whole")
+    assert is_final(again.text)
+    assert len(talk.committed()) == 1
+
+
+def test_a_client_that_does_not_read_holds_nothing_up(live: Stand) -> None:
+    talk = live.talk(stream_mode="live")
+    sim = {"completion_tokens": 30_000, "reasoning": False, "tool_calls": False}
+    with streaming(talk, live, sim=sim) as response:
+        until(talk.committed)
+        [message] = [record["response"]["choices"][0]["message"] for record in talk.state()["records"]]
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
+
+
+BROKEN = {
+    "reset": (200, "upstream_unreachable"),
+    "truncated_json": (200, "upstream_invalid"),
+    "missing_logprobs": (200, "upstream_invalid"),
+    "missing_meta_info": (200, "upstream_invalid"),
+    "nan_logprob": (502, "upstream_invalid"),
+    "error_200": (502, "upstream_invalid"),
+}
+"""The status before anything was said, and the reason in the log."""
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_broken_engine_stream_is_never_final(live: Stand, protocol: str, fault: str) -> None:
+    talk = live.talk(protocol, stream_mode="live")
+    broken = talk.chat([user("Go")], stream=True, sim={"fault": fault, "reasoning": False, "tool_calls": False})
+    assert not is_final(broken.text)
+    *said, last = [json.loads(line[6:]) for line in broken.text.splitlines() if line.startswith("data: {")] or [{}]
+    if broken.status_code == 200:
+        assert said
+        error = last["error"] if protocol != "responses" else last["response"]["error"]
+        assert error["message"]
+    end = talk.events()[-1]
+    assert (broken.status_code, end["type"], end["reason"]) == (BROKEN[fault][0], "TurnRejected", BROKEN[fault][1])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_an_engine_that_refuses_answers_as_without_a_stream(live: Stand, protocol: str) -> None:
+    talk = live.talk(protocol, stream_mode="live")
+    assert talk.chat([user("Go")], stream=True, sim={"fault": "status_503"}).status_code == 503
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_closing_the_session_ends_its_live_stream_with_an_error(live: Stand, protocol: str) -> None:
+    talk = live.talk(protocol, stream_mode="live")
+    with streaming(talk, live, sim={**SLOW, "latency_s": 15.0}) as response:
+        rest = first_delta(response)
+        assert live.http.delete(talk.path).status_code == 204
+        text = "\n".join(rest)
+    assert "was closed during the turn" in text
+    assert not is_final(text)
+
+
+def whole(live: Stand, sglang: Stand) -> dict[str, tuple[Stand, str, dict[str, Any], dict[str, Any]]]:
+    """Where a stream comes whole: stand, path, body of the session, fields of the request."""
+    chat: dict[str, Message | list[Message]] = {"messages": [user("Go")]}
+    asked = {"stream_mode": "live"}
+    path = SPOKEN["chat"].path
+    return {
+        "SGLang cannot": (sglang, path, asked, chat),
+        "nobody asked": (live, path, {}, chat),
+        "the request does not want it": (live, path, asked, {**chat, "stream_mode": "whole"}),
+        "the turn may be continued": (live, path, {**asked, "on_abort": "continue"}, chat),
+        "a payload is asked for": (live, path, asked, {**chat, "return_routed_experts": True}),
+        "completions": (live, "/v1/completions", asked, {"prompt": "Go"}),
+    }
+
+
+@pytest.mark.parametrize("case", whole(None, None))  # type: ignore[arg-type]
+def test_where_it_cannot_be_live_a_stream_is_whole(live: Stand, stand: Stand, case: str) -> None:
+    at, path, session, fields = whole(live, stand)[case]
+    talk = at.talk(**session)
+    body = {"model": "simulator", "stream": True, **fields}
+    response = at.http.post(talk.path + path, json=body)
+    assert (response.status_code, response.headers[MODE]) == (200, "whole")
+    assert "stream" not in at.engine_requests(talk.id, path)[-1]["body"]
+    assert len(talk.committed()) == 1
+
+
+def test_an_engine_is_asked_to_stream_once_it_is_known_to_be_vllm(vllm: SimulatorProcess, places: Places) -> None:
+    with serving(places.new("auto"), vllm.base_url) as auto:
+        talk = auto.talk(stream_mode="live")
+        talk.chat([user("Go")])
+        assert talk.chat([user("Go")], stream=True).headers[MODE] == "live"
+
+
+def test_a_mode_that_is_none_is_refused(live: Stand) -> None:
+    talk = live.talk()
+    assert talk.chat([user("Go")], stream_mode="soon").status_code == 400
+    assert live.http.post("/sessions", json={"stream_mode": "soon"}).status_code == 400
+    assert live.talk(stream_mode="live").state()["session"]["stream_mode"] == "live"

@@ -1,0 +1,217 @@
+"""Sessions with `history: tree`: branches, turns in flight together, and rows in which each sampled token is once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.places import Places
+from integration.routing import BOTH, problems
+from integration.stand import Message, Stand, Talk, serving, user
+from ops.simulator.process import SimulatorProcess
+
+
+def tree(stand: Stand, **body: Any) -> Talk:
+    return stand.talk(history="tree", **body)
+
+
+def ask(talk: Talk, *messages: Message, **fields: Any) -> tuple[int, Message]:
+    """The turn's number and its reply's message."""
+    response = talk.chat(messages, **fields)
+    assert response.status_code == 200, response.text
+    return int(response.headers["x-turnlog-turn"]), response.json()["choices"][0]["message"]
+
+
+def shape(talk: Talk) -> list[tuple[int, int, int, str | None]]:
+    """Each turn in the order of commits: its number, parent, branch and the cause of a branch that it begins."""
+    return [(event["turn"], event["parent"], event["branch"], event.get("branch_cause")) for event in talk.committed()]
+
+
+def owners(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """By turn the branches of the rows that have it in their loss."""
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        for span in row["turns"]:
+            if any(row["loss_mask"][span["output_start"] : span["end"]]):
+                found.setdefault(span["turn"], []).append(row["branch"])
+    return found
+
+
+def test_requests_attach_to_the_deepest_turn_that_they_continue(stand: Stand) -> None:
+    talk = tree(stand)
+    one, first = ask(talk, user("One"))
+    two, second = ask(talk, user("One"), first, user("Two"))
+    fork, forked = ask(talk, user("One"), first, user("Instead"))
+    deeper, _ = ask(talk, user("One"), first, user("Instead"), forked, user("On"))
+    retry, _ = ask(talk, user("One"), first, user("Two"))
+    root, _ = ask(talk, user("A title for this?"))
+    carried, _ = ask(talk, user("So far: things"), second, user("Go on"))
+    assert shape(talk) == [
+        (one, 0, 0, "start"),
+        (two, one, 0, None),
+        (fork, one, 1, "fork"),
+        (deeper, fork, 1, None),
+        (retry, one, 2, "retry"),
+        (root, 0, 3, "root"),
+        (carried, 0, 4, "compaction"),
+    ]
+    assert talk.committed()[-1]["carries"] == two
+    rows = talk.rows()
+    assert [(row["branch"], row["branch_cause"], row["parent_branch"], row["fork_turn"]) for row in rows] == [
+        (0, "start", None, None),
+        (1, "fork", 0, one),
+        (2, "retry", 0, one),
+        (3, "root", None, None),
+        (4, "compaction", None, None),
+    ]
+    assert owners(rows) == {one: [0], two: [0], fork: [1], deeper: [1], retry: [2], root: [3], carried: [4]}
+    assert [row["branch"] for row in talk.rows(branches="main")] == [4]
+    assert owners(talk.rows(loss="every"))[one] == [0, 1, 2]
+
+
+def test_turns_in_flight_together_are_siblings(stand: Stand) -> None:
+    talk = tree(stand)
+    calls = [stand.meanwhile(talk.chat, [user("Same")], sim={"latency_s": 0.3}) for _ in range(5)]
+    assert [call.result().status_code for call in calls] == [200] * 5
+    assert (talk.generations(), len(talk.committed())) == (5, 5)
+    assert sorted(row["branch_cause"] for row in talk.rows()) == ["retry"] * 4 + ["start"]
+    assert sorted(owners(talk.rows())) == [1, 2, 3, 4, 5]
+
+
+def test_a_sent_again_request_that_was_continued_supersedes_the_childless_one(stand: Stand) -> None:
+    talk = tree(stand)
+    dropped, _ = ask(talk, user("One"))
+    kept, reply = ask(talk, user("One"))
+    assert sorted(owners(talk.rows())) == [dropped, kept]
+    child, _ = ask(talk, user("One"), reply, user("Two"))
+    assert owners(talk.rows()) == {kept: [1], child: [1]}
+    assert sorted(owners(talk.rows(branches="all"))) == [dropped, kept, child]
+    excluded = [row for row in talk.rows(explain="true") if row.get("excluded")]
+    assert [(row["turn"], row["excluded"]) for row in excluded] == [(dropped, "superseded")]
+
+
+def test_the_tree_says_what_an_export_makes_of_each_turn(stand: Stand) -> None:
+    talk = tree(stand)
+    one, first = ask(talk, user("One"))
+    two, second = ask(talk, user("One"), first, user("Two"))
+    fork, _ = ask(talk, user("One"), first, user("Instead"))
+    dropped, _ = ask(talk, user("One"), first, user("Again"))
+    kept, reply = ask(talk, user("One"), first, user("Again"))
+    child, _ = ask(talk, user("One"), first, user("Again"), reply, user("On"), sim={"weight_versions": ["7", "8"]})
+    carried, _ = ask(talk, user("So far: things"), second, user("Go on"))
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 60})
+    stand.until_generating(talk, 8)
+
+    found = talk.tree()
+    events = talk.events()
+    assert (found["version"], found["history"], found["main_branch"]) == (len(events), "tree", 4)
+    *committed, in_flight = found["turns"]
+    assert [(turn["turn"], turn["parent"], turn["branch"], turn["cause"], turn["carries"]) for turn in committed] == [
+        (event["turn"], event["parent"], event["branch"], event.get("branch_cause"), event.get("carries"))
+        for event in talk.committed()
+    ]
+    for turn, event in zip(committed, talk.committed(), strict=True):
+        assert (turn["output_tokens"], turn["finish_reason"]) == (event["output_tokens"], event["finish_reason"])
+        assert turn["tokens"] == event["base_tokens"] + event["suffix_tokens"] + event["output_tokens"]
+        assert turn["messages"] == event["base_messages"] + event["new_messages"] + 1
+    assert [turn["weight_versions"] for turn in committed if turn["turn"] == child] == [["7", "8"]]
+    assert (in_flight["state"], in_flight["branch"], in_flight["exported"], in_flight["reason"]) == (
+        "open",
+        None,
+        False,
+        "in flight",
+    )
+    told = {turn["turn"]: (turn["loss_branches"], turn["superseded"], turn["reason"]) for turn in committed}
+    assert told == {
+        **dict.fromkeys((one, two), ([0], False, None)),
+        fork: ([1], False, None),
+        dropped: ([], True, "superseded"),
+        **dict.fromkeys((kept, child), ([3], False, None)),
+        carried: ([4], False, None),
+    }
+    assert [(b["branch"], b["cause"], b["parent_branch"], b["fork_turn"], b["leaf"]) for b in found["branches"]] == [
+        (0, "start", None, None, two),
+        (1, "fork", 0, one, fork),
+        (2, "fork", 0, one, dropped),
+        (3, "retry", 0, one, child),
+        (4, "compaction", None, None, carried),
+    ]
+    assert [(b["turns"], b["exported"], b["reason"]) for b in found["branches"]] == [
+        (2, True, None),
+        (1, True, None),
+        (1, False, "superseded"),
+        (2, True, None),
+        (1, True, None),
+    ]
+    rows = {row["branch"]: row for row in talk.rows()}
+    assert {b["branch"]: b["tokens"] for b in found["branches"] if b["exported"]} == {
+        branch: len(row["tokens"]) for branch, row in rows.items()
+    }
+    for parameters in ({"loss": "every"}, {"branches": "main"}, {"branches": "all"}, {"branches": "longest"}):
+        seen = {turn["turn"]: turn["loss_branches"] for turn in talk.tree(**parameters)["turns"]}
+        owned = owners(talk.rows(**parameters))
+        assert {turn: branches for turn, branches in seen.items() if branches} == owned, parameters
+    assert talk.tree(branches="main")["branches"][0]["reason"] == "not in branches=main"
+    assert stand.http.delete(talk.path).status_code == 204
+    assert call.result().status_code == 404
+
+
+def test_the_tree_of_a_linear_closed_or_erased_session(stand: Stand) -> None:
+    talk = stand.talk(history="linear", rollback_window=1)
+    talk.say("One")
+    kept = list(talk.messages)
+    talk.say("Two")
+    talk.messages = kept
+    talk.say("Other")
+    found = talk.tree()
+    assert (found["history"], found["main_branch"]) == ("linear", 1)
+    assert [(turn["parent"], turn["superseded"], turn["reason"]) for turn in found["turns"]] == [
+        (0, False, None),
+        (1, True, "rolled back"),
+        (1, False, None),
+    ]
+    assert [turn["loss_branches"] for turn in found["turns"]] == [[1], [], [1]]
+    assert [branch["reason"] for branch in found["branches"]] == ["rolled back", None]
+    assert stand.http.delete(talk.path).status_code == 204
+    assert talk.tree() == {**found, "status": "closed", "version": found["version"] + 1}
+    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
+    erased = talk.tree()
+    assert [turn["reason"] for turn in (*erased["turns"], *erased["branches"])] == ["erased"] * 5
+    fork_of_none = stand.http.get("/sessions/nobody/tree")
+    assert (fork_of_none.status_code, fork_of_none.json()["error"]["code"]) == (404, "session_not_found")
+
+
+def test_a_forks_copied_turns_are_in_the_loss_of_their_source(stand: Stand) -> None:
+    source = tree(stand)
+    one, _ = ask(source, user("One"))
+    made = stand.http.post(f"{source.path}/fork", json={"turn": one}).json()["sessions"]
+    [turn] = stand.known(made[0]["session_id"]).tree()["turns"]
+    assert (turn["exported"], turn["loss_branches"]) == (True, [])
+    assert turn["reason"] == "copied from another session, which has it in its loss"
+
+
+@pytest.fixture(scope="module")
+def routed(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
+    with serving(places.new("tree"), sglang.base_url, environment=environment) as made:
+        yield made
+        assert problems(made) == []
+
+
+def test_each_leaf_has_the_routing_of_all_its_tokens(routed: Stand) -> None:
+    talk = tree(routed)
+    one, first = ask(talk, user("One"))
+    two, second = ask(talk, user("One"), first, user("Two"))
+    three, third = ask(talk, user("One"), first, user("Two"), second, user("Three"))
+    ask(talk, user("One"), first, user("Two"), second, user("Three"), third, user("Four"))
+    # Turn 1 is behind the window of the first branch, and its payload is needed once more by the fork.
+    ask(talk, user("One"), first, user("Instead"))
+    ask(talk, user("Another beginning"))
+    rows = talk.rows(replay="true")
+    assert [row["rows"] for row in rows] == [len(row["tokens"]) - 1 for row in rows]
+    assert [row["tombstoned"] for row in rows] == [[], [], []]
+    gone = [turn for event in talk.events() if event["type"] == "BlobsTombstoned" for turn in event["turns"]]
+    assert sorted(gone) == [one, two]
+    assert three not in gone

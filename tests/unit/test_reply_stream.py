@@ -1,0 +1,145 @@
+"""A stream of vLLM's is read into the reply that it would have sent as a whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.upstream.streams import BadStream, ReplyStream
+from ops.simulator.config import Config
+from ops.simulator.engine import Engine
+from ops.simulator.wire import Reply
+from workers.parse import Parsed, Rejected, parse_reply
+
+pytestmark = pytest.mark.anyio
+
+ASKS = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "return_weight_versions": True}
+STREAMS = {"stream": True, "stream_options": {"include_usage": True}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
+
+SIMS: dict[str, dict[str, Any]] = {
+    "prose": {},
+    "reasoning": {"reasoning": True, "tool_calls": False},
+    "calls": {"calls": CALLS, "reasoning": True, "text": "So: "},
+    "calls alone": {"calls": CALLS, "reasoning": False, "text": ""},
+    "unicode": {"text": "Füße 👩‍👩‍👧 \u2028 end\n\n", "reasoning": False},
+    "cut": {"finish_reason": "length", "reasoning": False},
+    "aborted": {"finish_reason": "abort", "reasoning": False},
+    "long": {"completion_tokens": 700},
+    "two versions": {"weight_versions": ["1", "2"]},
+    "one token": {"completion_tokens": 1, "text": "a"},
+}
+
+
+async def replied(seed: int, **fields: Any) -> Reply:
+    """The simulator's first reply to this request."""
+    engine = Engine(Config(dialect="vllm", seed=seed))
+    body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {seed}"}], "tools": [TOOL], **ASKS, **fields}
+
+    async def never() -> None:
+        raise AssertionError
+
+    reply = await engine.chat(msgspec.json.encode(body), never)
+    assert reply is not None
+    return reply
+
+
+def assembled(body: bytes, rng: random.Random | None = None) -> tuple[bytes, list[dict[str, Any]]]:
+    """The whole reply, and the deltas; the body comes cut at random places."""
+    deltas: list[dict[str, Any]] = []
+    stream = ReplyStream(lambda begun, delta: deltas.append(dict(delta)))
+    while body:
+        size = rng.randint(1, 400) if rng else len(body)
+        stream.feed(body[:size])
+        body = body[size:]
+    return stream.reply(), deltas
+
+
+def facts(parsed: Parsed) -> tuple[Any, ...]:
+    """What is validated and stored; of the message what is not null. Only a call's `index` is a stream's own."""
+    message = msgspec.json.decode(parsed.message)
+    for call in message.get("tool_calls") or ():
+        call.pop("index", None)
+    said = {name: value for name, value in message.items() if value is not None}
+    return said, msgspec.structs.replace(parsed, message=b"")
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("name", SIMS)
+async def test_a_stream_holds_the_reply(name: str, seed: int) -> None:
+    whole = (await replied(seed, sim=SIMS[name])).body
+    stream = (await replied(seed, sim=SIMS[name], **STREAMS)).body
+    found, deltas = assembled(stream, random.Random(seed))
+    assert facts(parse_reply(found, "vllm")) == facts(parse_reply(whole, "vllm"))
+    one, other = (msgspec.json.decode(body) for body in (found, whole))
+    assert one["usage"] == other["usage"]
+    assert one["choices"][0]["stop_reason" if "stop_reason" in one["choices"][0] else "index"] in (None, 0)
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == (one["choices"][0]["message"]["content"] or "")
+
+
+async def test_the_end_of_a_line_may_have_a_carriage_return() -> None:
+    stream = (await replied(1, **STREAMS)).body
+    assert assembled(stream.replace(b"\n", b"\r\n"), random.Random(1))[0] == assembled(b": alive\n\n" + stream)[0]
+
+
+BROKEN = (
+    *("not_json", "truncated_json", "bad_utf8", "not_object", "nan_logprob", "inf_logprob", "null_logprob"),
+    *("bool_logprob", "positive_logprob", "minus_9999_logprob", "bool_id", "negative_id", "huge_id", "float_id"),
+    *("missing_meta_info", "missing_logprobs", "short_logprobs", "two_choices", "message_null", "missing_prompt_ids"),
+    *("no_choices", "deep_nesting", "error_200"),
+)
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+async def test_a_malformed_stream_is_no_reply(fault: str) -> None:
+    broken = (await replied(1, sim={"fault": fault, "reasoning": False}, **STREAMS)).body
+    with pytest.raises((BadStream, Rejected)):
+        parse_reply(assembled(broken)[0], "vllm")
+
+
+async def test_a_stream_without_one_of_its_events_is_no_reply() -> None:
+    events = (await replied(1, sim={"calls": CALLS, "text": "So: "}, **STREAMS)).parts
+    for missing in range(len(events)):
+        with pytest.raises((BadStream, Rejected)):
+            parse_reply(assembled(b"".join(events[:missing] + events[missing + 1 :]))[0], "vllm")
+        if missing:
+            with pytest.raises(BadStream):
+                assembled(b"".join(events[:missing]))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b'{"choices":[{"index":1,"delta":{"content":"a"}}]}',
+        b'{"choices":[{"index":0,"delta":{"content":1}}]}',
+        b'{"choices":[{"index":0,"delta":{"content":"\xff"}}]}',
+        b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":3}]}}]}',
+        b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":true}]}}]}',
+        b'{"choices":[{"index":0,"delta":{},"token_ids":5}]}',
+        b'{"choices":[{"index":0,"delta":{"content":"a"},"delta":{"content":"b"}}]}',
+        b'{"choices":{}}',
+        b"[]",
+        b"data",
+        b"[" * 5000,
+    ],
+)
+async def test_a_chunk_that_no_engine_sends_is_refused_at_once(chunk: bytes) -> None:
+    first = (await replied(1, **STREAMS)).parts[0]
+    stream = ReplyStream(lambda begun, delta: None)
+    stream.feed(first)
+    with pytest.raises(BadStream):
+        stream.feed(b"data: " + chunk + b"\n\n")
+
+
+async def test_nothing_follows_the_end() -> None:
+    events = (await replied(1, **STREAMS)).parts
+    for again in (1, -2, -3):
+        with pytest.raises(BadStream):
+            assembled(b"".join([*events, events[again]]))
+    with pytest.raises(BadStream):
+        assembled(b"".join([*events[:-1], events[1], events[-1]]))

@@ -1,0 +1,396 @@
+"""Requests of OpenAI Responses: what they become as chats, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from helpers.replies import paths
+from responding import TOOLS, Json, hashes, parsed, proof, request
+
+from app.domain.request import ChatRequest, canonical_hash, join_object
+from app.errors import InvalidRequest, PreviousResponseNotFound, Unsupported
+from app.protocols.responses import PROTOCOL
+from app.protocols.responses.echo import read_echo
+
+USER = {"role": "user", "content": "hi"}
+
+
+def call(name: str, call_id: str, **more: Any) -> Json:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", **more}
+
+
+def chat_call(name: str, call_id: str, arguments: str = "{}") -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def text(role: str, content: Any) -> Json:
+    return {"role": role, "content": content}
+
+
+def assistant(content: str | None, calls: list[Json] | None = None, reasoning: str | None = None) -> Json:
+    message: Json = {"role": "assistant", "content": content}
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    return {**message, "tool_calls": calls} if calls else message
+
+
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+SUMMARY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "encrypted_content": "abc"}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,x", "detail": "low"}
+CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x", "detail": "low"}}
+
+
+@pytest.mark.parametrize(
+    ("items", "messages"),
+    [
+        ([text("system", "a"), text("developer", "b"), USER], [text("system", "a\n\nb"), USER]),
+        ([USER, text("developer", "late"), USER], [USER, text("user", "late"), USER]),
+        ([text("user", [{"type": "input_text", "text": part} for part in "ab"])], [text("user", "a\nb")]),
+        (
+            [text("user", [{"type": "input_text", "text": "see"}, IMAGE])],
+            [text("user", [{"type": "text", "text": "see"}, CHAT_IMAGE])],
+        ),
+        (
+            [THOUGHT, SAID, call("f", "1"), call("g", "2")],
+            [assistant("ok", [chat_call("f", "1"), chat_call("g", "2")], "hm")],
+        ),
+        ([SAID, SAID], [assistant("ok"), assistant("ok")]),
+        (
+            [THOUGHT, call("f", "1"), THOUGHT, SAID],
+            [assistant(None, [chat_call("f", "1")], "hm"), assistant("ok", None, "hm")],
+        ),
+        ([call("f", "1"), SAID], [assistant(None, [chat_call("f", "1")]), assistant("ok")]),
+        ([SUMMARY, SAID], [assistant("ok", None, "in short")]),
+        (
+            [{**SAID, "id": f"msg_{proof(1)}"}, call("f", "1", id=f"fc_{proof(2)}_0")],
+            [assistant("ok"), assistant(None, [chat_call("f", "1")])],
+        ),
+        ([{"role": "assistant", "content": "bare"}], [assistant("bare")]),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
+        (
+            [call("look", "1", namespace="ns"), {"type": "function_call_output", "call_id": "1", "output": "seen"}],
+            [assistant(None, [chat_call("ns__look", "1")]), {"role": "tool", "tool_call_id": "1", "content": "seen"}],
+        ),
+        (
+            [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}, IMAGE]}],
+            [{"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, CHAT_IMAGE]}],
+        ),
+        (
+            [{"type": "custom_tool_call", "call_id": "1", "name": "p", "input": "a\nb"}],
+            [assistant(None, [chat_call("p", "1", '{"input":"a\\nb"}')])],
+        ),
+        (
+            [{"type": "custom_tool_call", "id": f"ctc_{proof(1)}_0r", "call_id": "1", "name": "p", "input": '{"x":1}'}],
+            [assistant(None, [chat_call("p", "1", '{"x":1}')])],
+        ),
+        (
+            [{"type": "custom_tool_call", "call_id": "1", "name": "p", "input": ' {"x":1}'}],
+            [assistant(None, [chat_call("p", "1", ' {"x":1}')])],
+        ),
+        (
+            [{"type": "custom_tool_call_output", "call_id": "1", "output": "done"}],
+            [{"role": "tool", "tool_call_id": "1", "content": "done"}],
+        ),
+        (
+            [
+                {"type": "local_shell_call", "call_id": "1", "action": {"type": "exec", "command": ["ls"]}},
+                {"type": "local_shell_call_output", "id": "1", "output": "a"},
+            ],
+            [
+                assistant(None, [chat_call("local_shell", "1", '{"type":"exec","command":["ls"]}')]),
+                {"role": "tool", "tool_call_id": "1", "content": "a"},
+            ],
+        ),
+    ],
+)
+def test_items_as_messages(items: list[Json], messages: list[Json]) -> None:
+    """Each also with a beginning, of which the messages are then the end: a history that grows keeps its messages."""
+    assert parsed(items) == messages
+    for count in range(1, len(items)):
+        *before, last = parsed(items[:count])
+        assert hashes(parsed(items))[: len(before)] == hashes(before), last
+
+
+def test_input_as_text_and_instructions() -> None:
+    assert parsed("hi", instructions="sys") == [text("system", "sys"), USER]  # type: ignore[arg-type]
+    assert parsed([text("developer", "d"), USER], instructions="sys") == [text("system", "sys\n\nd"), USER]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return PROTOCOL.parse(request(**fields))
+
+
+def params_of(**fields: Any) -> Json:
+    params: Json = json.loads(join_object({name: bytes(raw) for name, raw in chat(**fields).params.items()}))
+    del params["model"]
+    return params
+
+
+SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "object"}, "strict": True}
+NO_THINKING = {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        ({"max_output_tokens": 5, "temperature": 0, "top_p": 0.5}, {"max_tokens": 5, "temperature": 0, "top_p": 0.5}),
+        ({"temperature": None, "max_output_tokens": None, "tools": None}, {}),
+        ({"reasoning": {"effort": "minimal", "summary": "auto"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "xhigh"}}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "none"}}, {"chat_template_kwargs": NO_THINKING}),
+        (
+            {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinking": True}},
+            {"chat_template_kwargs": {**NO_THINKING, "thinking": True}},
+        ),
+        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {"verbosity": "low"}),
+        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (
+            {"text": {"format": SCHEMA}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"tool_choice": "required", "parallel_tool_calls": False},
+        ),
+        (
+            {"tool_choice": {"type": "custom", "name": "apply_patch"}},
+            {"tool_choice": {"type": "function", "function": {"name": "apply_patch"}}},
+        ),
+        ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {}),
+        ({"seed": 3, "chat_template_kwargs": {"a": 1}}, {"seed": 3, "chat_template_kwargs": {"a": 1}}),
+        (
+            {
+                "store": True,
+                "stream_options": {"include_obfuscation": False},
+                "client_metadata": {"a": 1},
+                "prompt_cache_key": "k",
+                "service_tier": "auto",
+                "user": "u",
+                "truncation": "disabled",
+                "background": False,
+                "context_management": None,
+                "metadata": {"k": "v"},
+                "top_logprobs": 0,
+            },
+            {},
+        ),
+    ],
+)
+def test_parameters(fields: Json, params: Json) -> None:
+    assert params_of(**fields) == params
+
+
+def test_tools_as_functions() -> None:
+    asked = chat()
+    assert asked.tools is not None
+    shell, look, patch = [tool["function"] for tool in json.loads(bytes(asked.tools))]
+    assert shell == {"name": "shell", "description": "runs", "parameters": {"type": "object"}, "strict": False}
+    assert look == {"name": "ns__look"}
+    assert patch["parameters"]["required"] == ["input"]
+    assert "start: X" in patch["description"]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "namespace": "ns", "name": "look"}],
+    }
+    some = chat(tool_choice=choice)
+    assert some.tools is not None
+    assert [tool["function"]["name"] for tool in json.loads(bytes(some.tools))] == ["ns__look"]
+    assert json.loads(bytes(some.params["tool_choice"])) == "required"
+    more = chat(tools=[], input=[{"type": "additional_tools", "role": "developer", "tools": TOOLS[:1]}, USER])
+    assert more.tools is not None
+    assert [tool["function"] for tool in json.loads(bytes(more.tools))] == [shell]
+
+
+def test_proofs_and_needs() -> None:
+    """Each turn that the items name, the newest last; what must be read is only what they refer to."""
+    items = [
+        {**THOUGHT, "id": f"rs_{proof(1)}", "encrypted_content": f"tl_{proof(1)}"},
+        {**SAID, "id": f"msg_{proof(1)}"},
+        USER,
+        {**SUMMARY, "id": "rs_other", "encrypted_content": f"tl_{proof(2)}"},
+        {"type": "item_reference", "id": f"msg_{proof(3)}"},
+    ]
+    asked = chat(input=items)
+    assert (asked.proofs, asked.needs) == ((proof(1), proof(2), proof(3)), (proof(3),))
+
+
+def test_the_echo_is_small_and_the_same_every_turn() -> None:
+    """Tools by name: 24 tools of 3 KB each are told in less than 2 KB, whatever the order of a request's fields."""
+    tools = [{**TOOLS[0], "name": f"tool_{index}", "description": "d" * 3000} for index in range(24)]
+    first, second = chat(tools=tools), chat(input=[USER, SAID, USER], tools=tools)
+    assert first.echo == second.echo
+    assert first.echo is not None
+    assert len(first.echo) < 2000
+    again = PROTOCOL.parse(json.dumps(dict(reversed(json.loads(request(tools=tools)).items()))).encode())
+    assert canonical_hash(again, "") == canonical_hash(first, "")
+    assert not read_echo(chat(store=False).echo).is_stored
+
+
+REFUSED: list[tuple[Json, str]] = [
+    ({"input": ""}, "input"),
+    ({"input": []}, "input"),
+    ({"input": None}, "input"),
+    ({"input": 5}, "input"),
+    ({"input": [5]}, "input[0]"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [text("user", 5)]}, "input[0].content"),
+    ({"input": [USER, text("user", [{"type": "input_text"}])]}, "input[1].content[0].text"),
+    ({"input": [{**USER, "id": 5}]}, "input[0].id"),
+    ({"input": [{**call("f", "1"), "arguments": {}}]}, "input[0].arguments"),
+    ({"input": [{**call("f", "1"), "call_id": ""}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ({"input": [{"type": "item_reference", "id": "msg_of_openai"}]}, "input[0].id"),
+    ({"input": [{**THOUGHT, "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
+    ({"instructions": 5}, "instructions"),
+    ({"model": 5}, "model"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+    ({"input": [{"type": "additional_tools", "tools": TOOLS[:1]}, USER]}, "input[0].tools[0].name"),
+    ({"input": [{"type": "additional_tools", "tools": [{**TOOLS[0], "name": "x"}]}]}, "input"),
+    ({"tools": [{**TOOLS[1], "tools": [{"type": "function", "name": 1}]}]}, "tools[0].tools[0].name"),
+    ({"tools": [{**TOOLS[2], "format": {"type": "x"}}]}, "tools[0].format.type"),
+    ({"tool_choice": {"type": "function", "name": "none_such"}}, "tool_choice.name"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+    ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
+    ({"text": {"format": []}, "stream": 1}, "stream"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"truncation": "none"}, "truncation"),
+    ({"messages": []}, "messages"),
+    ({"store": "yes"}, "store"),
+]
+
+UNSUPPORTED: list[tuple[Json, str]] = [
+    *[({"input": [{"type": kind}]}, "input[0].type") for kind in ("web_search_call", "mcp_call", "compaction", "x")],
+    *[({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("web_search", "mcp", "local_shell", "computer")],
+    ({"input": [text("user", [{"type": "input_file"}])]}, "input[0].content[0].type"),
+    ({"input": [text("user", [{**IMAGE, "file_id": "f"}])]}, "input[0].content[0].file_id"),
+    ({"input": [text("system", [IMAGE])]}, "input[0].content"),
+    ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"reasoning": {"context": "current_turn"}}, "reasoning.context"),
+    ({"tools": [{**TOOLS[0], "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [{**TOOLS[0], "async": True}]}, "tools[0].async"),
+    ({"input": [{"type": "item_reference", "id": f"msg_{proof(n)}"} for n in range(300)]}, "input[256]"),
+    *[({name: {"id": "x"}}, name) for name in ("conversation", "prompt", "max_tool_calls", "context_management")],
+    ({"n": 2}, "n"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "error"),
+    [(*case, InvalidRequest) for case in REFUSED] + [(*case, Unsupported) for case in UNSUPPORTED],
+)
+def test_what_is_refused_and_how_it_is_named(fields: Json, field: str, error: type[InvalidRequest]) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        chat(**fields)
+    assert type(refusal.value) is error
+    assert str(refusal.value).startswith(field)
+
+
+@pytest.mark.parametrize("response_id", ["resp_68ab", f"msg_{proof(1)}", f"resp_{proof(1)}x", ""])
+def test_a_previous_response_that_is_not_ours(response_id: str) -> None:
+    with pytest.raises(PreviousResponseNotFound):
+        chat(previous_response_id=response_id)
+
+
+WHOLE: Json = {
+    "model": "m",
+    "instructions": "sys",
+    "input": [
+        text("developer", "d"),
+        text("user", [{"type": "input_text", "text": "see"}, IMAGE]),
+        {**THOUGHT, "id": f"rs_{proof(1)}", "encrypted_content": f"tl_{proof(1)}"},
+        SAID,
+        call("look", "1", namespace="ns", id=f"fc_{proof(1)}_0"),
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}]},
+        {"type": "custom_tool_call", "id": f"ctc_{proof(1)}_0r", "call_id": "2", "name": "apply_patch", "input": "{}"},
+        {"type": "item_reference", "id": f"fc_{proof(2)}_0"},
+        {"type": "local_shell_call", "call_id": "3", "action": {"command": ["ls"]}},
+    ],
+    "tools": TOOLS,
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]},
+    "text": {"format": SCHEMA, "verbosity": "low"},
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "previous_response_id": f"resp_{proof(9)}",
+    "nvext": {"session_control": {"session_id": "s"}},
+    "stream": True,
+    "n": 1,
+    "store": False,
+    "truncation": "disabled",
+    "background": False,
+    "top_logprobs": 0,
+    "temperature": 0.5,
+    "max_output_tokens": 9,
+    "parallel_tool_calls": True,
+    "user": "u",
+    "input_ids": [1],
+    "chat_template_kwargs": {"a": 1},
+}
+JUNK = [None, True, 0, -1, 1.5, 2**70, "", "x", [], {}, [[]], [None], {"type": "message"}, {"type": 1}, "\0", [{}]]
+RAW = [b"1e999", b'"\\ud800"', b"nul", b"[" * 150 + b"]" * 150, b"9" * 5000, b"\xff"]
+
+
+def judge(body: bytes) -> bool:
+    """A request, or a 400 of ours; nothing else is raised. Was it accepted?"""
+    try:
+        asked = PROTOCOL.parse(body)
+    except InvalidRequest:
+        return False
+    messages = [json.loads(bytes(raw)) for raw in asked.messages]
+    assert messages
+    assert {message["role"] for message in messages} <= {"system", "user", "assistant", "tool"}
+    assert [message["role"] for message in messages[1:]].count("system") == 0
+    json.loads(join_object({name: bytes(raw) for name, raw in asked.params.items()}), parse_int=len)
+    assert asked.tools is None or json.loads(bytes(asked.tools))
+    read_echo(asked.echo)
+    return True
+
+
+def test_every_place_with_every_junk_value() -> None:
+    """Thousands of bodies: each place of a request holds each value once, and is absent once."""
+    accepted = total = 0
+    for path in paths(WHOLE):
+        *before, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for junk in [*JUNK, *RAW, "gone"]:
+            body = copy.deepcopy(WHOLE)
+            place: Any = body
+            for part in before:
+                place = place[part]
+            if junk == "gone":
+                del place[last]
+            else:
+                place[last] = "@junk@" if isinstance(junk, bytes) else junk
+            raw = json.dumps(body).encode()
+            accepted += judge(raw.replace(b'"@junk@"', junk) if isinstance(junk, bytes) else raw)
+            total += 1
+    assert judge(json.dumps(WHOLE).encode())
+    assert total > 2000
+    assert 100 < accepted < total
+
+
+def test_mutated_bytes() -> None:
+    random, whole = Random(3), json.dumps(WHOLE).encode()
+    for _ in range(1500):
+        start = random.randrange(len(whole))
+        junk = random.choice([b"", b"{", b"]", b'"', b"\\", b"\xff", b"null", b"1e999", b","])
+        judge(whole[:start] + junk + whole[start + random.randrange(3) :])

@@ -1,0 +1,204 @@
+"""A tree of turns: where requests attach, what branches are, and which rows and payloads they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from helpers.log import payload
+from making import Book, assistant, user
+
+from app.domain.branches import Branches, Loss, branch_rows
+from app.domain.events import PayloadRef, TurnCommitted
+from app.domain.history import Plan
+from app.domain.session import fold
+from app.domain.tree import superseded
+from app.domain.turns import Turns
+
+A, B, C, D = user("a"), user("b"), user("c"), user("d")
+X, Y, Z = assistant("x"), assistant("y"), assistant("z")
+
+
+def tree(window: int = 1) -> Book:
+    return Book(window, history="tree")
+
+
+def test_turns_share_a_list_until_two_follow_the_same() -> None:
+    book = tree()
+    for number in range(3):
+        book.turn([user(f"{number}")], X)
+    first, second, third = book.session.turns
+    third = msgspec.structs.replace(third, number=7)
+    begun = Turns([first])
+    one, other = begun.added(second), begun.added(third)
+    assert [[turn.number for turn in turns] for turns in (begun, one, other)] == [[1], [1, 2], [1, 7]]
+    assert (2 in begun, 2 in one, 2 in other, one.get(7), other[7]) == (False, True, False, None, third)
+    assert ([turn.number for turn in reversed(other)], other.newest, len(begun)) == ([7, 1], third, 1)
+    with pytest.raises(ValueError, match="twice"):
+        one.added(second)
+    with pytest.raises(KeyError):
+        begun[2]
+
+
+def grown() -> Book:
+    """1: A X. 2 and 3: A X B, Y and Z. 4: C X. 5: A X again, by agent "k" and in another spelling."""
+    book = tree()
+    book.turn([A], X)
+    book.turn([A, X, B], Y)
+    book.turn([A, X, B], Z)
+    book.turn([C], X)
+    book.turn([user(" a ")], X, agent_id="k")
+    return book
+
+
+ATTACHES: list[tuple[str, list[dict[str, Any]], str | None, Plan]] = [
+    ("the deepest", [A, X, B, Y, C], None, Plan(2, 4)),
+    ("its sibling", [A, X, B, Z, C], None, Plan(3, 4)),
+    ("no reply that it knows", [A, X, B, X], None, Plan(1, 2)),
+    ("a prefix from another path", [C, X, B, Y], None, Plan(4, 2)),
+    ("nothing", [D], None, Plan(0, 0)),
+    ("an input alone", [A], None, Plan(0, 0)),
+    ("the same agent's", [A, X, D], "k", Plan(5, 2)),
+    ("its spelling, of another agent", [user(" a "), X, D], "other", Plan(5, 2)),
+    ("the agent before the spelling", [user(" a "), X, D], None, Plan(1, 2)),
+    ("the newest in no spelling", [user("a "), X, D], "other", Plan(5, 2)),
+]
+
+
+@pytest.mark.parametrize(("messages", "agent_id", "plan"), [a[1:] for a in ATTACHES], ids=[a[0] for a in ATTACHES])
+def test_a_request_attaches(messages: list[dict[str, Any]], agent_id: str | None, plan: Plan) -> None:
+    assert grown().plan(messages, agent_id) == plan
+
+
+def test_each_branch_has_its_cause() -> None:
+    book = tree()
+    steps: list[tuple[list[dict[str, Any]], dict[str, Any], str | None, list[int] | None]] = [
+        ([A], X, None, None),
+        ([A, X, B], Y, None, None),
+        ([A, X, B], Z, None, None),
+        ([A, X, C], Z, None, None),
+        ([D], Y, None, None),
+        ([user("sub")], assistant("sub"), "k", None),
+        ([user("summary"), Z], assistant("on"), None, None),
+        ([A, X, B, Y, D], X, None, [7]),
+    ]
+    for messages, reply, agent_id, prompt in steps:
+        book.turn(messages, reply, agent_id=agent_id, prompt=prompt)
+    assert [(turn.branch, turn.branch_cause) for turn in book.session.turns] == [
+        (0, "start"),
+        (0, None),
+        (1, "retry"),
+        (2, "fork"),
+        (3, "root"),
+        (4, "agent"),
+        (5, "compaction"),
+        (6, "drift"),
+    ]
+    assert book.session.turn(7).carries == 4
+
+
+def test_branches_of_an_older_linear_log_are_those_that_would_be_decided() -> None:
+    book = Book(3, "segment")
+    book.turn([A], X)
+    book.turn([A, X, B], Y)
+    book.turn([A, X, B], Z)
+    book.turn([A, X, C], Z)
+    book.turn([A, X, C, Z, D], Y, prompt=[7])
+    book.turn([D], Y)
+    old = [
+        msgspec.structs.replace(
+            recorded, event=msgspec.structs.replace(recorded.event, branch=None, branch_cause=None, carries=None)
+        )
+        if isinstance(recorded.event, TurnCommitted)
+        else recorded
+        for recorded in book.events
+    ]
+    derived = fold("s", old)
+    assert derived is not None
+    assert [(turn.branch, turn.branch_cause) for turn in derived.turns] == [
+        (turn.branch, turn.branch_cause) for turn in book.session.turns
+    ]
+
+
+@pytest.mark.parametrize(("body", "agent_id", "gone"), [("00", None, {2}), ("01", None, set()), ("00", "k", set())])
+def test_a_turn_is_superseded_by_the_same_request_once_that_has_a_child(
+    body: str, agent_id: str | None, gone: set[int]
+) -> None:
+    book = tree()
+    book.turn([A], X)
+    book.turn([A, X, B], Y)
+    book.turn([A, X, B], Z, body_hash=body, agent_id=agent_id)
+    assert superseded(book.session) == set()
+    book.turn([A, X, B, Z, C], X)
+    assert superseded(book.session) == gone
+
+
+ROWS: list[tuple[Branches, Loss, list[tuple[int, tuple[int, ...], set[int]]]]] = [
+    ("kept", "once", [(1, (1, 3, 4), {1, 3, 4}), (2, (1, 5), {5})]),
+    ("kept", "every", [(1, (1, 3, 4), {1, 3, 4}), (2, (1, 5), {1, 5})]),
+    ("all", "once", [(0, (1, 2), {1, 2}), (1, (1, 3, 4), {3, 4}), (2, (1, 5), {5})]),
+    ("main", "once", [(2, (1, 5), {1, 5})]),
+    ("longest", "once", [(1, (1, 3, 4), {1, 3, 4})]),
+]
+
+
+def ended() -> Book:
+    """1, then 2, which its retry 3 supersedes by its child 4, and the fork 5."""
+    book = tree()
+    book.turn([A], X)
+    book.turn([A, X, B], Y)
+    book.turn([A, X, B], Z)
+    book.turn([A, X, B, Z, C], X)
+    book.turn([A, X, D], Y)
+    return book
+
+
+@pytest.mark.parametrize(("branches", "loss", "expected"), ROWS)
+def test_a_turn_is_in_the_loss_of_its_owner(
+    branches: Branches, loss: Loss, expected: list[tuple[int, tuple[int, ...], set[int]]]
+) -> None:
+    rows = branch_rows(ended().session, branches, loss)
+    assert [(row.leaf.branch, row.turns, set(row.in_loss)) for row in rows] == expected
+
+
+def test_a_picker_sees_every_leaf() -> None:
+    rows = branch_rows(ended().session, lambda found: [leaf.branch for leaf in found if leaf.is_superseded])
+    assert [(row.turns, set(row.in_loss)) for row in rows] == [((1, 2), {1, 2})]
+
+
+def brings(fence: int) -> tuple[PayloadRef, ...]:
+    return (payload(fence, 0),)
+
+
+def paid(window: int, *, body: str = "01", max_replay_bytes: int | None = None) -> Book:
+    """1, 2 and its sibling 3, with 4 behind 3: each with a payload of one chunk of its own."""
+    book = tree(window)
+    book.turn([A], X, payloads=brings)
+    book.turn([A, X, B], Y, payloads=brings)
+    book.turn([A, X, B], Z, payloads=brings, body_hash=body)
+    book.turn([A, X, B, Z, C], X, payloads=brings, max_replay_bytes=max_replay_bytes)
+    return book
+
+
+@pytest.mark.parametrize(
+    ("window", "given", "kept"),
+    [
+        (0, {}, [2, 4]),
+        (1, {}, [1, 2, 3, 4]),
+        (1, {"body": "00"}, [3, 4]),
+        (1, {"max_replay_bytes": 1}, [4]),
+    ],
+    ids=["each leaf's own", "and a window", "superseded", "over budget"],
+)
+def test_payloads_are_kept_by_leaf(window: int, given: dict[str, Any], kept: list[int]) -> None:
+    assert sorted(paid(window, **given).session.payloads) == kept
+
+
+def test_what_an_open_turn_continues_is_kept() -> None:
+    book = tree(0)
+    book.turn([A], X, payloads=brings)
+    book.open(book.plan([A, X, D]))
+    opened = book.session.last_turn
+    book.turn([A, X, B], Y, payloads=brings)
+    assert (opened, sorted(book.session.payloads)) == (2, [1, 3])
