@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from app.upstream.dialects import DialectChoice
+
 FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage"})
 """The client's headers that an engine gets: tracing. Never credentials or cookies."""
 
@@ -51,6 +53,13 @@ def to_engine(client: Iterable[tuple[str, str]], session_id: str, api_key: str |
     if api_key:
         headers.append(("authorization", f"Bearer {api_key}"))
     return headers
+
+
+def with_request_id(headers: Headers, rid: str, dialect: DialectChoice) -> Headers:
+    """The headers of a generation. vLLM makes its id, to abort it by, of `X-Request-Id`; SGLang takes a `rid`."""
+    if not rid or dialect == "sglang":
+        return headers
+    return [*((name, value) for name, value in headers if name != "x-request-id"), ("x-request-id", rid)]
 
 
 def to_control(api_key: str | None) -> Headers:
