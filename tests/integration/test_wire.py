@@ -38,12 +38,9 @@ def proxied(proxy: RecordingProxy, sglang: SimulatorProcess, places: Places) -> 
 
 
 @pytest.fixture(params=[None, "gzip", "deflate", "zstd"])
-def encoding(
-    request: pytest.FixtureRequest, proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str | None]:
+def encoding(request: pytest.FixtureRequest, proxy: RecordingProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the proxy compresses replies, though it was asked not to."""
     monkeypatch.setattr(proxy, "encoding", request.param)
-    yield request.param
 
 
 @pytest.mark.parametrize("size", [None, 300_000, 3_000_000])
