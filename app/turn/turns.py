@@ -36,7 +36,6 @@ from app.errors import (
     InvalidRequest,
     SessionBusy,
     SessionClosed,
-    Unsupported,
 )
 from app.fleet.gates import GatePass
 from app.protocols.base import StoredTurn, WireProtocol
@@ -151,14 +150,11 @@ class Turns:
     # read
 
     def _admit(self, request: Request, session: Session, token_session: str | None) -> str | None:
-        """The turn's adapter. Raises Unsupported for a chat's token ids at engines that ignore them, InvalidRequest,
-        and Forbidden for what `token_session`, the session of the request's token, may not ask for."""
-        settings = self._services.settings
-        if settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
-            raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
+        """The turn's adapter. Raises InvalidRequest, and Forbidden for what `token_session`, the session of the
+        request's token, may not ask for."""
         adapter = adapter_of(session, request, self._services.fleet.fleet)
         if token_session is not None:
-            require_own(request, session.session_id, token_session, settings.session_params)
+            require_own(request, session.session_id, token_session, self._services.settings.session_params)
         return adapter
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
