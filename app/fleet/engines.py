@@ -33,6 +33,7 @@ from app.upstream.client import (
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.streams import BadStream, Push, ReplyStream
+from app.upstream.token_in import IdsField, ProbeRefused, probe
 
 log = logging.getLogger("turnlog.engines")
 
@@ -65,6 +66,12 @@ class ClientControl(typing.Protocol):
 
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
 
+
+BodyFor = Callable[[str], Awaitable[bytes]]
+"""A request's body for the engine with this base URL: a turn may move to another engine, which reads other fields.
+
+May raise EngineError, ProbeRefused, and AppError if the engine cannot get the request.
+"""
 
 AwayCause = Literal["listed", "draining", "dead", "expired"]
 
@@ -118,6 +125,7 @@ class Engines:
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
+        self._probes: dict[str, asyncio.Task[IdsField | None]] = {}
         self.changed = asyncio.Event()
         self.regression = asyncio.Event()
 
@@ -203,7 +211,7 @@ class Engines:
         self,
         choice: EngineChoice,
         shape: EngineShape,
-        body: bytes,
+        body_for: BodyFor,
         headers: Headers,
         grow: Grow,
         *,
@@ -216,8 +224,8 @@ class Engines:
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `push` takes the deltas of a reply that the engine streams;
-        the answer is the whole reply all the same. Raises as `_first_reached`, Withheld if `may_send` refuses
-        at the last moment, UpstreamInvalid for a compressed reply or a redirect.
+        the answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
+        refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
         dispatched: dict[str, str | None] = {}
@@ -225,6 +233,10 @@ class Engines:
         async def ask(url: str) -> EngineReply:
             if choice.control is not None:
                 await choice.control.prepare(url)
+            try:
+                body = await body_for(url)
+            except ProbeRefused as refused:
+                return refused.reply
             dispatched[url] = await self._dispatched(url) if version is None else version
             if rid:
                 self._generating[rid] = url
@@ -234,12 +246,12 @@ class Engines:
 
         try:
             answer = await self._first_reached(choice.order, ask)
-        except (AppError, Withheld):
+        except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
         reply = _checked(answer.engine, answer.reply)
-        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched[answer.engine])
+        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched.get(answer.engine))
 
     async def _dispatched(self, url: str) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
@@ -254,6 +266,47 @@ class Engines:
         """The dialect of one engine; `auto` while it is not known."""
         member = self.members.get(url)
         return self._configured if member is None or member.dialect is None else member.dialect
+
+    async def ids_field(self, url: str, model: bytes | None) -> IdsField | None:
+        """The field of a chat's body that the engine takes a prompt's ids from; None if it takes none.
+
+        The engine is asked once, and again after a restart. `model` is the asking turn's, as raw JSON. Raises
+        EngineError, ProbeRefused, UpstreamInvalid.
+        """
+        member = self.members.get(url) or Member(url)
+        if member.token_ids is None:
+            running = self._probes.get(url)
+            if running is None:
+                running = self._probes[url] = asyncio.create_task(self._probe(member, model), name="turnlog-probe")
+                running.add_done_callback(lambda task: self._probed(url, task))
+            # Others may wait for it too: it goes on if this turn is cancelled.
+            return await asyncio.shield(running)
+        return None if member.token_ids == "none" else member.token_ids
+
+    async def _probe(self, member: Member, model: bytes | None) -> IdsField | None:
+        field = await probe(self._client, member.url + PATHS["chat"], self._headers, model)
+        if member.is_refusing:
+            member.answered()
+        member.token_ids = field or "none"
+        if field is None:
+            log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
+        return field
+
+    def _probed(self, url: str, task: asyncio.Task[IdsField | None]) -> None:
+        del self._probes[url]
+        if not task.cancelled():
+            task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
+
+    def takes_no_ids(self, url: str) -> bool:
+        """Is it known that the engine's chat takes no token ids?"""
+        member = self.members.get(url)
+        return member is not None and member.token_ids == "none"
+
+    def forget_ids_field(self, url: str) -> None:
+        """The engine did not take its prompt from the ids that it was sent: ask it again."""
+        member = self.members.get(url)
+        if member is not None:
+            member.token_ids = None
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""

@@ -37,7 +37,6 @@ from app.errors import (
     InvalidRequest,
     SessionBusy,
     SessionClosed,
-    Unsupported,
 )
 from app.fleet.gates import GatePass
 from app.protocols.base import StoredTurn, WireProtocol
@@ -154,13 +153,9 @@ class Turns:
     # read
 
     def _admit(self, request: Request, session_id: str, token_session: str | None) -> None:
-        """Raises Unsupported for a chat's token ids at engines that ignore them, and Forbidden for what
-        `token_session`, the session of the request's token, may not ask for."""
-        settings = self._services.settings
-        if settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
-            raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
+        """Raises Forbidden for what `token_session`, the session of the request's token, may not ask for."""
         if token_session is not None:
-            require_own(request, session_id, token_session, settings.session_params)
+            require_own(request, session_id, token_session, self._services.settings.session_params)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.

@@ -65,6 +65,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prefill-us-per-token", type=float, default=0.0, help="time per token outside the prefix cache"
     )
+    parser.add_argument(
+        "--no-token-in", action="store_true", help="ignore the ids of a chat's prompt, as older builds do"
+    )
     parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args()
@@ -85,6 +88,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         keep_requests=arguments.keep_requests,
         cache_tokens=arguments.cache_tokens,
         prefill_s=arguments.prefill_us_per_token / 1e6,
+        token_in=not arguments.no_token_in,
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(

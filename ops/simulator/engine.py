@@ -201,8 +201,11 @@ class Engine:
         return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
 
     def _latency_of(self, request: Request) -> float:
+        """The time of a whole generation, which one of a single token does not take."""
         asked = request.sim.latency_s if request.sim else None
-        return self.latency_s if asked is None else asked
+        if asked is None:
+            return 0.0 if request.max_tokens == 1 else self.latency_s
+        return asked
 
     def _refused(self, error: Exception) -> Reply:
         self.counters.refused += 1
@@ -236,13 +239,13 @@ class Engine:
         return request
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
-        raw = bytes(request.input_ids)
-        if not raw or raw == b"null" or self.config.dialect == "vllm":  # vLLM's chat ignores this field
+        raw = request.prompt_ids(self.config.dialect) if self.config.token_in else b""
+        if not raw:
             prompt = self.template.prompt(conversation)
         else:
             ids = self._decode_ids(raw)
             if not ids or min(ids) < 0 or max(ids) > MAX_ID:
-                raise BadRequest("input_ids must be a non-empty list of token ids")
+                raise BadRequest("a prompt's ids must be a non-empty list of token ids")
             prompt = Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
         self._check_start(request, prompt)
         return prompt

@@ -59,14 +59,18 @@ SKYRL = ("/skyrl/v1/abort_lora_requests", "/skyrl/v1/resume_lora_requests", {"lo
 OWN = ("/adapters/math/pause", "/adapters/math/resume", {})
 
 
+@pytest.mark.parametrize("route", ["chat", "completions"])
 @pytest.mark.parametrize(("pause", "resume", "body"), [SKYRL, OWN], ids=["skyrl", "own"])
 def test_a_paused_adapters_generation_is_ended_and_goes_on(
-    engine: Stand, pause: str, resume: str, body: dict[str, str]
+    engine: Stand, pause: str, resume: str, body: dict[str, str], route: str
 ) -> None:
     writing, other = Writing(engine, adapter="math"), Writing(engine, adapter="code")
+    path, asked = writing.url, COMPLETION
+    if route == "chat":
+        path, asked = writing.chat_path, {"model": "simulator", "messages": [user("Once upon a time")], **NINE}
     latency(engine, HOURS)
     spared = engine.meanwhile(engine.http.post, other.url, json={**COMPLETION, "sim": {"latency_s": 1.0}})
-    turn = engine.meanwhile(engine.http.post, writing.url, json=COMPLETION)
+    turn = engine.meanwhile(engine.http.post, path, json=asked)
     until(lambda: len(engine.stats()["in_flight_rids"]) == 2)
     found = told(engine, pause, **body)
     assert (found["count"], len(found["aborted"])) == (1, 1)
@@ -78,7 +82,9 @@ def test_a_paused_adapters_generation_is_ended_and_goes_on(
     assert len(output_of(turn.result().json())) == 9
     [committed] = writing.committed()
     assert [part[1:] for part in committed["parts"]] == [[0, 5], [5, 9]]
-    seen = [one["headers"]["x-request-id"] for one in engine.engine_requests(writing.id, "/v1/completions")]
+    seen = [
+        one["headers"]["x-request-id"] for one in engine.engine_requests(writing.id, path.removeprefix(writing.path))
+    ]
     assert seen == found["aborted"] * 2, "both parts have the id by which they are aborted, whatever the client sent"
 
 
