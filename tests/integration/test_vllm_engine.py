@@ -82,9 +82,8 @@ def test_a_paused_adapters_generation_is_ended_and_goes_on(
     assert len(output_of(turn.result().json())) == 9
     [committed] = writing.committed()
     assert [part[1:] for part in committed["parts"]] == [[0, 5], [5, 9]]
-    seen = [
-        one["headers"]["x-request-id"] for one in engine.engine_requests(writing.id, path.removeprefix(writing.path))
-    ]
+    requests = engine.engine_requests(writing.id, path.removeprefix(writing.path))
+    seen = [one["headers"]["x-request-id"] for one in requests]
     assert seen == found["aborted"] * 2, "both parts have the id by which they are aborted, whatever the client sent"
 
 
