@@ -51,11 +51,11 @@ def ordered(stand: Stand, path: str) -> dict[str, Any]:
     return found
 
 
-def asked(talk: Talk, route: str, **fields: Any) -> httpx.Response:
+def asked(stand: Stand, talk: Talk, route: str, **fields: Any) -> httpx.Response:
     """A turn of the session by this route."""
     if route == "chat":
         return talk.chat([weather.question("Oslo")], model=SERVED_AS, **fields)
-    return talk.http.post(f"{talk.path}/v1/completions", json={"model": SERVED_AS, "prompt": "The weather", **fields})
+    return stand.http.post(f"{talk.path}/v1/completions", json={"model": SERVED_AS, "prompt": "The weather", **fields})
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
@@ -67,7 +67,7 @@ def test_an_update_in_the_middle_of_a_turn(
     for path in FLEET:
         ordered(continuing, path)
     talk = continuing.talk(adapter=SERVED_AS)
-    turn = continuing.meanwhile(asked, talk, route, max_tokens=LONG, ignore_eos=True)
+    turn = continuing.meanwhile(asked, continuing, talk, route, max_tokens=LONG, ignore_eos=True)
     until(lambda: is_generating(engine), PATIENCE_S)
     ordered(continuing, pause)
     until(lambda: not is_generating(engine), PATIENCE_S)
