@@ -17,6 +17,7 @@ from app.fleet.engines import Engines
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
+from app.fleet.versions import WeightVersions
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.forks import Forks
@@ -76,7 +77,10 @@ class Assembly:
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         self.token_in = TokenIn(self.cache, prompts)
         self.fleet = FleetState(database, self.writer, poll_s)
-        self.engines = Engines(client, settings.placement, settings.upstream_api_key)
+        versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
+        self.engines = Engines(
+            client, settings.placement, settings.upstream_api_key, versions, configured=settings.upstream_dialect
+        )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
         self.pauses = Pauses(

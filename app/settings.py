@@ -203,17 +203,6 @@ class Settings(BaseSettings):
             raise PydanticCustomError(SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
         return value
 
-    @field_validator("tokenizer")
-    @classmethod
-    def _requires_ids(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("upstream_dialect") == "vllm":
-            raise PydanticCustomError(
-                SEVERAL,
-                "TURNLOG_TOKENIZER: vLLM's chat route takes no token ids; accepted is TURNLOG_UPSTREAM_DIALECT "
-                "auto or sglang, or no tokenizer",
-            )
-        return value
-
     @field_validator("upstreams")
     @classmethod
     def _base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from app.upstream.dialects import (
     from_row,
     takes_rid,
 )
+from app.upstream.token_in import IdsField
 from workers import codec
 from workers.parse import REPLAY, KnownTokens
 
@@ -48,13 +49,16 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
     """What a turn's request asks of the engine besides its parameters.
 
     `own` are raw JSON members that Turnlog adds to this request only, `first_row` the first row of `routed_experts`
-    asked for, `clients` the payload kinds that the client wants.
+    asked for, `clients` the payload kinds that the client wants. `ids_field` is the field of a chat that the prompt's
+    ids are sent in, if they are. `is_part`: it continues a generation.
     """
 
     rid: str
     own: bytes
     first_row: int
     clients: frozenset[str]
+    ids_field: IdsField | None = None
+    is_part: bool = False
 
 
 class SharedBlob(msgspec.Struct, frozen=True):
@@ -100,7 +104,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
         if self.shape == "chat":
-            return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids)
+            field = options.ids_field or "input_ids"
+            return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids, field)
         return transcript.completion_body(self.params, text, ids, options.rid, options.own)
 
 
