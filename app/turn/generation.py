@@ -179,7 +179,8 @@ class Generation:
     async def _send(self, choice: EngineChoice, body: EngineBody, push: Push | None = None) -> Answer:
         """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
         context, services = self._context, self._services
-        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
+        parent = self._claimed.session.config.parent
+        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
         reach("before_engine")
         while True:
             await self._pass_gate()

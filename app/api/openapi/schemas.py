@@ -167,8 +167,10 @@ _BY_HAND: Mapping[str, Schema] = {
     "LoraResumed": record("", status=TEXT),
     "LoraWaited": record("", paused=BOOLEAN),
     "Health": record(
-        "Turns in flight, and counters of the writer and the worker pool.",
+        "Turns in flight, and counters of the writer and the worker pool. `session_server_instance_id` names the "
+        "process, until it ends.",
         status={"const": "ok"},
+        session_server_instance_id=TEXT,
         in_flight=COUNT,
         writer={"type": "object", "additionalProperties": COUNT},
         pool={"type": "object", "additionalProperties": COUNT},
