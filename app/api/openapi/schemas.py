@@ -147,6 +147,7 @@ _BY_HAND: Mapping[str, Schema] = {
         weight_version=nullable(TEXT),
         weight_version_regressed=nullable(ref("Regression")),
         sessions=nullable(TEXT),
+        token_ids=nullable({"enum": ["input_ids", "kv_transfer_params", "none"]}),
     ),
     "EngineList": record(
         "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT
