@@ -119,6 +119,7 @@ class Settings(BaseSettings):
     on_divergence: OnDivergence = "reject"
     agents: Literal["branches", "sessions"] = "branches"
     session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
+    samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
     max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)

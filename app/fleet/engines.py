@@ -274,7 +274,7 @@ class Engines:
         EngineError, ProbeRefused, UpstreamInvalid.
         """
         member = self.members.get(url) or Member(url)
-        if member.token_ids is None:
+        if member.token_ids is None or member.is_refusing:
             running = self._probes.get(url)
             if running is None:
                 running = self._probes[url] = asyncio.create_task(self._probe(member, model), name="turnlog-probe")
