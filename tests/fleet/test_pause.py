@@ -176,8 +176,9 @@ def test_the_fleet_pauses_engines_and_holds_every_turn(fleet: Fleet, mode: str) 
         waiting = speaking(fleet, talk)
         until(lambda: of_fleet(second)["held"] == 1)
         assert fleet.chats(talk.id) == []
-        opened = order(second, "/fleet/resume")
-        assert (opened["paused"], opened["lease_left_s"]) == (False, None)
+        opened = order(second, "/fleet/resume", version="43")
+        assert (opened["paused"], opened["lease_left_s"], opened["weight_version"]) == (False, None, "43")
+        assert of_fleet(first)["weight_version"] == "43"
         assert finish(waiting.result()) == "stop"
         assert finish(turn.result()) == ("abort" if mode == "abort" else "stop")
         assert [engine.stats()["paused"] for engine in fleet.engines] == [False, False]
