@@ -76,7 +76,12 @@ class Assembly:
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         self.token_in = TokenIn(self.cache, prompts)
         self.fleet = FleetState(database, self.writer, poll_s)
-        self.engines = Engines(client, settings.placement, settings.upstream_api_key)
+        self.engines = Engines(
+            client,
+            settings.placement,
+            settings.upstream_api_key,
+            None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
+        )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
         self.pauses = Pauses(

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import is_number
+from app.domain.events import LogprobsOf, is_number
 
 log = logging.getLogger("turnlog.engines")
 
@@ -36,10 +36,12 @@ class Member(msgspec.Struct):
     """`in_flight` counts this process's generations there. `since` (seconds since the epoch) is when `health` changed.
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
-    the session routes?) and `dialect` are unknown again.
+    the session routes?), `dialect` and `logprobs_of` are unknown again.
 
     `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
     turn and was not checked since.
+
+    `logprobs_of` is what it says its logprobs are of; `logprobs_asked`: it was asked.
 
     `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one.
     """
@@ -52,6 +54,8 @@ class Member(msgspec.Struct):
     last_error: str | None = None
     dialect: Literal["sglang", "vllm"] | None = None
     sessions: bool | None = None
+    logprobs_of: LogprobsOf | None = None
+    logprobs_asked: bool = False
     generation: int = 0
     weight_version: str | None = None
     fell_from: str | None = None
@@ -95,7 +99,8 @@ class Member(msgspec.Struct):
         if self.is_refusing:
             self.is_refusing = False
             self.generation += 1
-            self.dialect = self.sessions = None
+            self.dialect = self.sessions = self.logprobs_of = None
+            self.logprobs_asked = False
 
     def _become(self, health: Health, now: float) -> None:
         if health != self.health:

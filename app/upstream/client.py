@@ -37,7 +37,7 @@ PIECE = 256 << 10
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
-    *("/health", "/model_info", "/is_paused"),
+    *("/health", "/model_info", "/is_paused", "/server_info"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
 )

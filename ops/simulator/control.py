@@ -110,6 +110,8 @@ class Control:
                 ("GET", "/is_paused"): self._vllm_is_paused,
                 ("POST", "/update_weight_version"): self._update_weight_version,
             }
+            if engine.config.logprobs_mode is not None:
+                own["GET", "/server_info"] = self._vllm_server_info
         self._routes: dict[tuple[str, str], Handler] = {
             **own,
             ("GET", "/health"): self._health,
@@ -173,6 +175,10 @@ class Control:
                 "weight_version": self._engine.weight_version,
             }
         )
+
+    async def _vllm_server_info(self, body: bytes, query: Query) -> Reply:
+        model_config = {"model": self._engine.config.model, "logprobs_mode": self._engine.config.logprobs_mode}
+        return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
 
     async def _session_failed(self) -> Reply | None:
         if self._behaviour.sessions_delay_s > 0:

@@ -143,6 +143,7 @@ _BY_HAND: Mapping[str, Schema] = {
         weight_version=nullable(TEXT),
         weight_version_regressed=nullable(ref("Regression")),
         sessions=nullable(TEXT),
+        logprobs_of=nullable({"enum": ["raw", "scaled", "processed", "logits"]}),
     ),
     "EngineList": record(
         "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT

@@ -51,6 +51,7 @@ COLUMNS: Columns = {
     "parent_branch": "int64",
     "fork_turn": "int64",
     "agent_id": "text",
+    **identity.SAMPLING,
 }
 
 
@@ -98,6 +99,7 @@ def fields(row: Row) -> Fields:
         "parent_branch": sample.place.parent_branch,
         "fork_turn": sample.place.fork_turn,
         "agent_id": sample.agent_id,
+        **identity.sampling(row),
     }
 
 
