@@ -184,7 +184,8 @@ class Generation:
         context, services = self._context, self._services
         text = context.request.text if isinstance(context.request, CompletionRequest) else None
         body = await services.large_bodies.run(context.large, lambda: request.body(options, messages, text, prompt))
-        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
+        parent = self._claimed.session.config.parent
+        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
         reach("before_engine")
         while True:
             await self._pass_gate()
