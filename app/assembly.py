@@ -126,7 +126,14 @@ class Assembly:
         )
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
-        self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.sessions = Sessions(
+            database,
+            self.writer,
+            self.cache,
+            self.followers,
+            clock,
+            names_engine_sessions=settings.engine_session_ids,
+        )
         self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)

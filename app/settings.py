@@ -111,6 +111,7 @@ class Settings(BaseSettings):
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    engine_session_ids: bool = False
     on_abort: OnAbort | None = None
     tokenizer: str | None = None
     tito_family: str = "auto"
