@@ -104,6 +104,7 @@ class Settings(BaseSettings):
     database_url: str = Field(default="sqlite+aiosqlite:///./var/turnlog.db", repr=False)
     upstreams: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
+    logprobs_mode: Literal["auto", "raw", "scaled", "processed"] = "auto"
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
