@@ -104,12 +104,14 @@ class Settings(BaseSettings):
     database_url: str = Field(default="sqlite+aiosqlite:///./var/turnlog.db", repr=False)
     upstreams: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
+    logprobs_mode: Literal["auto", "raw", "scaled", "processed"] = "auto"
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    engine_session_ids: bool = False
     on_abort: OnAbort | None = None
     tokenizer: str | None = None
     tito_family: str = "auto"

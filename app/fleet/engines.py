@@ -12,11 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import AffinityBound, AffinityReleased, EngineShape
+from app.domain.events import AffinityBound, AffinityReleased, EngineShape, LogprobsOf
 from app.domain.fleet import EngineListed
 from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
+from app.fleet.versions import WeightVersions
 from app.upstream.client import (
     EngineClient,
     EngineError,
@@ -30,7 +31,7 @@ from app.upstream.client import (
     Withheld,
 )
 from app.upstream.dialects import DialectChoice
-from app.upstream.headers import Headers, to_control
+from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.streams import BadStream, Push, ReplyStream
 from app.upstream.token_in import IdsField, ProbeRefused, probe
 
@@ -90,13 +91,15 @@ class Answer(msgspec.Struct, frozen=True):
     """An engine's answer.
 
     `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
-    requested: its adapter's if known, else the engine's.
+    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet. `logprobs_of`
+    as in `TurnCommitted`.
     """
 
     engine: str
     reply: EngineReply
     dispatched: str | None = None
     known: str | None = None
+    logprobs_of: LogprobsOf | None = None
 
 
 class Engines:
@@ -104,7 +107,9 @@ class Engines:
 
     `placement`: a session without an engine gets the least loaded one (`least_loaded`), or one chosen by its id alone
     (`hash`, also used between equal loads). `changed` is set when the set of engines has changed or one needs a health
-    check; `regression` when one has a lower weight version than before.
+    check; `regression` when one has a lower weight version than before. `versions` finds out an engine's weight version
+    when a generation is sent to it; without, the newest that the engine reported counts. `configured` is the operator's
+    setting of the dialect. `logprobs_of` is what the logprobs of an engine are of that does not say it.
     """
 
     def __init__(
@@ -112,9 +117,15 @@ class Engines:
         client: EngineClient,
         placement: Literal["least_loaded", "hash"] = "least_loaded",
         api_key: str | None = None,
+        versions: WeightVersions | None = None,
+        configured: DialectChoice = "auto",
+        logprobs_of: LogprobsOf | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
+        self._logprobs_of = logprobs_of
         self._client = client
+        self._versions = versions
+        self._configured = configured
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
@@ -156,6 +167,10 @@ class Engines:
         """The dialect of all engines; `auto` if one is not known yet, or if they differ."""
         dialects = {member.dialect for member in self.members.values()}
         return (dialects.pop() if len(dialects) == 1 else None) or "auto"
+
+    def logprobs_of(self, member: Member) -> LogprobsOf | None:
+        """Which distribution the engine's logprobs are of: what it says, else what the operator says."""
+        return member.logprobs_of or self._logprobs_of
 
     def require_some(self) -> None:
         """Raises NoUpstream."""
@@ -221,6 +236,8 @@ class Engines:
         refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
+        dispatched: dict[str, str | None] = {}
+
         async def ask(url: str) -> EngineReply:
             if choice.control is not None:
                 await choice.control.prepare(url)
@@ -228,10 +245,12 @@ class Engines:
                 body = await body_for(url)
             except ProbeRefused as refused:
                 return refused.reply
+            dispatched[url] = await self._dispatched(url) if version is None else version
             if rid:
                 self._generating[rid] = url
+            named = with_request_id(headers, rid, self._dialect_of(url))
             stream = None if push is None else ReplyStream(push)
-            return await self._client.post(url + PATHS[shape], body, headers, grow, may_send, stream)
+            return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
 
         try:
             answer = await self._first_reached(choice.order, ask)
@@ -239,8 +258,22 @@ class Engines:
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        answer = msgspec.structs.replace(answer, reply=_checked(answer.engine, answer.reply))
-        return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
+        reply = _checked(answer.engine, answer.reply)
+        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched.get(answer.engine))
+
+    async def _dispatched(self, url: str) -> str | None:
+        """The weight version of what is sent to this engine now; None if it is not known."""
+        member = self.members.get(url)
+        if member is None:
+            return None
+        if self._versions is None:
+            return member.weight_version
+        return await self._versions.at_dispatch(member, self.seen if self._dialect_of(url) == "vllm" else None)
+
+    def _dialect_of(self, url: str) -> DialectChoice:
+        """The dialect of one engine; `auto` while it is not known."""
+        member = self.members.get(url)
+        return self._configured if member is None or member.dialect is None else member.dialect
 
     async def ids_field(self, url: str, model: bytes | None) -> IdsField | None:
         """The field of a chat's body that the engine takes a prompt's ids from; None if it takes none.
@@ -306,7 +339,7 @@ class Engines:
                 reply = await ask(base_url)
                 if member.is_refusing:
                     member.answered()
-                return Answer(base_url, reply, known, known)
+                return Answer(base_url, reply, known, known, self.logprobs_of(member))
             except NotSent as error:
                 member.refused(str(error), time.time())
                 self._needs_check(member)
@@ -338,11 +371,12 @@ class Engines:
     async def abort(self, rid: str) -> None:
         """Ask the engine that runs the generation to abort it, or all engines if it is not known.
 
-        An engine that cannot be reached notices the closed connection.
+        vLLM, and an engine that cannot be reached, notice the closed connection.
         """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         running = self._generating.pop(rid, None)
-        await asyncio.gather(*(self._abort(url, body) for url in ([running] if running else self.members)))
+        asked = [url for url in ([running] if running else self.members) if self._dialect_of(url) != "vllm"]
+        await asyncio.gather(*(self._abort(url, body) for url in asked))
 
     async def _abort(self, base_url: str, body: bytes) -> None:
         try:

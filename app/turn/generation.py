@@ -192,7 +192,7 @@ class Generation:
                     body,
                     headers,
                     context.waiter.grow,
-                    rid=body.options.rid,
+                    rid=self._claimed.rid,
                     version=context.gate.version,
                     may_send=self._may_send,
                     push=push,
@@ -380,9 +380,9 @@ class Generation:
         return b",".join(filter(None, (stored, suffix)))
 
 
-_REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
+_REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
 _REPLY_ID_WITHIN = 512
-"""SGLang begins a reply with its id, which is the request's `rid`; only the first bytes are searched."""
+"""An engine begins a reply with its id, which is made of the turn's `rid`; only the first bytes are searched."""
 
 
 def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:

@@ -148,6 +148,7 @@ _BY_HAND: Mapping[str, Schema] = {
         weight_version_regressed=nullable(ref("Regression")),
         sessions=nullable(TEXT),
         token_ids=nullable({"enum": ["input_ids", "kv_transfer_params", "none"]}),
+        logprobs_of=nullable({"enum": ["raw", "scaled", "processed", "logits"]}),
     ),
     "EngineList": record(
         "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT

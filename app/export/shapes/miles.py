@@ -98,7 +98,7 @@ def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
 def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> Fields:
     """The driver merges `metadata` into its own sample's, so ours is one key of it."""
     sample = row.sample
-    ours = {**identity.fields(row), **missing, **identity.rollout(row)}
+    ours = {**identity.fields(row), **missing, **identity.rollout(row), **identity.sampling(row)}
     return {
         "response": response,
         "response_length": sample.response_length,
