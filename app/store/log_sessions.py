@@ -8,7 +8,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
-from app.store import groups, rollouts
+from app.store import groups, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.erasure import erase_remaining
@@ -159,6 +159,7 @@ class Close(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         abandoned = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        staged_tokens.drop_of_session(tx, self.session_id)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
         return Appended(abandoned.events + closed.events)
@@ -176,6 +177,7 @@ class CloseIdle(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
+        staged_tokens.drop_of_session(tx, self.session_id)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
@@ -248,6 +250,7 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
+        staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
