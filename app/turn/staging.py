@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.request import ChatRequest, value_of
-from app.errors import AppError, SessionUnreadable
+from app.errors import AppError
 from app.fleet.engines import Answer
 from app.settings import Settings
 from app.store import staged_tokens
@@ -55,9 +55,7 @@ class StagingCounters(msgspec.Struct):
 class Staging:
     """Stages the turns of this process, if TURNLOG_STAGE_TOKENS_S says so."""
 
-    def __init__(
-        self, database: Database, writer: Writer, settings: Settings, incarnation: Callable[[], int]
-    ) -> None:
+    def __init__(self, database: Database, writer: Writer, settings: Settings, incarnation: Callable[[], int]) -> None:
         self.counters = StagingCounters()
         self._database = database
         self._writer = writer
@@ -123,8 +121,6 @@ class StagedTurn:
 
     def stream(self, push: Push | None, engine: str, version: str | None) -> StagedStream:
         """Begin the next generation: reads the stream of this engine, whose weight version is `version` if known."""
-        if self._stream is not None and self._stream.reply_stream.tokens:
-            self._parts += 1
         self._stream = StagedStream(self, ReplyStream(push), engine, version)
         return self._stream
 
@@ -135,16 +131,23 @@ class StagedTurn:
         if is_due and self._writing is None and not self._is_lost and stream.has_news:
             self._writing = asyncio.create_task(self._write(stream), name="turnlog-staging")
 
-    async def cut(self) -> Answer | None:
+    def cut(self) -> Answer | None:
         """The generation that its engine did not finish, as if the engine had aborted it; None if there are no tokens,
-        or if all have come. What has come of it is written."""
+        or if all have come."""
         stream = self._stream
         if stream is None or not stream.reply_stream.tokens or stream.reply_stream.has_ended:
             return None
-        await self.settled()
-        if stream.has_news and not self._is_lost:
-            await self._write(stream)
+        self.counters.turns["moved"] += 1
         return _aborted(stream.engine, stream.version, stream.reply_stream)
+
+    async def end_part(self) -> None:
+        """The generation is to be continued by another: all of it is written first."""
+        stream, self._stream = self._stream, None
+        await self.settled()
+        if stream is not None and stream.reply_stream.tokens:
+            if not self._is_lost and (stream.has_news or stream.reply_stream.was_aborted):
+                await self._write(stream)
+            self._parts += 1
 
     async def settled(self) -> None:
         """Wait for the row that is being written."""
@@ -152,7 +155,7 @@ class StagedTurn:
             await asyncio.wait([self._writing])
 
     async def _write(self, stream: StagedStream) -> None:
-        """A row that may not have been written ends the staging of the turn, since what follows it must not be alone."""
+        """A row that may not have been written ends the staging of the turn: none may follow it."""
         row = StagedRow(self._rows, self._parts, stream.engine, stream.version, codec.compress(stream.take()))
         self._rows += 1
         self._written_at = asyncio.get_running_loop().time()
@@ -193,15 +196,20 @@ class StagedTurn:
         self._rows, self._parts = len(rows), rows[-1].part + 1
         return found
 
+    def restored(self, tokens: int) -> None:
+        """The turn goes on from so many tokens."""
+        turn = self._claimed.opened.turn
+        log.info("session %s: turn %d goes on from %d tokens", self._session_id, turn, tokens)
+        self.counters.turns["restored"] += 1
+        self.counters.tokens_restored += tokens
+
     async def drop(self, why: str) -> None:
         """The turn is generated anew. Raises StoreUnavailable, StoreFull."""
         claimed = self._claimed
         log.warning("session %s: turn %d is generated anew: %s", self._session_id, claimed.opened.turn, why)
         self.counters.turns["anew"] += 1
         self._rows = self._parts = 0
-        await self._writer.submit(
-            DropStaged(self._session_id, claimed.fence, self._incarnation, claimed.opened_at)
-        )
+        await self._writer.submit(DropStaged(self._session_id, claimed.fence, self._incarnation, claimed.opened_at))
 
 
 class StagedStream:

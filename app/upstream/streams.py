@@ -125,6 +125,11 @@ class ReplyStream:
         """Has the last token come?"""
         return "finish_reason" in self._choice
 
+    @property
+    def was_aborted(self) -> bool:
+        """Has the engine said that it was?"""
+        return self._choice.get("finish_reason") == b'"abort"'
+
     def feed(self, piece: bytes) -> None:
         """The next bytes of the body, cut anywhere. Raises BadStream."""
         *ends, rest = piece.split(b"\n")

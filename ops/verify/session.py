@@ -302,7 +302,7 @@ class SessionCheck:
 
     def _staged(self, session: Session) -> None:
         """Check that staged tokens are those of a turn that was opened and did not commit, of an open session."""
-        fences = {row[0] for row in self._rows(staged_tokens, staged_tokens.c.fence.distinct())}
+        fences = {row[0] for row in self._rows(staged_tokens, staged_tokens.c.fence)}
         committed = {turn.fence for turn in self._committed()}
         opened = {recorded.seq for recorded in self._log if isinstance(recorded.event, TurnOpened)} - committed
         allowed = opened if session.status == "open" else set[int]()
