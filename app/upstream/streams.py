@@ -156,11 +156,12 @@ class ReplyStream:
         """The reply so far, as if the engine had aborted it after these tokens."""
         prompt = _count_items(self._root.get("prompt_token_ids", b"[]"))
         usage = {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
-        choice = {"stop_reason": b"null", **self._choice, "finish_reason": b'"abort"'}
+        choice = {**self._choice, "finish_reason": b'"abort"'}
         return self._whole({**self._root, "usage": msgspec.json.encode(usage)}, choice)
 
     def _whole(self, root: Mapping[str, bytes], end: Mapping[str, bytes]) -> bytes:
         choice = {
+            "stop_reason": b"null",
             **end,
             "index": b"0",
             "message": msgspec.json.encode(self._whole_message()),
