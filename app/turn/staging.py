@@ -15,7 +15,6 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import msgspec
 
@@ -35,20 +34,19 @@ from app.upstream.dialects import DialectChoice, asked_for
 from app.upstream.streams import BadStream, Push, ReplyStream
 from workers import codec
 from workers.codec import CorruptContent
+from workers.join_text import CALL, text_of
 
 log = logging.getLogger("turnlog.staging")
 
-Outcome = Literal["staged", "not_staged", "restored", "anew", "moved"]
+OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
 """`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
 or `anew`, it cannot. `moved`: the engine died, and the same turn went on at another or after its restart."""
-
-OUTCOMES: tuple[Outcome, ...] = ("staged", "not_staged", "restored", "anew", "moved")
 
 
 class StagingCounters(msgspec.Struct):
     """What this process has staged: turns by outcome, and tokens that were not generated again."""
 
-    turns: dict[Outcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    turns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     tokens_restored: int = 0
 
 
@@ -137,8 +135,9 @@ class StagedTurn:
         stream = self._stream
         if stream is None or not stream.reply_stream.tokens or stream.reply_stream.has_ended:
             return None
-        self.counters.turns["moved"] += 1
-        return _aborted(stream.engine, stream.version, stream.reply_stream)
+        answer = _aborted(stream.engine, stream.version, stream.reply_stream)
+        self.counters.turns["moved"] += answer is not None
+        return answer
 
     async def end_part(self) -> None:
         """The generation is to be continued by another: all of it is written first."""
@@ -190,8 +189,7 @@ class StagedTurn:
         rows = list(_contiguous(left.rows))
         found = await asyncio.to_thread(_answers, rows)
         if len(rows) < len(left.rows) or not found:
-            log.warning("session %s: what turn under fence %d has staged is not whole", session_id, left.fence)
-            await self.drop("it is not whole")
+            await self.drop(f"what was staged under fence {left.fence} cannot be continued")
             return []
         self._rows, self._parts = len(rows), rows[-1].part + 1
         return found
@@ -261,7 +259,7 @@ def _contiguous(rows: Sequence[StagedRow]) -> Iterator[StagedRow]:
 
 
 def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
-    """The generations in these rows; none if one of them cannot be read."""
+    """The generations in these rows; none if one of them cannot be read or continued."""
     found = []
     for _, part in itertools.groupby(rows, lambda row: row.part):
         of_part = list(part)
@@ -273,10 +271,17 @@ def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
             return []
         except BadStream:
             pass  # The engine's own end of it, after the tokens.
-        found.append(_aborted(of_part[0].engine, of_part[0].version, stream))
+        answer = _aborted(of_part[0].engine, of_part[0].version, stream)
+        if answer is None:
+            return []
+        found.append(answer)
     return found
 
 
-def _aborted(engine: str, version: str | None, stream: ReplyStream) -> Answer:
-    reply = EngineReply(200, [("content-type", "application/json")], Body([stream.begun()]))
+def _aborted(engine: str, version: str | None, stream: ReplyStream) -> Answer | None:
+    """None where a tool call has begun in a form that only the engine can read: both of its halves would be text."""
+    has_calls, body = stream.has_calls, stream.begun()
+    if has_calls and CALL not in text_of(body):
+        return None
+    reply = EngineReply(200, [("content-type", "application/json")], Body([body]))
     return Answer(engine, reply, version, version)

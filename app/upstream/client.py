@@ -261,7 +261,7 @@ def _is_stream(response: aiohttp.ClientResponse) -> bool:
 async def _rest(response: aiohttp.ClientResponse, seconds: float) -> None:
     """Read nothing for a while."""
     transport = None if response.connection is None else response.connection.transport
-    if transport is None or not isinstance(transport, asyncio.ReadTransport) or transport.is_closing():
+    if transport is None or transport.is_closing():
         return
     transport.pause_reading()
     await asyncio.sleep(seconds)

@@ -152,8 +152,14 @@ class ReplyStream:
             raise BadStream("the stream ended without a finish reason")
         return self._whole(self._root, self._choice)
 
+    @property
+    def has_calls(self) -> bool:
+        """Has a tool call begun?"""
+        return bool(self._calls)
+
     def begun(self) -> bytes:
-        """The reply so far, as if the engine had aborted it after these tokens."""
+        """The reply so far, as if the engine had aborted it after these tokens, without the calls that have begun."""
+        self._calls = []
         prompt = _count_items(self._root.get("prompt_token_ids", b"[]"))
         usage = {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
         choice = {**self._choice, "finish_reason": b'"abort"'}
