@@ -159,7 +159,7 @@ class Generation:
         ids = turn.prompt.text if turn.prompt is not None else await self._reported_ids(validated)
         continuation = Continuation(self._context.request, self._services.settings, ids, options, part)
         for answer in rest:
-            validated = await self._validate_body(answer, (), options, continuation.prompt())
+            validated = await self._validate_body(answer, (), continuation.options(), continuation.prompt())
             await continuation.add(GeneratedPart(answer, validated, is_cut=True))
         return continuation
 
