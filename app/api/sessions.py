@@ -32,8 +32,9 @@ from app.api.parameters import LIMIT, PageCursor, SessionId
 from app.api.state import Services, services, start_stream
 from app.domain import cursors
 from app.domain.branches import Branches
-from app.domain.events import History, OnAbort, OnDivergence, SessionConfig, StreamMode
+from app.domain.events import History, OnAbort, OnDivergence, ParamsMode, SessionConfig, StreamMode
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
@@ -80,6 +81,10 @@ class CreateSession(BaseModel):
     adapter: str | None = Field(default=None, max_length=512, pattern=NO_NUL)
     on_abort: OnAbort | None = None
     stream_mode: StreamMode = "whole"
+    params: dict[str, Any] | None = None
+    model: str | None = Field(default=None, min_length=1, max_length=512, pattern=NO_NUL)
+    params_mode: ParamsMode = "override"
+    evaluation: bool = False
     parent_session_id: str | None = Field(default=None, pattern=ID)
 
 
@@ -116,6 +121,9 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
+    require_finite(body.params, "params")
+    require_small("params have", body.params)
+    require_pinnable(body.params or {})
     chosen = {name: getattr(body, name) for name in SessionConfig.__struct_fields__ if name != "parent"}
     if body.rollback_window is None:
         chosen["rollback_window"] = settings.rollback_window

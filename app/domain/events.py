@@ -26,6 +26,9 @@ History = Literal["linear", "tree"]
 StreamMode = Literal["whole", "live"]
 """How a stream is sent: in one piece after the commit, or as the engine generates."""
 
+ParamsMode = Literal["override", "refuse"]
+"""What happens to a request whose parameters differ from those that the session's creator pinned."""
+
 BranchCause = Literal["start", "retry", "fork", "root", "agent", "compaction", "drift"]
 """Why a turn began a branch: the session's first turn; a sibling's input once more; another child of its parent;
 another beginning; another agent's; a beginning that carries a sampled message of another branch; a prompt whose tokens
@@ -49,7 +52,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
     With version 3 came `on_abort` (None: what the server is set to) and `parent`, the session whose sub-agent this
     one is. With version 5 came the histories `tree` and None: the first turn decides (`TurnOpened.history`), and
-    `stream_mode`.
+    `stream_mode`. With version 6 came `params` and `model`, which every turn has (`app.domain.pinned`), `params_mode`,
+    and `evaluation`, which is kept for the trainer and changes nothing.
     """
 
     rollback_window: int
@@ -64,6 +68,10 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     on_abort: OnAbort | None = None
     parent: str | None = None
     stream_mode: StreamMode = "whole"
+    params: dict[str, Any] | None = None
+    model: str | None = None
+    params_mode: ParamsMode = "override"
+    evaluation: bool = False
 
 
 class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -415,7 +423,7 @@ TYPES: dict[str, type[Event]] = {
 
 VERSIONS: dict[str, int] = {
     **dict.fromkeys(TYPES, 1),
-    "SessionCreated": 5,
+    "SessionCreated": 6,
     "TurnOpened": 4,
     "TurnCommitted": 6,
     "TurnRejected": 2,

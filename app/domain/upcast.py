@@ -40,6 +40,7 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("SessionCreated", 2): _only_added,
     ("SessionCreated", 3): _only_added,
     ("SessionCreated", 4): _only_added,
+    ("SessionCreated", 5): _only_added,
     ("TurnOpened", 1): _only_added,
     ("TurnOpened", 2): _only_added,
     ("TurnOpened", 3): _provisional,

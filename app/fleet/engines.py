@@ -26,10 +26,10 @@ from app.upstream.client import (
     NotSent,
     TimedOut,
     TooLarge,
+    Unreadable,
     Withheld,
 )
 from app.upstream.dialects import DialectChoice
-from app.upstream.encoding import encoding_of, plain_error
 from app.upstream.headers import Headers, to_control
 from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import IdsField, ProbeRefused, probe
@@ -327,6 +327,8 @@ class Engines:
                 raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             except TooLarge as error:
                 raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
+            except Unreadable as error:
+                raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             finally:
                 member.in_flight -= 1
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")
@@ -359,16 +361,11 @@ class Engines:
 
 
 def _checked(base_url: str, reply: EngineReply) -> EngineReply:
-    """The reply with its body unpacked. Raises UpstreamInvalid for a status or encoding that no engine should send."""
+    """The reply. Raises UpstreamInvalid for a status that no engine should send."""
     if not 200 <= reply.status < 600:
         raise UpstreamInvalid(f"{base_url} answered {reply.status}, which is no status of a reply")
     if 300 <= reply.status < 400:
         raise UpstreamInvalid(f"{base_url} answered with a redirect ({reply.status}), which is not followed")
     if 200 < reply.status < 300:
         raise UpstreamInvalid(f"{base_url} answered {reply.status}, which holds no completion")
-    encoding = encoding_of(reply)
-    if encoding == "identity":
-        return reply
-    if reply.status == 200:
-        raise UpstreamInvalid(f"{base_url} compressed its reply ({encoding}) though asked not to")
-    return plain_error(reply)
+    return reply

@@ -128,7 +128,8 @@ class Dispatch:
     async def send(self, choice: EngineChoice, body: EngineBody) -> Answer:
         """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
         context, services = self._context, self._services
-        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key)
+        parent = self._claimed.session.config.parent
+        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
         reach("before_engine")
         while True:
             await self.pass_gate()

@@ -23,6 +23,7 @@ import msgspec
 from app.domain.completion import IncomingPrompt
 from app.domain.history import Incoming
 from app.domain.holding import require_own
+from app.domain.pinned import with_pinned
 from app.domain.proofs import HeldProofs
 from app.domain.request import ChatRequest, canonical_hash
 from app.domain.rids import rid_of
@@ -105,7 +106,9 @@ class Turns:
             request = await self.large_bodies.run(large, lambda: protocol.parse(body, not large))
             if isinstance(request, ChatRequest) and (request.continues is not None or request.needs):
                 request = protocol.complete(request, await self._stored_turns(entry, request))
-            adapter = self._admit(request, entry.session, waiter.token_session)
+            self._admit(request, session_id, waiter.token_session)
+            request = with_pinned(request, entry.session.config)
+            adapter = adapter_of(entry.session, request, services.fleet.fleet)
             while True:
                 read = lambda: self._read(request, entry, sender)  # noqa: B023, E731
                 history, template, identity = await self.large_bodies.run(large, read)
@@ -150,13 +153,10 @@ class Turns:
 
     # read
 
-    def _admit(self, request: Request, session: Session, token_session: str | None) -> str | None:
-        """The turn's adapter. Raises InvalidRequest, and Forbidden for what `token_session`, the session of the
-        request's token, may not ask for."""
-        adapter = adapter_of(session, request, self._services.fleet.fleet)
+    def _admit(self, request: Request, session_id: str, token_session: str | None) -> None:
+        """Raises Forbidden for what `token_session`, the session of the request's token, may not ask for."""
         if token_session is not None:
-            require_own(request, session.session_id, token_session, self._services.settings.session_params)
-        return adapter
+            require_own(request, session_id, token_session, self._services.settings.session_params)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.

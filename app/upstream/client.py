@@ -19,6 +19,7 @@ import msgspec
 from aiohttp.connector import Connection
 
 from app.upstream.body import Body
+from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 from app.upstream.streams import EVENT_STREAM, StreamReader
 
@@ -42,6 +43,8 @@ PATHS = (
     *("/open_session", "/close_session"),
 )
 """All paths that are ever requested from an engine. No part of a client's request becomes part of a path."""
+
+JSON = ("content-type", "application/json")
 
 SMALL = 4 << 20
 """Largest reply to anything but a turn; its memory is not accounted."""
@@ -88,6 +91,10 @@ class TooLarge(EngineError):
     """The answer is larger than TURNLOG_MAX_UPSTREAM_BYTES."""
 
 
+class Unreadable(EngineError):
+    """The reply is compressed in a way that cannot be unpacked."""
+
+
 class Withheld(Exception):
     """Nothing was sent: `may_send` refused when a connection was ready."""
 
@@ -126,7 +133,7 @@ class _Request(aiohttp.ClientRequest):
 
 
 class EngineClient:
-    """POST and GET to an engine, without redirects, cookies, environment proxies or decompression."""
+    """POST and GET to an engine, without redirects, cookies or environment proxies. Compressed replies are unpacked."""
 
     def __init__(self, *, connect_timeout_s: float, timeout_s: float, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -156,7 +163,7 @@ class EngineClient:
         """Calls `grow` with the reply's size before it is read, and `may_send` right before anything is sent.
 
         With `stream` a reply that is a stream is read into it; what is returned is the reply that it assembles.
-        Raises NotSent, Lost, TimedOut, TooLarge; Withheld; BadStream.
+        Raises NotSent, Lost, TimedOut, TooLarge, Unreadable; Withheld; BadStream.
         """
         if len(body) > PIECE:
             headers = [*headers, ("content-length", str(len(body)))]
@@ -169,7 +176,7 @@ class EngineClient:
             _may_send.reset(token)
 
     async def get(self, url: str, headers: Headers) -> EngineReply:
-        """Raises NotSent, Lost, TimedOut, TooLarge."""
+        """Raises NotSent, Lost, TimedOut, TooLarge, Unreadable."""
         return await self._request("GET", url, headers, lambda: None, _unbounded)
 
     async def _request(
@@ -198,14 +205,15 @@ class EngineClient:
             ) as response:
                 # Decoded as HTTP defines them (RFC 9110, section 5.5); aiohttp's own strings may not be encodable.
                 headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in response.raw_headers]
-                if stream is not None and _is_stream(response):
+                if stream is not None and response.status == 200 and response.content_type == EVENT_STREAM:
                     body = await self._read_stream(response, grow, stream)
-                    headers = [
-                        (name, "application/json" if name.lower() == "content-type" else value)
-                        for name, value in headers
-                    ]
-                else:
+                    return EngineReply(response.status, _as_json(headers), body)
+                try:
                     body = await self._read(response, grow)
+                except Unreadable as error:
+                    if response.status < 400:
+                        raise
+                    return EngineReply(response.status, _as_json(headers), Body([_hidden_error(error)]))
                 return EngineReply(response.status, headers, body)
         except _UnsolicitedData:
             raise
@@ -217,7 +225,8 @@ class EngineClient:
             raise Lost(type(error).__name__) from error
 
     async def _read(self, response: aiohttp.ClientResponse, grow: Grow) -> Body:
-        length = response.content_length
+        unpack = _decoder(response)
+        length = response.content_length if unpack is None else None
         limit = min(SMALL, self._max_bytes) if grow is _unbounded else self._max_bytes
         if length is not None:
             if length > limit:
@@ -227,7 +236,7 @@ class EngineClient:
                 return await _read_to_mmap(response, length)
         pieces: list[bytes] = []
         size = 0
-        async for piece in response.content.iter_any():
+        async for piece in _plain_pieces(response, unpack):
             size += len(piece)
             if length is None:
                 if size > limit:
@@ -241,7 +250,7 @@ class EngineClient:
         size = 0
         loop = asyncio.get_running_loop()
         began = loop.time()
-        async for piece in response.content.iter_any():
+        async for piece in _plain_pieces(response, _decoder(response)):
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
@@ -252,10 +261,40 @@ class EngineClient:
         return Body([stream.reply()])
 
 
-def _is_stream(response: aiohttp.ClientResponse) -> bool:
-    """Is it a stream that can be read? A compressed one is refused as any other compressed reply."""
-    is_plain = response.headers.get("content-encoding", "identity") == "identity"
-    return response.status == 200 and response.content_type == EVENT_STREAM and is_plain
+def _decoder(response: aiohttp.ClientResponse) -> Decoder | None:
+    """Raises Unreadable for an unknown content encoding."""
+    try:
+        return decoder(",".join(response.headers.getall("content-encoding", ())))
+    except Undecodable as error:
+        raise Unreadable(str(error)) from error
+
+
+async def _plain_pieces(response: aiohttp.ClientResponse, unpack: Decoder | None) -> AsyncIterator[bytes]:
+    """The body as it comes, unpacked. Raises Unreadable."""
+    try:
+        async for piece in response.content.iter_any():
+            if unpack is None:
+                yield piece
+                continue
+            for plain in unpack.feed(piece):
+                if plain:
+                    yield plain
+                    await asyncio.sleep(0)
+        if unpack is not None:
+            unpack.finish()
+    except Undecodable as error:
+        raise Unreadable(str(error)) from error
+
+
+def _as_json(headers: Headers) -> Headers:
+    """The headers of a reply whose body was replaced by JSON."""
+    return [*((name, value) for name, value in headers if name.lower() != "content-type"), JSON]
+
+
+def _hidden_error(error: Unreadable) -> bytes:
+    """In place of an engine's error: the client still gets what matters most, the status and `Retry-After`."""
+    message = f"the engine's error cannot be shown: {error}"
+    return msgspec.json.encode({"error": {"message": message, "type": "upstream_error", "code": None}})
 
 
 async def _rest(response: aiohttp.ClientResponse, seconds: float) -> None:

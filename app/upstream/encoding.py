@@ -1,49 +1,84 @@
-"""Unpacks compressed errors, which proxies before engines send unasked."""
+"""Unpacks compressed replies, which proxies before engines send unasked, piece by piece and within bounds."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from typing import Protocol
 
-import msgspec
+import zstandard
 
-from app.upstream.body import Body
-from app.upstream.client import EngineReply
+PIECE = 1 << 20
+"""Largest unpacked piece in bytes, but for zstd (`_SLICE`)."""
 
-LIMIT = 1 << 20
-"""Largest unpacked error in bytes; a larger one is replaced by a message."""
+_SLICE = 256
+"""zstd is fed so many bytes at a time: they hold at most 64 blocks of 128 KiB (RFC 8878, section 3.1.1.2)."""
+
+_ZSTD_WINDOW = 8 << 20
+"""Largest window of zstd as a content encoding (RFC 9659)."""
 
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
-_NAMES = frozenset({"gzip", "x-gzip", "deflate"})
 
 
-def encoding_of(reply: EngineReply) -> str:
-    """The content encoding; `identity` if none is given."""
-    given = (value for name, value in reply.headers if name.lower() == "content-encoding")
-    return next(given, "identity").strip().lower() or "identity"
+class Undecodable(Exception):
+    """The content encoding is unknown, or the data are damaged or end too soon; the message says which."""
 
 
-def plain_error(reply: EngineReply) -> EngineReply:
-    """The same status and headers with the body unpacked, or replaced by an error of ours if it cannot be.
+class Decoder(Protocol):
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The unpacked data in pieces. Raises Undecodable."""
 
-    The client still gets what matters most: the status and `Retry-After`.
-    """
-    encoding = encoding_of(reply)
-    unpacked = _unpacked(reply.body.joined()) if encoding in _NAMES else None
-    kept = [(name, value) for name, value in reply.headers if name.lower() not in ("content-encoding", "content-type")]
-    if unpacked is None:
-        message = f"the engine's error cannot be shown: its content-encoding is {encoding:.32}"
-        unpacked = msgspec.json.encode({"error": {"message": message, "type": "upstream_error", "code": None}})
-        kept.append(("content-type", "application/json"))
-    else:
-        kept += [(name, value) for name, value in reply.headers if name.lower() == "content-type"]
-    return msgspec.structs.replace(reply, headers=kept, body=Body([unpacked]))
+    def finish(self) -> None:
+        """Raises Undecodable if the data have ended too soon."""
 
 
-def _unpacked(data: bytes) -> bytes | None:
-    """The unpacked data; None if it is damaged, incomplete, empty or too large."""
-    reader = zlib.decompressobj(_GZIP_OR_ZLIB)
-    try:
-        unpacked = reader.decompress(data, LIMIT)
-    except zlib.error:
+def decoder(encoding: str) -> Decoder | None:
+    """For a `Content-Encoding`; None if nothing is encoded. Raises Undecodable for an unknown one."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
         return None
-    return unpacked if unpacked and reader.eof else None
+    if name in ("gzip", "x-gzip", "deflate"):
+        return _Zlib()
+    if name == "zstd":
+        return _Zstd()
+    raise Undecodable(f"its content-encoding is {name:.32}")
+
+
+class _Zlib:
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(_GZIP_OR_ZLIB)
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        stream = self._stream
+        try:
+            while data and not stream.eof:
+                yield stream.decompress(data, PIECE)
+                data = stream.unconsumed_tail
+        except zlib.error as error:
+            raise Undecodable("its compressed data are damaged") from error
+        if data or stream.unused_data:
+            raise Undecodable("data follow its compressed data")
+
+    def finish(self) -> None:
+        if not self._stream.eof:
+            raise Undecodable("its compressed data end too soon")
+
+
+class _Zstd:
+    def __init__(self) -> None:
+        self._stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        for start in range(0, len(data), _SLICE):
+            if self._stream.eof:
+                raise Undecodable("data follow its compressed data")
+            try:
+                yield self._stream.decompress(data[start : start + _SLICE])
+            except zstandard.ZstdError as error:
+                raise Undecodable("its compressed data are damaged") from error
+        if self._stream.unused_data:
+            raise Undecodable("data follow its compressed data")
+
+    def finish(self) -> None:
+        if not self._stream.eof:
+            raise Undecodable("its compressed data end too soon")

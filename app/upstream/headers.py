@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage"})
-"""The client's headers that an engine gets: tracing. Never credentials or cookies."""
+FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage", "x-dynamo-session-final"})
+"""The client's headers that an engine gets: tracing, and that its session ends. Never credentials or cookies."""
+
+ROUTING = ("x-smg-routing-key", "x-session-id", "x-dynamo-session-id")
+"""By which a router keeps a session on one engine: SGLang's; vLLM's and SkyRL's; Dynamo's."""
+
+PARENT = "x-dynamo-parent-session-id"
 
 PASSED = frozenset(
     {"content-type", "content-language", "retry-after", "retry-after-ms", "vary", "server-timing", "traceresponse"}
@@ -16,9 +21,7 @@ PASSED_PREFIXES = ("x-", "openai-", "anthropic-", "engine-", "sglang-", "vllm-",
 engines. Not those that our own server sets (`Server`, `Date`, framing), nor those that browsers act on (cookies, CORS,
 redirects, caching)."""
 
-NOT_PASSED = frozenset(
-    {"x-real-ip", "x-frame-options", "x-content-type-options", "x-xss-protection", "x-smg-routing-key"}
-)
+NOT_PASSED = frozenset({"x-real-ip", "x-frame-options", "x-content-type-options", "x-xss-protection", *ROUTING, PARENT})
 NOT_PASSED_PREFIXES = (
     "x-turnlog-",
     "x-forwarded-",
@@ -40,14 +43,19 @@ _NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 Headers = list[tuple[str, str]]
 
 
-def to_engine(client: Iterable[tuple[str, str]], session_id: str, api_key: str | None) -> Headers:
-    """`X-SMG-Routing-Key` keeps a session on one engine behind SGLang's router, whatever the client sent."""
+def to_engine(
+    client: Iterable[tuple[str, str]], session_id: str, api_key: str | None, parent: str | None = None
+) -> Headers:
+    """The routing headers keep a session on one engine behind a router, whatever the client sent. `parent` is the
+    session whose sub-agent this one is."""
     headers = [(name, value) for name, value in client if name in FORWARDED]
     headers += [
         ("content-type", "application/json"),
         ("accept-encoding", "identity"),
-        ("x-smg-routing-key", session_id),
+        *((name, session_id) for name in ROUTING),
     ]
+    if parent is not None:
+        headers.append((PARENT, parent))
     if api_key:
         headers.append(("authorization", f"Bearer {api_key}"))
     return headers

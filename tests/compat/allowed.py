@@ -81,11 +81,20 @@ STREAMS = (
     Allowed("which stands beside on_abort", r"GET /sessions/[^/?]+", r"0/session/\(order\)"),
 )
 
+PINNED = Allowed("a row says what its session's creator pinned", r"GET /export.*", r"(.*/)?pinned", added)
+PINNING = Allowed(
+    "as its session does",
+    r"GET /sessions/[^/?]+",
+    r"0/session/(params|model|params_mode|evaluation)",
+    added,
+)
+
 SINCE_D7078C7 = (
     LEASE,
     *ROLLOUTS,
     *TREE,
     *PROTOCOLS,
+    PINNED,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
         r"GET /sessions/[^/?]+",
@@ -120,5 +129,5 @@ SINCE_D7078C7 = (
     ),
 )
 
-ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS)}
+ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, PINNED, PINNING)}
 """By the release that wrote the store."""

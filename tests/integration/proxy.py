@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 
 import httpx
+import zstandard
 from helpers.answering import Answer, Answering, Asked, Pairs
 
 OWN_HEADERS = (
@@ -19,7 +21,7 @@ OWN_HEADERS = (
     ("Set-Cookie", "engine=1"),
 )
 PASSED = ("content-type", "retry-after", "location")
-GZIP = ("Content-Encoding", "gzip")
+PACKED = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstandard.ZstdCompressor().compress}
 
 
 class RecordingProxy(Answering):
@@ -32,7 +34,7 @@ class RecordingProxy(Answering):
         super().__init__(self._forwarded)
         self.requests: list[Pairs] = []
         self.replies: list[bytes] = []
-        self.compresses = False
+        self.encoding: str | None = None
         self._target = target
 
     def _forwarded(self, asked: Asked) -> Answer:
@@ -47,6 +49,7 @@ class RecordingProxy(Answering):
         if is_recorded:
             self.replies.append(reply.content)
         passed = [(name, reply.headers[name]) for name in PASSED if name in reply.headers]
-        if self.compresses:
-            return Answer(gzip.compress(reply.content), [*OWN_HEADERS, *passed, GZIP], reply.status_code)
+        if self.encoding is not None:
+            packed = PACKED[self.encoding](reply.content)
+            return Answer(packed, [*OWN_HEADERS, *passed, ("Content-Encoding", self.encoding)], reply.status_code)
         return Answer(reply.content, [*OWN_HEADERS, *passed], reply.status_code)

@@ -14,6 +14,7 @@ from anthropic.lib.streaming import MessageStreamEvent
 from helpers.streams import is_final
 
 from integration.places import Places
+from integration.proxy import RecordingProxy
 from integration.stand import SPOKEN, Message, Stand, Talk, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
@@ -106,6 +107,20 @@ def first_delta(response: httpx.Response) -> Iterator[str]:
         if "delta" in line and line.startswith("data: "):
             break
     return lines
+
+
+def test_a_stream_that_a_proxy_compressed_is_read(vllm: SimulatorProcess, places: Places) -> None:
+    environment = {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
+    with (
+        RecordingProxy(vllm.base_url) as proxy,
+        serving(places.new("compressed"), proxy.base_url, engine_url=vllm.base_url, environment=environment) as stand,
+    ):
+        proxy.encoding = "gzip"
+        talk = stand.talk(stream_mode="live")
+        seen, streamed = by_package(talk, stand.base_url, sim={"text": "Hello there", "reasoning": False})
+        assert seen > 1
+        assert streamed["choices"][0]["message"]["content"] == "Hello there"
+        assert len(talk.committed()) == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

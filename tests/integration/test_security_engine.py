@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -16,6 +17,7 @@ from integration.stand import Stand, user
 OK = b"HTTP/1.1 200 OK\r\n"
 MIB = 1 << 20
 BOMB = gzip.compress(bytes(64 * MIB))
+ERROR = b"HTTP/1.1 429 Slow\r\nretry-after: 17\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n"
 
 Way = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -42,6 +44,14 @@ async def a_bomb(writer: asyncio.StreamWriter) -> None:
     writer.write(OK + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(BOMB) + BOMB)
 
 
+async def damaged(writer: asyncio.StreamWriter) -> None:
+    writer.write(ERROR + b"content-encoding: gzip\r\n\r\n{}")
+
+
+async def unknown(writer: asyncio.StreamWriter) -> None:
+    writer.write(ERROR + b"content-encoding: br\r\n\r\n{}")
+
+
 async def much(writer: asyncio.StreamWriter) -> None:
     writer.write(OK + b"transfer-encoding: chunked\r\n\r\n")
     while not writer.is_closing():
@@ -66,7 +76,10 @@ async def a_page(writer: asyncio.StreamWriter) -> None:
 
 WAYS: dict[str, Way] = {
     way.__name__: way
-    for way in (endless_headers, one_endless_header, many_headers, a_bomb, much, announced, elsewhere, a_page)
+    for way in (
+        *(endless_headers, one_endless_header, many_headers, a_bomb, damaged, unknown, much, announced, elsewhere),
+        a_page,
+    )
 }
 
 
@@ -107,11 +120,13 @@ async def client() -> AsyncIterator[EngineClient]:
 
 @pytest.mark.anyio
 @pytest.mark.threat("oversized engine reply")
-@pytest.mark.parametrize("way", ["endless_headers", "one_endless_header", "many_headers", "much", "announced"])
+@pytest.mark.parametrize(
+    "way", ["endless_headers", "one_endless_header", "many_headers", "much", "announced", "a_bomb"]
+)
 async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient, way: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(TooLarge if way in ("much", "announced") else EngineError):
+        with pytest.raises(TooLarge if way in ("much", "announced", "a_bomb") else EngineError):
             await client.get(f"{engine.url}/{way}/health", [])
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -120,10 +135,15 @@ async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient,
 
 
 @pytest.mark.anyio
-@pytest.mark.threat("decompression bomb from an engine")
-async def test_nothing_is_unpacked(engine: Engine, client: EngineClient) -> None:
-    reply = await client.get(f"{engine.url}/a_bomb/v1/models", [])
-    assert reply.body.joined() == BOMB
+@pytest.mark.parametrize("way", ["damaged", "unknown"])
+async def test_an_error_that_cannot_be_unpacked_keeps_its_status(
+    engine: Engine, client: EngineClient, way: str
+) -> None:
+    reply = await client.get(f"{engine.url}/{way}/health", [])
+    assert reply.status == 429
+    assert dict(to_client(reply.headers)) == {"retry-after": "17", "content-type": "application/json"}
+    said = json.loads(reply.body.joined())["error"]["message"]
+    assert said.endswith({"damaged": "are damaged", "unknown": "its content-encoding is br"}[way])
 
 
 @pytest.mark.anyio

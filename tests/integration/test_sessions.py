@@ -180,6 +180,10 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
         "adapter": "a1",
         "on_abort": "fail",
         "stream_mode": "live",
+        "params": {"temperature": 0.5, "stop": ["é"]},
+        "model": "simulator",
+        "params_mode": "refuse",
+        "evaluation": True,
         "parent_session_id": parent.id,
     }
     talk = stand.talk(**given)
@@ -203,6 +207,10 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
         "adapter": None,
         "on_abort": None,
         "stream_mode": "whole",
+        "params": None,
+        "model": None,
+        "params_mode": "override",
+        "evaluation": False,
         "parent_session_id": None,
     }
 

@@ -1,46 +1,81 @@
-"""Errors that an engine compressed."""
+"""Compressed replies, unpacked piece by piece."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 
 import pytest
+import zstandard
 
-from app.upstream.body import Body
-from app.upstream.client import EngineReply
-from app.upstream.encoding import LIMIT, plain_error
+from app.upstream.encoding import Undecodable, decoder
 
-BODY = b'{"object":"error","message":"slow down"}'
-PACKED = gzip.compress(BODY, mtime=0)
-
-
-def error(encoding: str, data: bytes) -> EngineReply:
-    headers = [("Retry-After", "17"), ("Content-Type", "text/plain"), ("Content-Encoding", encoding)]
-    return plain_error(EngineReply(429, headers, Body([data[:9], data[9:]] if len(data) > 9 else [data])))
+BODY = b'{"id":"chatcmpl-1"}' * 1000
+ZSTD = zstandard.ZstdCompressor().compress(BODY)
+GZIP = gzip.compress(BODY, mtime=0)
+BOMB = bytes(64 << 20)
 
 
-@pytest.mark.parametrize(("encoding", "data"), [("gzip", PACKED), ("X-GZIP", PACKED), ("deflate", zlib.compress(BODY))])
-def test_what_can_be_read_is_unpacked(encoding: str, data: bytes) -> None:
-    reply = error(encoding, data)
-    assert reply.body.joined() == BODY
-    assert (reply.status, reply.headers) == (429, [("Retry-After", "17"), ("Content-Type", "text/plain")])
+def unpacked(encoding: str, data: bytes, step: int) -> bytes:
+    unpack = decoder(encoding)
+    assert unpack is not None
+    pieces = [piece for at in range(0, len(data), step) for piece in unpack.feed(data[at : at + step])]
+    unpack.finish()
+    return b"".join(pieces)
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("encoding", "data"), [("gzip", GZIP), ("X-GZIP ", GZIP), ("deflate", zlib.compress(BODY)), ("zstd", ZSTD)]
+)
+def test_a_body_is_unpacked_wherever_it_was_cut(encoding: str, data: bytes, step: int) -> None:
+    assert unpacked(encoding, data, step) == BODY
+
+
+@pytest.mark.parametrize("encoding", ["", "identity", "Identity"])
+def test_a_plain_body_needs_no_decoder(encoding: str) -> None:
+    assert decoder(encoding) is None
 
 
 @pytest.mark.threat("decompression bomb from an engine")
 @pytest.mark.parametrize(
-    ("encoding", "data"),
+    ("encoding", "data", "largest"),
     [
-        ("br", BODY),
-        ("gzip", BODY),
-        ("gzip", PACKED[:-1]),
-        ("gzip", gzip.compress(b"", mtime=0)),
-        ("gzip, gzip", gzip.compress(PACKED, mtime=0)),
-        ("gzip", gzip.compress(bytes(LIMIT + 1), mtime=0)),
+        ("gzip", gzip.compress(BOMB, mtime=0), 1 << 20),
+        ("zstd", zstandard.ZstdCompressor().compress(BOMB), 8 << 20),
+        ("zstd", zstandard.ZstdCompressor(write_content_size=False).compress(BOMB), 8 << 20),
     ],
 )
-def test_what_cannot_be_read_keeps_its_status_and_when_to_come_again(encoding: str, data: bytes) -> None:
-    reply = error(encoding, data)
-    assert (reply.status, reply.headers) == (429, [("Retry-After", "17"), ("content-type", "application/json")])
-    assert encoding in json.loads(reply.body.joined())["error"]["message"]
+def test_little_data_never_become_a_large_piece(encoding: str, data: bytes, largest: int) -> None:
+    unpack = decoder(encoding)
+    assert unpack is not None
+    assert max(map(len, unpack.feed(data))) <= largest
+
+
+@pytest.mark.parametrize(
+    ("encoding", "data"),
+    [
+        ("gzip", BODY),
+        ("zstd", BODY),
+        ("gzip", GZIP[:-1]),
+        ("zstd", ZSTD[:-1]),
+        ("gzip", GZIP + b"x"),
+        ("zstd", ZSTD + b"x"),
+        ("gzip", b""),
+        (
+            "zstd",
+            zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=27)).compress(
+                BOMB
+            ),
+        ),
+    ],
+)
+def test_what_is_no_whole_body_is_refused(encoding: str, data: bytes) -> None:
+    with pytest.raises(Undecodable):
+        unpacked(encoding, data, 1 << 20)
+
+
+@pytest.mark.parametrize("encoding", ["br", "gzip, gzip", "gzip,zstd"])
+def test_an_unknown_encoding_is_named(encoding: str) -> None:
+    with pytest.raises(Undecodable, match=encoding):
+        decoder(encoding)

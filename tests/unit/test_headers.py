@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from app.upstream.headers import NOT_PASSED, NOT_PASSED_PREFIXES, PASSED, PASSED_PREFIXES, to_client, to_engine
+from app.upstream.headers import (
+    NOT_PASSED,
+    NOT_PASSED_PREFIXES,
+    PARENT,
+    PASSED,
+    PASSED_PREFIXES,
+    ROUTING,
+    to_client,
+    to_engine,
+)
 
 HOP_BY_HOP = (
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer"),
@@ -27,20 +36,25 @@ def test_credentials_and_routing_of_the_client_never_reach_the_engine() -> None:
         ("authorization", "Bearer client"),
         ("cookie", "a=b"),
         ("x-api-key", "k"),
-        ("x-smg-routing-key", "elsewhere"),
+        *((name, "elsewhere") for name in (*ROUTING, PARENT)),
         ("host", "h"),
         ("content-length", "7"),
         ("accept-encoding", "gzip"),
         ("traceparent", "00-1"),
+        ("x-dynamo-session-final", "true"),
     ]
     sent = to_engine(client, "s1", None)
     assert dict(sent) == {
         "traceparent": "00-1",
+        "x-dynamo-session-final": "true",
         "content-type": "application/json",
         "accept-encoding": "identity",
         "x-smg-routing-key": "s1",
+        "x-session-id": "s1",
+        "x-dynamo-session-id": "s1",
     }
-    assert len(sent) == 4
+    assert len(sent) == 7
+    assert to_engine(client, "s1", None, "s0") == [*sent, ("x-dynamo-parent-session-id", "s0")]
 
 
 def test_our_own_key_goes_to_the_engine() -> None:

@@ -53,6 +53,7 @@ GOLDEN: dict[str, JSON] = {
         "parent_branch": None,
         "fork_turn": None,
         "agent_id": None,
+        "pinned": None,
         "adapter": None,
         "as_of_seq": 9,
         "reward": 0.5,

@@ -104,6 +104,10 @@ _BY_HAND: Mapping[str, Schema] = {
         adapter=nullable(TEXT),
         on_abort=nullable(TEXT),
         stream_mode=TEXT,
+        params=nullable(ANYTHING),
+        model=nullable(TEXT),
+        params_mode=TEXT,
+        evaluation=BOOLEAN,
         parent_session_id=nullable(TEXT),
         forked_from=record(
             "The source session and the turn after which the fork begins.",

@@ -51,19 +51,20 @@ COLUMNS: Columns = {
     "parent_branch": "int64",
     "fork_turn": "int64",
     "agent_id": "text",
+    "pinned": "json",
 }
 
 
 def fields(row: Row) -> Fields:
     """`advantage` is there only where the export asks for one, the payloads' fields only where there are any."""
     session, sample = row.session, row.sample
-    reward = session.reward
+    reward, config = session.reward, session.config
     return {
         "session_id": session.session_id,
         "segment": sample.segment,
         "group_id": row.group_id,
-        "attempt": session.config.attempt,
-        "parent_session_id": session.config.parent,
+        "attempt": config.attempt,
+        "parent_session_id": config.parent,
         "adapter": row.adapter,
         "status": sample.status,
         "final": row.final,
@@ -98,6 +99,7 @@ def fields(row: Row) -> Fields:
         "parent_branch": sample.place.parent_branch,
         "fork_turn": sample.place.fork_turn,
         "agent_id": sample.agent_id,
+        "pinned": {"model": config.model, "params": config.params} if config.model or config.params else None,
     }
 
 

@@ -60,6 +60,10 @@ class AsyncTurnlog:
         adapter: str | None = None,
         on_abort: Literal["return", "continue", "fail"] | None = None,
         stream_mode: Literal["whole", "live"] | None = None,
+        params: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        params_mode: Literal["override", "refuse"] | None = None,
+        evaluation: bool | None = None,
         parent_session_id: str | None = None,
     ) -> AsyncSession:
         """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
@@ -81,6 +85,10 @@ class AsyncTurnlog:
             "adapter": adapter,
             "on_abort": on_abort,
             "stream_mode": stream_mode,
+            "params": None if params is None else dict(params),
+            "model": model,
+            "params_mode": params_mode,
+            "evaluation": evaluation,
             "parent_session_id": parent_session_id,
         }
         body = {name: value for name, value in given.items() if value is not None}

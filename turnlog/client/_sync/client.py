@@ -61,6 +61,10 @@ class Turnlog:
         adapter: str | None = None,
         on_abort: Literal["return", "continue", "fail"] | None = None,
         stream_mode: Literal["whole", "live"] | None = None,
+        params: Mapping[str, Any] | None = None,
+        model: str | None = None,
+        params_mode: Literal["override", "refuse"] | None = None,
+        evaluation: bool | None = None,
         parent_session_id: str | None = None,
     ) -> Session:
         """Create a session. Arguments that are None get the server's defaults; docs/api.md describes them.
@@ -82,6 +86,10 @@ class Turnlog:
             "adapter": adapter,
             "on_abort": on_abort,
             "stream_mode": stream_mode,
+            "params": None if params is None else dict(params),
+            "model": model,
+            "params_mode": params_mode,
+            "evaluation": evaluation,
             "parent_session_id": parent_session_id,
         }
         body = {name: value for name, value in given.items() if value is not None}

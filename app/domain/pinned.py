@@ -1,0 +1,90 @@
+"""Pinned parameters: what a session's creator fixed stands in the requests of all its turns, whatever a client sends.
+
+They have the names of the engine's chat request. A pinned null leaves the parameter out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from app.domain.events import SessionConfig
+from app.domain.request import ChatRequest, CompletionRequest, value_of
+from app.errors import InvalidRequest
+
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Two names of one parameter; a pinned one replaces both."""
+
+_NUMBERS = frozenset({"temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+_INTEGERS = frozenset({"top_k", "min_tokens", "seed", *LIMITS})
+
+_ELSEWHERE = {
+    "model": "give it as the field model",
+    "lora_path": "give it as the field adapter",
+    "stream_mode": "give it as the field stream_mode",
+}
+_PER_TURN = frozenset(
+    {
+        *("messages", "prompt", "tools", "input_ids", "stream", "stream_options", "n", "rid", "nvext"),
+        *("session_id", "session_params", "kv_transfer_params"),
+        *("logprobs", "top_logprobs", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
+        *("return_weight_versions", "return_routed_experts", "return_indexer_topk"),
+        *("routed_experts_start_len", "routed_experts_prompt_start"),
+    }
+)
+"""Each turn's own, or set by Turnlog."""
+
+
+def require_pinnable(params: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest, which names the parameter."""
+    for name, value in params.items():
+        if name in _ELSEWHERE:
+            raise InvalidRequest(f"params.{name}: {_ELSEWHERE[name]}")
+        if name in _PER_TURN:
+            raise InvalidRequest(f"params.{name} cannot be pinned: it belongs to each turn")
+        if name in _NUMBERS and not (value is None or (isinstance(value, int | float) and type(value) is not bool)):
+            raise InvalidRequest(f"params.{name} must be a number or null")
+        if name in _INTEGERS and not (value is None or type(value) is int):
+            raise InvalidRequest(f"params.{name} must be an integer or null")
+    if all(params.get(name) is not None for name in LIMITS):
+        raise InvalidRequest("params: max_tokens and max_completion_tokens are one limit; give one of them")
+
+
+def with_pinned(request: ChatRequest | CompletionRequest, config: SessionConfig) -> ChatRequest | CompletionRequest:
+    """The request with the session's parameters and model.
+
+    Raises InvalidRequest where the session refuses other values (`params_mode: "refuse"`) and the client sent one.
+    """
+    pinned = dict(config.params or {})
+    if config.model is not None:
+        pinned["model"] = config.model
+    if not pinned:
+        return request
+    params = dict(request.params)
+    for name, value in pinned.items():
+        for alias in LIMITS if name in LIMITS else (name,):
+            raw = params.pop(alias, None)
+            if raw is not None and config.params_mode == "refuse":
+                _require_same(alias, value_of(raw, alias), value)
+        if value is not None:
+            params[_spelled(name, request)] = msgspec.Raw(msgspec.json.encode(value))
+    return msgspec.structs.replace(request, params=params)
+
+
+def _spelled(name: str, request: ChatRequest | CompletionRequest) -> str:
+    """Text completions know only the older name of the limit."""
+    return "max_tokens" if name in LIMITS and request.shape == "completions" else name
+
+
+def _require_same(name: str, sent: Any, pinned: Any) -> None:
+    if msgspec.json.encode(_comparable(sent), order="sorted") != msgspec.json.encode(
+        _comparable(pinned), order="sorted"
+    ):
+        raise InvalidRequest(f"{name} differs from the value that the session's creator pinned (params_mode: refuse)")
+
+
+def _comparable(value: Any) -> Any:
+    """1 and 1.0 are the same number."""
+    return float(value) if type(value) is int and abs(value) <= 2**53 else value
