@@ -17,6 +17,7 @@ from app.fleet.engines import Engines
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
+from app.fleet.versions import WeightVersions
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.forks import Forks
@@ -77,7 +78,10 @@ class Assembly:
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         self.token_in = TokenIn(self.cache, prompts)
         self.fleet = FleetState(database, self.writer, poll_s)
-        self.engines = Engines(client, settings.placement, settings.upstream_api_key)
+        versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
+        self.engines = Engines(
+            client, settings.placement, settings.upstream_api_key, versions, configured=settings.upstream_dialect
+        )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
         self.pauses = Pauses(
@@ -119,7 +123,14 @@ class Assembly:
         self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
-        self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.sessions = Sessions(
+            database,
+            self.writer,
+            self.cache,
+            self.followers,
+            clock,
+            names_engine_sessions=settings.engine_session_ids,
+        )
         self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)

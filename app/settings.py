@@ -110,6 +110,7 @@ class Settings(BaseSettings):
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    engine_session_ids: bool = False
     on_abort: OnAbort | None = None
     stage_tokens_s: float = Field(default=0, ge=0, le=3600)
     tokenizer: str | None = None

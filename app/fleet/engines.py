@@ -17,6 +17,7 @@ from app.domain.fleet import EngineListed
 from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
+from app.fleet.versions import WeightVersions
 from app.upstream.client import (
     EngineClient,
     EngineError,
@@ -30,7 +31,7 @@ from app.upstream.client import (
     Withheld,
 )
 from app.upstream.dialects import DialectChoice
-from app.upstream.headers import Headers, to_control
+from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import IdsField, ProbeRefused, probe
 
@@ -93,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
     """An engine's answer.
 
     `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
-    requested: its adapter's if known, else the engine's.
+    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet.
     """
 
     engine: str
@@ -107,7 +108,9 @@ class Engines:
 
     `placement`: a session without an engine gets the least loaded one (`least_loaded`), or one chosen by its id alone
     (`hash`, also used between equal loads). `changed` is set when the set of engines has changed or one needs a health
-    check; `regression` when one has a lower weight version than before.
+    check; `regression` when one has a lower weight version than before. `versions` finds out an engine's weight version
+    when a generation is sent to it; without, the newest that the engine reported counts. `configured` is the operator's
+    setting of the dialect.
     """
 
     def __init__(
@@ -115,9 +118,13 @@ class Engines:
         client: EngineClient,
         placement: Literal["least_loaded", "hash"] = "least_loaded",
         api_key: str | None = None,
+        versions: WeightVersions | None = None,
+        configured: DialectChoice = "auto",
     ) -> None:
         self.members: dict[str, Member] = {}
         self._client = client
+        self._versions = versions
+        self._configured = configured
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
@@ -224,6 +231,8 @@ class Engines:
         refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
+        dispatched: dict[str, str | None] = {}
+
         async def ask(url: str) -> EngineReply:
             if choice.control is not None:
                 await choice.control.prepare(url)
@@ -231,12 +240,12 @@ class Engines:
                 body = await body_for(url)
             except ProbeRefused as refused:
                 return refused.reply
+            dispatched[url] = await self._dispatched(url) if version is None else version
             if rid:
                 self._generating[rid] = url
-            member = self.members.get(url)
-            known = version if version is not None or member is None else member.weight_version
-            stream = None if open_stream is None else open_stream(url, known)
-            return await self._client.post(url + PATHS[shape], body, headers, grow, may_send, stream)
+            named = with_request_id(headers, rid, self._dialect_of(url))
+            stream = None if open_stream is None else open_stream(url, dispatched[url])
+            return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
 
         try:
             answer = await self._first_reached(choice.order, ask)
@@ -244,8 +253,22 @@ class Engines:
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        answer = msgspec.structs.replace(answer, reply=_checked(answer.engine, answer.reply))
-        return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
+        reply = _checked(answer.engine, answer.reply)
+        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched.get(answer.engine))
+
+    async def _dispatched(self, url: str) -> str | None:
+        """The weight version of what is sent to this engine now; None if it is not known."""
+        member = self.members.get(url)
+        if member is None:
+            return None
+        if self._versions is None:
+            return member.weight_version
+        return await self._versions.at_dispatch(member, self.seen if self._dialect_of(url) == "vllm" else None)
+
+    def _dialect_of(self, url: str) -> DialectChoice:
+        """The dialect of one engine; `auto` while it is not known."""
+        member = self.members.get(url)
+        return self._configured if member is None or member.dialect is None else member.dialect
 
     async def ids_field(self, url: str, model: bytes | None) -> IdsField | None:
         """The field of a chat's body that the engine takes a prompt's ids from; None if it takes none.
@@ -346,11 +369,12 @@ class Engines:
     async def abort(self, rid: str) -> None:
         """Ask the engine that runs the generation to abort it, or all engines if it is not known.
 
-        An engine that cannot be reached notices the closed connection.
+        vLLM, and an engine that cannot be reached, notice the closed connection.
         """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         running = self._generating.pop(rid, None)
-        await asyncio.gather(*(self._abort(url, body) for url in ([running] if running else self.members)))
+        asked = [url for url in ([running] if running else self.members) if self._dialect_of(url) != "vllm"]
+        await asyncio.gather(*(self._abort(url, body) for url in asked))
 
     async def _abort(self, base_url: str, body: bytes) -> None:
         try:

@@ -43,7 +43,8 @@ class Member(msgspec.Struct):
     `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
     turn and was not checked since.
 
-    `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one.
+    `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one. `version_asked`
+    are the closings of the fleet's gate after which the engine was asked for it.
     """
 
     url: str
@@ -58,6 +59,7 @@ class Member(msgspec.Struct):
     generation: int = 0
     weight_version: str | None = None
     fell_from: str | None = None
+    version_asked: int | None = None
     failures: int = 0
     signs: int = 0
     failed_at: float = 0.0
@@ -99,6 +101,7 @@ class Member(msgspec.Struct):
             self.is_refusing = False
             self.generation += 1
             self.dialect = self.sessions = self.token_ids = None
+            self.version_asked = None
 
     def _become(self, health: Health, now: float) -> None:
         if health != self.health:

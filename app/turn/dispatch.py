@@ -141,7 +141,7 @@ class Dispatch:
                     body,
                     headers,
                     context.waiter.grow,
-                    rid=body.options.rid,
+                    rid=self._claimed.rid,
                     version=context.gate.version,
                     may_send=self._may_send,
                     open_stream=self._open_stream(body),

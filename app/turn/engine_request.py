@@ -12,6 +12,7 @@ from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, EngineShape
 from app.domain.fleet import Fleet
 from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.rids import engine_session_of
 from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.sessions import transcript
@@ -117,6 +118,8 @@ def engine_request(
     fields = complete(request.params, dialect, settings.replay, request.shape)
     if adapter is not None:
         fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
+    if settings.engine_session_ids and request.shape == "chat" and "vllm" not in (dialect, engines):
+        fields["session_id"] = msgspec.json.encode(engine_session_of(session.session_id))
     params = join_object(fields)
     raw_tools = request.tools if isinstance(request, ChatRequest) else None
     tools = None if raw_tools is None else bytes(raw_tools)

@@ -386,9 +386,9 @@ def _whole(
     return GeneratedTurn(part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice)
 
 
-_REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
+_REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
 _REPLY_ID_WITHIN = 512
-"""SGLang begins a reply with its id, which is the request's `rid`; only the first bytes are searched."""
+"""An engine begins a reply with its id, which is made of the turn's `rid`; only the first bytes are searched."""
 
 
 def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:

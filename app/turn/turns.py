@@ -53,7 +53,7 @@ from app.turn.large_bodies import large_bytes
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import Stages, TurnStage
-from app.upstream.dialects import asked_for, takes_rid
+from app.upstream.dialects import asked_for
 from app.upstream.headers import Headers
 
 
@@ -324,10 +324,9 @@ class Turns:
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        if takes_rid(self._services.settings.upstream_dialect):
-            task = asyncio.create_task(self._services.engines.abort(rid))
-            self._aborting.add(task)
-            task.add_done_callback(self._aborting.discard)
+        task = asyncio.create_task(self._services.engines.abort(rid))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
     # reply
 

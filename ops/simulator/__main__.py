@@ -55,6 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--weight-versions", action="store_true", help="always report the spans of weight versions")
+    parser.add_argument("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
     parser.add_argument("--model", default="simulator")
     parser.add_argument(
         "--adapters", type=_names, default=(), metavar="NAME,…", help="loaded LoRA adapters; other names are refused"
@@ -79,6 +80,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         latency_s=arguments.latency_ms / 1000,
         weight_version=arguments.weight_version,
         weight_versions=arguments.weight_versions,
+        silent_versions=arguments.silent_versions,
         model=arguments.model,
         adapters=arguments.adapters,
         reasoning=arguments.reasoning,

@@ -18,7 +18,8 @@ class Config:
     stops calling tools. ``cache_tokens`` is the size of the prefix cache, and ``prefill_s`` the time for each prompt
     token that is not in it. ``adapters`` are the loaded LoRA adapters. If there are any, other names are refused as the
     engine does; if there are none, every name is accepted. With ``token_in`` a chat takes its prompt's ids from the
-    dialect's own field, as newer builds do.
+    dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
+    0.32.
     """
 
     dialect: Dialect = "sglang"
@@ -26,6 +27,7 @@ class Config:
     latency_s: float = 0.0
     weight_version: str = "default"
     weight_versions: bool = False
+    silent_versions: bool = False
     model: str = "simulator"
     adapters: tuple[str, ...] = ()
     reasoning: float = 0.25
