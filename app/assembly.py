@@ -80,7 +80,12 @@ class Assembly:
         self.fleet = FleetState(database, self.writer, poll_s)
         versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
         self.engines = Engines(
-            client, settings.placement, settings.upstream_api_key, versions, configured=settings.upstream_dialect
+            client,
+            settings.placement,
+            settings.upstream_api_key,
+            versions,
+            configured=settings.upstream_dialect,
+            logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)

@@ -104,6 +104,7 @@ class Settings(BaseSettings):
     database_url: str = Field(default="sqlite+aiosqlite:///./var/turnlog.db", repr=False)
     upstreams: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
+    logprobs_mode: Literal["auto", "raw", "scaled", "processed"] = "auto"
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
@@ -120,6 +121,7 @@ class Settings(BaseSettings):
     on_divergence: OnDivergence = "reject"
     agents: Literal["branches", "sessions"] = "branches"
     session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
+    samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
     max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)

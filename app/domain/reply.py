@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from app.domain.events import Part, PayloadRef, VersionSpan
+from app.domain.events import LogprobsOf, Part, PayloadRef, VersionSpan
 from workers.job import WorkerResult
 
 
@@ -15,7 +15,7 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     epoch) with weight version `dispatched`, if known. `weight_versions` are the spans of the output tokens,
     `message_hash` is the canonical hash of the message, `calls_hash` as in `TurnCommitted`. `sent_ids`: the prompt was
     sent as ids. `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which
-    output tokens, if there were several.
+    output tokens, if there were several. `logprobs_of` as in `TurnCommitted`.
     """
 
     result: WorkerResult
@@ -29,3 +29,4 @@ class ValidatedReply(msgspec.Struct, frozen=True):
     sent_ids: bool = False
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
+    logprobs_of: LogprobsOf | None = None

@@ -12,6 +12,7 @@ from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.samples import Sample
 from app.domain.session import Session
+from app.export.sampling import TurnSampling
 
 Value = object
 """A field of a shaped row: a numpy array, text, bytes, a number, None, `msgspec.Raw`, or lists and maps of these."""
@@ -58,6 +59,7 @@ class Row(msgspec.Struct, frozen=True):
     are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
     and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
+    `sampling` has one for each of `turns`.
     """
 
     session: Session
@@ -73,6 +75,7 @@ class Row(msgspec.Struct, frozen=True):
     replay: bool = False
     root: Root | None = None
     rollout_rows: int = 1
+    sampling: Sequence[TurnSampling] = ()
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

@@ -18,6 +18,7 @@ from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Session, fold
 from app.export.row import Routing, Row, Source, TurnContent
+from app.export.sampling import TurnSampling, sampling_of
 from app.sessions import replay_payloads as replay
 from app.store.bulk import StoredSession
 from app.store.reads import decode_events
@@ -131,6 +132,7 @@ class SessionRows:
             replay=routing,
             root=self._known.root,
             rollout_rows=self._rollout_rows,
+            sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
         )
 
     def _tokens(self, number: int) -> TurnTokens:
@@ -165,6 +167,10 @@ class SessionRows:
             params=self._blob(event.params),
             tools=None if event.tools is None else self._blob(event.tools),
         )
+
+    def _sampling(self, number: int) -> TurnSampling:
+        event = self._known.events[number]
+        return sampling_of(event, self._blob(event.params))
 
     def _conversation(self, sample: Sample) -> list[bytes]:
         """The messages at the end of a segment, as sent and answered."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from app.domain.events import AffinityBound, AffinityReleased, EngineShape
+from app.domain.events import AffinityBound, AffinityReleased, EngineShape, LogprobsOf
 from app.domain.fleet import EngineListed
 from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
@@ -94,13 +94,15 @@ class Answer(msgspec.Struct, frozen=True):
     """An engine's answer.
 
     `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
-    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet.
+    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet. `logprobs_of`
+    as in `TurnCommitted`.
     """
 
     engine: str
     reply: EngineReply
     dispatched: str | None = None
     known: str | None = None
+    logprobs_of: LogprobsOf | None = None
 
 
 class Engines:
@@ -110,7 +112,7 @@ class Engines:
     (`hash`, also used between equal loads). `changed` is set when the set of engines has changed or one needs a health
     check; `regression` when one has a lower weight version than before. `versions` finds out an engine's weight version
     when a generation is sent to it; without, the newest that the engine reported counts. `configured` is the operator's
-    setting of the dialect.
+    setting of the dialect. `logprobs_of` is what the logprobs of an engine are of that does not say it.
     """
 
     def __init__(
@@ -120,8 +122,10 @@ class Engines:
         api_key: str | None = None,
         versions: WeightVersions | None = None,
         configured: DialectChoice = "auto",
+        logprobs_of: LogprobsOf | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
+        self._logprobs_of = logprobs_of
         self._client = client
         self._versions = versions
         self._configured = configured
@@ -166,6 +170,10 @@ class Engines:
         """The dialect of all engines; `auto` if one is not known yet, or if they differ."""
         dialects = {member.dialect for member in self.members.values()}
         return (dialects.pop() if len(dialects) == 1 else None) or "auto"
+
+    def logprobs_of(self, member: Member) -> LogprobsOf | None:
+        """Which distribution the engine's logprobs are of: what it says, else what the operator says."""
+        return member.logprobs_of or self._logprobs_of
 
     def require_some(self) -> None:
         """Raises NoUpstream."""
@@ -277,7 +285,7 @@ class Engines:
         EngineError, ProbeRefused, UpstreamInvalid.
         """
         member = self.members.get(url) or Member(url)
-        if member.token_ids is None:
+        if member.token_ids is None or member.is_refusing:
             running = self._probes.get(url)
             if running is None:
                 running = self._probes[url] = asyncio.create_task(self._probe(member, model), name="turnlog-probe")
@@ -334,7 +342,7 @@ class Engines:
                 reply = await ask(base_url)
                 if member.is_refusing:
                     member.answered()
-                return Answer(base_url, reply, known, known)
+                return Answer(base_url, reply, known, known, self.logprobs_of(member))
             except NotSent as error:
                 member.refused(str(error), time.time())
                 self._needs_check(member)

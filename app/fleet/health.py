@@ -3,7 +3,7 @@
 Each process checks for itself, every few seconds. What an engine is asked:
 
     SGLang   /model_info, which is cheap, and /health, which generates a token
-    vLLM     /is_paused and /weight_info, which only its dev mode has, and /health, which is cheap
+    vLLM     /is_paused, /weight_info and once /server_info, which only its dev mode has, and /health, which is cheap
 
 An engine that answers anything is alive. If /health times out, the engine is `busy`, or `paused` if Turnlog's gate is
 shut or the engine says so: its cache still holds the sessions' prefixes. A 5xx from /health means that the engine
@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from app.fleet.engines import Engines
+from app.fleet.logprobs_mode import LogprobsModes
 from app.fleet.member import Member
 from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineError, EngineReply, NotSent, TimedOut
@@ -71,6 +72,7 @@ class HealthWatch:
         self._client = client
         self._dialect: Literal["sglang", "vllm"] | None = None if dialect == "auto" else dialect
         self._headers = to_control(api_key)
+        self._modes = LogprobsModes(client, self._headers)
         self._is_paused = is_paused
         self._due: dict[str, float] = {}
         self._checking: dict[str, asyncio.Task[None]] = {}
@@ -81,6 +83,7 @@ class HealthWatch:
 
     async def stop(self) -> None:
         await cancelled(self._watching, *self._checking.values())
+        await self._modes.stop()
 
     async def any_alive(self) -> bool:
         """Is any engine alive? Engines of unknown state are checked first."""
@@ -149,6 +152,7 @@ class HealthWatch:
         if _read(info_reply, _IsPaused) is not None:
             self._engines.seen(url, await weight_version(self._client, url, self._headers), known, "vllm")
         self._update(member, info_reply, health, is_gate_shut or self._is_paused(), known)
+        self._modes.ask_if_new(member)
         if url in self._due and (member.failures or member.health == "dead"):
             self._due[url] = min(self._due[url], asyncio.get_running_loop().time() + RECHECK_S)
 

@@ -17,12 +17,10 @@ from app.fleet.engines import PATHS
 from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
-from app.upstream.token_in import KV_MEMBER
+from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import REPLAY
-
-KV_FIELD = "kv_transfer_params"
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -50,7 +48,7 @@ def chat_body(
         parts.append(b',"tools":' + tools)
     parts += [b',"messages":[', b",".join(messages), b"]"]
     if ids is not None and in_kv:
-        parts += [b',"kv_transfer_params":', kv, b'"prompt_token_ids":[', ids, b"]}"]
+        parts += [f',"{KV_FIELD}":'.encode(), kv, f'"{KV_MEMBER}":['.encode(), ids, b"]}"]
     elif ids is not None:
         parts += [b',"input_ids":[', ids, b"]"]
     parts.append(b"}")

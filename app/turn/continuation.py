@@ -182,7 +182,10 @@ class Continuation:
         first = next((one for one in self._generations if one.reply.result.output_tokens), self._generations[0])
         answer = self.newest.answer
         reply = msgspec.structs.replace(answer.reply, body=Body([body]))
-        return msgspec.structs.replace(answer, reply=reply, dispatched=first.answer.dispatched)
+        modes = {one.answer.logprobs_of for one in self._generations if one.reply.result.output_tokens}
+        logprobs_of = modes.pop() if len(modes) == 1 else None
+        dispatched = first.answer.dispatched
+        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched, logprobs_of=logprobs_of)
 
     def parts(self) -> tuple[Part, ...]:
         """Which engine generated which tokens of the joined reply."""

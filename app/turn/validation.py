@@ -89,6 +89,7 @@ class ReplyValidator:
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
+            logprobs_of=answer.logprobs_of,
         )
 
     async def _run_job(self, work: Job, answer: Answer, new_bytes: int) -> WorkerResult:

@@ -18,8 +18,9 @@ from app.upstream.client import EngineClient, EngineReply
 from app.upstream.headers import Headers
 
 IdsField = Literal["input_ids", "kv_transfer_params"]
-"""The field of a chat's body that ids are sent in. vLLM reads the member `prompt_token_ids` of its field."""
+"""The field of a chat's body that ids are sent in. vLLM reads the member `prompt_token_ids` of its own."""
 
+KV_FIELD: IdsField = "kv_transfer_params"
 KV_MEMBER = "prompt_token_ids"
 
 _IDS: dict[IdsField, list[int]] = {"input_ids": [1, 2, 3], "kv_transfer_params": [1, 2, 3, 2]}
@@ -68,7 +69,7 @@ async def probe(client: EngineClient, url: str, headers: Headers, model: bytes |
     }
     if model is not None:
         body["model"] = msgspec.Raw(model)
-    with_ids = {**body, "input_ids": _IDS["input_ids"], "kv_transfer_params": {KV_MEMBER: _IDS["kv_transfer_params"]}}
+    with_ids = {**body, "input_ids": _IDS["input_ids"], KV_FIELD: {KV_MEMBER: _IDS[KV_FIELD]}}
     reply = await client.post(url, msgspec.json.encode(with_ids), headers)
     if reply.status in (400, 422):
         # Is it the fields that it refuses, or is there something else wrong?

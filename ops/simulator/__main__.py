@@ -57,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weight-versions", action="store_true", help="always report the spans of weight versions")
     parser.add_argument("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
     parser.add_argument("--model", default="simulator")
+    parser.add_argument("--logprobs-mode", help="what vLLM's /server_info names; without it the route is missing")
     parser.add_argument(
         "--adapters", type=_names, default=(), metavar="NAME,…", help="loaded LoRA adapters; other names are refused"
     )
@@ -82,6 +83,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         weight_versions=arguments.weight_versions,
         silent_versions=arguments.silent_versions,
         model=arguments.model,
+        logprobs_mode=arguments.logprobs_mode,
         adapters=arguments.adapters,
         reasoning=arguments.reasoning,
         experts=arguments.experts,

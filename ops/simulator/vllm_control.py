@@ -44,6 +44,8 @@ class VllmControl:
             ("GET", "/weight_info"): self._weight_info,
             ("POST", "/update_weight_version"): self._update_weight_version,
         }
+        if engine.config.logprobs_mode is not None:
+            self._dev_mode["GET", "/server_info"] = self._server_info
         self._scale_out: Routes = {("POST", "/inference/v1/abort_requests"): self._scale_out_abort}
 
     def find(self, method: str, path: str) -> Handler | None:
@@ -51,6 +53,10 @@ class VllmControl:
         behaviour = self._behaviour()
         routes = (self._dev_mode if behaviour.dev_mode else {}) | (self._scale_out if behaviour.scale_out else {})
         return routes.get((method, path))
+
+    async def _server_info(self, body: bytes, query: Query) -> Reply:
+        model_config = {"model": self._engine.config.model, "logprobs_mode": self._engine.config.logprobs_mode}
+        return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
 
     async def _pause_generation(self, body: bytes, query: Query) -> Reply:
         mode = query.get("mode", "abort")

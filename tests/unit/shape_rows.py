@@ -15,6 +15,7 @@ from app.domain.events import Recorded, SessionConfig, TurnCommitted, VersionSpa
 from app.domain.samples import TurnTokens, samples
 from app.domain.session import AssignedReward, Session, Status, fold
 from app.export.row import Routing, Row, Source, TurnContent
+from app.export.sampling import TurnSampling, sampling_of
 
 JSON = dict[str, Any]
 
@@ -107,6 +108,7 @@ def rows(
             routing=routing or {},
             advantage=advantage,
             rollout_rows=len(found),
+            sampling=[_sampling(turns[span.turn - 1], content[span.turn].event) for span in sample.turns],
         )
         for sample in found
     ]
@@ -135,6 +137,10 @@ def _stored(number: int, turn: Given, turns: Sequence[Given]) -> TurnTokens:
         cached_tokens=base,
     )
     return TurnTokens(event, int32(turn.prompt), int32(turn.output), float64(turn.logprobs))
+
+
+def _sampling(turn: Given, event: TurnCommitted) -> TurnSampling:
+    return sampling_of(event, raw({name: value for name, value in turn.params.items() if name != "model"}))
 
 
 def _content(turn: Given, event: TurnCommitted) -> TurnContent:

@@ -17,6 +17,7 @@ from app.export.shapes import atropos
 ABSENT = "atroposlib is not installed: pip install torch==2.13.0 atroposlib"
 
 COLD = {"temperature": 0.5}
+UNKNOWN = {"logprobs_of": "unknown", "temperature": None, "top_k": None, "top_p": None, "min_p": None}
 
 
 def group() -> list[Row]:
@@ -45,6 +46,10 @@ def test_a_group_of_two() -> None:
         "rollout_rows": [1, 1],
         "rollout_weights": [1.0, 1.0],
         "rollout_advantages": None,
+        "sampling": [
+            [{"turn": 1, **UNKNOWN, "temperature": 0.7}, {"turn": 2, **UNKNOWN}],
+            [{"turn": 1, **UNKNOWN, "temperature": 0.5}],
+        ],
     }
     assert set(found) == set(atropos.COLUMNS)
 

@@ -27,7 +27,9 @@ def read(shape: str, row: Row) -> JSON:
 
 WHO = {"session_id": "s", "segment": 0, "group_id": "g", "attempt": 2, "status": "truncated", "final": True}
 ROLLOUT = {"rollout_id": "s", "rollout_rows": 1, "rollout_weight": 1.0}
-OURS = {**WHO, "cursor": "after-s-0", "advantage": -0.5, **ROLLOUT}
+DEFAULTS = {"logprobs_of": "unknown", "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+SAMPLING = {"sampling": [{"turn": 1, **DEFAULTS, "temperature": 0.7}, {"turn": 2, **DEFAULTS}]}
+OURS = {**WHO, "cursor": "after-s-0", "advantage": -0.5, **ROLLOUT, **SAMPLING}
 SAID = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}] * 2
 TURN = {"engine": "http://engine", "dispatched": None, "adapter": None, "parts": []}
 SLIME = {
@@ -127,6 +129,7 @@ GOLDEN: dict[str, JSON] = {
     "tinker": {
         **WHO,
         **ROLLOUT,
+        **SAMPLING,
         "cursor": "after-s-0",
         "model_input": [1, 2, 3, 5],
         "target_tokens": [2, 3, 5, 6],
@@ -148,6 +151,7 @@ GOLDEN: dict[str, JSON] = {
     "prime-rl": {
         **WHO,
         **ROLLOUT,
+        **SAMPLING,
         "cursor": "after-s-0",
         "token_ids": [1, 2, 3, 5, 6],
         "mask": [False, False, True, False, True],
@@ -178,6 +182,7 @@ GOLDEN: dict[str, JSON] = {
         "rollout_rows": [1],
         "rollout_weights": [1.0],
         "rollout_advantages": [-0.5],
+        "sampling": [SAMPLING["sampling"]],
     },
 }
 """The 4 that the first turn sampled was trimmed; the prompt's 5 stands in the response, masked."""

@@ -61,6 +61,7 @@ export interface Engine {
   weight_version: string | null;
   weight_version_regressed: { before: string; after: string; at: number } | null;
   sessions: boolean | null;
+  logprobs_of: "raw" | "scaled" | "processed" | "logits" | null;
 }
 
 /** `held`: turns that wait at the gate. */

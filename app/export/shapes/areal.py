@@ -24,6 +24,7 @@ COLUMNS: Columns = {
     "advantage": "float64",
     **identity.COLUMNS,
     **identity.ROLLOUT,
+    **identity.SAMPLING,
 }
 
 
@@ -48,4 +49,5 @@ def fields(row: Row) -> Fields:
         "advantage": row.advantage,
         **identity.fields(row),
         **identity.rollout(row),
+        **identity.sampling(row),
     }

@@ -13,6 +13,7 @@ import numpy as np
 
 from app.export.columns import Columns
 from app.export.row import Fields, Row, Unfit
+from app.export.shapes import identity
 from app.export.shapes.temperature import temperatures
 
 MASKED = -100
@@ -35,6 +36,7 @@ COLUMNS: Columns = {
     "rollout_rows": "[int64]",
     "rollout_weights": "[float64]",
     "rollout_advantages": "[float64]",
+    **identity.SAMPLING,
 }
 
 
@@ -69,6 +71,7 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "rollout_rows": [row.rollout_rows for row in rows],
         "rollout_weights": np.array([row.rollout_weight for row in rows]),
         "rollout_advantages": np.array([row.advantage for row in rows]) if has_advantages else None,
+        "sampling": [identity.sampling(row)["sampling"] for row in rows],
     }
 
 

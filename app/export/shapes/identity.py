@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from app.export.columns import Columns
 from app.export.row import Fields, Row
 
@@ -20,7 +22,10 @@ ROLLOUT: Columns = {
     "rollout_rows": "int64",
     "rollout_weight": "float64",
 }
-"""The last columns of each shape, for trainers that count rollouts instead of rows."""
+"""Columns of each shape, for trainers that count rollouts instead of rows."""
+
+SAMPLING: Columns = {"sampling": "json"}
+"""The last column of each shape: which distribution each turn's logprobs are of."""
 
 
 def fields(row: Row) -> Fields:
@@ -42,3 +47,7 @@ def rollout(row: Row) -> Fields:
         "rollout_rows": row.rollout_rows,
         "rollout_weight": row.rollout_weight,
     }
+
+
+def sampling(row: Row) -> Fields:
+    return {"sampling": [msgspec.structs.asdict(turn) for turn in row.sampling]}

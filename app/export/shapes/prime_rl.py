@@ -33,6 +33,7 @@ COLUMNS: Columns = {
     "reward": "float64",
     **identity.COLUMNS,
     **identity.ROLLOUT,
+    **identity.SAMPLING,
 }
 
 
@@ -66,6 +67,7 @@ def fields(row: Row) -> Fields:
         "reward": row.reward,
         **identity.fields(row),
         **identity.rollout(row),
+        **identity.sampling(row),
     }
 
 

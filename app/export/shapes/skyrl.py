@@ -29,6 +29,7 @@ COLUMNS: Columns = {
     "advantage": "float64",
     **identity.COLUMNS,
     **identity.ROLLOUT,
+    **identity.SAMPLING,
 }
 
 STOP_REASONS = {"truncated": "length", "aborted": "abort"}
@@ -62,6 +63,7 @@ def fields(row: Row) -> Fields:
         "advantage": row.advantage,
         **identity.fields(row),
         **identity.rollout(row),
+        **identity.sampling(row),
     }
 
 

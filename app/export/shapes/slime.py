@@ -86,5 +86,11 @@ def metadata(row: Row, beside: Fields) -> Fields:
     own: dict[str, Value] = (
         {} if row.metadata is None else msgspec.json.decode(row.metadata, type=dict[str, msgspec.Raw])
     )
-    ours = {**identity.fields(row), "advantage": row.advantage, **beside, **identity.rollout(row)}
+    ours = {
+        **identity.fields(row),
+        "advantage": row.advantage,
+        **beside,
+        **identity.rollout(row),
+        **identity.sampling(row),
+    }
     return {**own, "turnlog": {name: value for name, value in ours.items() if value is not None}}

@@ -22,6 +22,7 @@ COLUMNS: Columns = {
     "reward": "float64",
     **identity.COLUMNS,
     **identity.ROLLOUT,
+    **identity.SAMPLING,
 }
 
 
@@ -44,4 +45,5 @@ def fields(row: Row) -> Fields:
         "reward": row.reward,
         **identity.fields(row),
         **identity.rollout(row),
+        **identity.sampling(row),
     }

@@ -19,6 +19,7 @@ COLUMNS: Columns = {
     "advantage": "float64",
     **identity.COLUMNS,
     **identity.ROLLOUT,
+    **identity.SAMPLING,
 }
 
 
@@ -38,4 +39,5 @@ def fields(row: Row) -> Fields:
         "advantage": row.advantage,
         **identity.fields(row),
         **identity.rollout(row),
+        **identity.sampling(row),
     }

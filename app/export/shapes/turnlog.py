@@ -52,6 +52,7 @@ COLUMNS: Columns = {
     "fork_turn": "int64",
     "agent_id": "text",
     "pinned": "json",
+    **identity.SAMPLING,
 }
 
 
@@ -100,6 +101,7 @@ def fields(row: Row) -> Fields:
         "fork_turn": sample.place.fork_turn,
         "agent_id": sample.agent_id,
         "pinned": {"model": config.model, "params": config.params} if config.model or config.params else None,
+        **identity.sampling(row),
     }
 
 

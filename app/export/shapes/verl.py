@@ -54,5 +54,6 @@ def fields(row: Row) -> Fields:
             "routed_experts_missing": missing,
             "reward_extra_info": {},
             **identity.rollout(row),
+            **identity.sampling(row),
         },
     }

@@ -82,14 +82,19 @@ def _run(module: str, *arguments: str, given: str = "") -> str:
 
 
 class EngineProcess(OwnProcess):
-    """A running `vllm serve`, as a context manager. `folder` gets its log."""
+    """A running `vllm serve`, as a context manager. `folder` gets its log.
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    With `logprobs_mode` it is in dev mode, where it says its mode.
+    """
+
+    def __init__(self, model: Path, folder: Path, logprobs_mode: str | None = None) -> None:
+        asked = ["--logprobs-mode", logprobs_mode] if logprobs_mode else []
+        dev_mode = {"VLLM_SERVER_DEV_MODE": "1"} if logprobs_mode else {}
         command = [str(FOLDER / "bin" / "vllm"), "serve", str(model), "--served-model-name", SERVED_AS]
         super().__init__(
-            [*command, "--host", "127.0.0.1", "--port", PORT, *_ARGUMENTS.split()],
+            [*command, "--host", "127.0.0.1", "--port", PORT, *_ARGUMENTS.split(), *asked],
             folder / "engine.log",
-            environment={**os.environ, **_ENVIRONMENT},
+            environment={**os.environ, **_ENVIRONMENT, **dev_mode},
             start_timeout_s=START_S,
             group=True,
         )
