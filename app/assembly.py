@@ -33,6 +33,7 @@ from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.services import TurnServices
 from app.turn.session_control import SessionControls
+from app.turn.staging import Staging
 from app.turn.token_in import TokenIn
 from app.turn.turns import Turns
 from app.turn.validation import ReplyValidator, Workers
@@ -124,6 +125,7 @@ class Assembly:
             incarnation=incarnation,
             lease_s=self._recovery.lease_to_judge_by,
         )
+        self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(
@@ -151,6 +153,7 @@ class Assembly:
                 gates=self.gates,
                 placement=Placement(self.engines, self.cache, settings, clock),
                 validator=ReplyValidator(pool, settings),
+                staging=self.staging,
                 token_in=self.token_in,
                 controls=self._controls,
                 large_bodies=LargeBodies(),

@@ -103,6 +103,12 @@ class Metrics:
         self.turns_rolled_back = self._counter(
             "turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."
         )
+        self.turns_staged = self._counter(
+            "turnlog_turns_staged_total", "Turns whose tokens are staged, and what became of them.", "outcome"
+        )
+        self.tokens_restored = self._counter(
+            "turnlog_tokens_restored_total", "Staged tokens that a retry did not have to generate again."
+        )
         self.turns_gated = self._gauge("turnlog_turns_gated", "Turns that wait at a gate until a pause ends.")
 
     def _traffic_instruments(self) -> None:

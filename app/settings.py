@@ -113,6 +113,7 @@ class Settings(BaseSettings):
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
     engine_session_ids: bool = False
     on_abort: OnAbort | None = None
+    stage_tokens_s: float = Field(default=0, ge=0, le=3600)
     tokenizer: str | None = None
     tito_family: str = "auto"
     rollback_window: int = Field(default=1, ge=0, le=1000)

@@ -30,7 +30,7 @@ from app.store.engine import Database
 from app.store.ports import LOCKED_S
 from app.store.projections import require_revision
 from app.store.salvage import Damage
-from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, turns
+from app.store.schema import blobs, chunks, events, metadata, refused_replies, snapshots, staged_tokens, turns
 from app.store.sqlite import CHECKPOINT_BYTES, GIVE_BACK_PAGES
 from ops.keeping import (
     DONE,
@@ -57,7 +57,7 @@ from ops.salvage import salvage as copy_rest
 
 MIB = 1 << 20
 
-CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, snapshots)
+CONTENT: Sequence[Table] = (events, turns, blobs, chunks, refused_replies, staged_tokens, snapshots)
 """The tables that an erasure deletes from, and the event log, in which it rewrites rewards."""
 
 LOCK_TIMEOUT = "10s"

@@ -50,6 +50,21 @@ class _ParsedCall(msgspec.Struct):
     function: _Function
 
 
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs
+
+
+class _Reply(msgspec.Struct):
+    """Part of a chat's reply."""
+
+    choices: list[_Choice]
+
+
+_CHOICES = msgspec.json.Decoder(_Reply)
 _TOKENS = msgspec.json.Decoder(list[_Token])
 _TEXTS = msgspec.json.Decoder(list[str])
 _TRIPLES = msgspec.json.Decoder(list[tuple[float, int, str | None]])
@@ -114,6 +129,12 @@ def token_texts(meta: Fields, logprobs: Fields, count: int) -> list[bytes] | Non
         return None
     known = [text for text in found if text is not None]
     return known if len(known) == count else None
+
+
+def text_of(body: bytes) -> str:
+    """The text of a chat reply's tokens, as reported with the logprobs."""
+    [choice] = _CHOICES.decode(body).choices
+    return b"".join(_bytes(one.token, one.bytes) or b"" for one in choice.logprobs.content).decode("utf-8", "replace")
 
 
 def _bytes(text: str | None, raw: list[int] | None) -> bytes | None:

@@ -77,6 +77,8 @@ def refresh(app: Services) -> None:
     metrics.connections.set(app.connection_limit.connections)
     metrics.total(metrics.connections_refused, app.connection_limit.refused)
     metrics.loop_lag.set(app.lag.largest_s)
+    metrics.totals(metrics.turns_staged, app.staging.counters.turns)
+    metrics.total(metrics.tokens_restored, app.staging.counters.tokens_restored)
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)

@@ -32,7 +32,7 @@ from app.upstream.client import (
 )
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
-from app.upstream.streams import BadStream, Push, ReplyStream
+from app.upstream.streams import BadStream, CutStream, StreamReader
 from app.upstream.token_in import IdsField, ProbeRefused, probe
 
 log = logging.getLogger("turnlog.engines")
@@ -72,6 +72,9 @@ BodyFor = Callable[[str], Awaitable[bytes]]
 
 May raise EngineError, ProbeRefused, and AppError if the engine cannot get the request.
 """
+
+OpenStream = Callable[[str, str | None], StreamReader]
+"""Makes the reader of a reply that is a stream, from the engine's base URL and the weight version known of it."""
 
 AwayCause = Literal["listed", "draining", "dead", "expired"]
 
@@ -226,13 +229,13 @@ class Engines:
         rid: str = "",
         version: str | None = None,
         may_send: Callable[[], bool] | None = None,
-        push: Push | None = None,
+        open_stream: OpenStream | None = None,
     ) -> Answer:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
-        `version` is the adapter's weight version, if known. `push` takes the deltas of a reply that the engine streams;
-        the answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
+        `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
+        answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
         refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
 
@@ -249,7 +252,7 @@ class Engines:
             if rid:
                 self._generating[rid] = url
             named = with_request_id(headers, rid, self._dialect_of(url))
-            stream = None if push is None else ReplyStream(push)
+            stream = None if open_stream is None else open_stream(url, dispatched[url])
             return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
 
         try:
@@ -348,6 +351,9 @@ class Engines:
                 raise UpstreamUnreachable(f"{base_url} ended the connection ({error})") from error
             except TimedOut as error:
                 raise UpstreamTimeout(f"{base_url} did not answer in time") from error
+            except CutStream as error:
+                self._needs_check(member)
+                raise UpstreamUnreachable(f"{base_url} ended its stream early: {error}") from error
             except BadStream as error:
                 raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             except TooLarge as error:

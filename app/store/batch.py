@@ -35,6 +35,7 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import Event
+from app.store import staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import Operation, append_all, refused, tombstone
@@ -148,6 +149,7 @@ class _Batch:
         tx.insert(sql.insert_turn, [commit.turn_row() for _, commit in winners])
         tx.insert(sql.insert_blob, [row for _, commit in winners for row in commit.blob_rows()])
         tx.insert(sql.insert_chunk, [row for _, commit in winners for row in commit.chunk_rows()])
+        staged_tokens.drop_of_sessions(tx, [commit.session_id for _, commit in winners if commit.stages])
         versions = self._advance([commit for _, commit in winners])
         self._append(
             [

@@ -150,6 +150,19 @@ class StoreOperation(BaseOperation, frozen=True):
         return ""
 
 
+def holds(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: float | None) -> bool:
+    """Does this process still hold the open turn under this fence? `opened_at` as in `Commit`."""
+    tx.lock(sql.lock_head, {"sid": session_id})
+    statement = sql.holds_open_turn if opened_at is None else sql.holds_opened_turn
+    return tx.one(statement, held_by(session_id, fence, incarnation, opened_at)) is not None
+
+
+def held_by(session_id: str, fence: int, incarnation: int, opened_at: float | None) -> dict[str, Any]:
+    """Parameters of the statements on a held open turn."""
+    held = {"sid": session_id, "fenced": fence, "incarnation": incarnation}
+    return held if opened_at is None else {**held, "opened_at": opened_at}
+
+
 def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
     """Abandon open turns of others; those that have ended meanwhile are skipped."""
     tx.lock(sql.lock_head, {"sid": session_id})

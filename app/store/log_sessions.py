@@ -8,7 +8,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
-from app.store import groups, rollouts
+from app.store import groups, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
@@ -164,6 +164,7 @@ class Close(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         abandoned = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        staged_tokens.drop_of_session(tx, self.session_id)
         if self.engine_session is not None:
             end_at_engine(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
@@ -187,6 +188,7 @@ class CloseIdle(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
+        staged_tokens.drop_of_session(tx, self.session_id)
         if self.engine_session is not None:
             end_at_engine(tx, self.session_id, self.engine_session)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
@@ -261,6 +263,7 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
+        staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")

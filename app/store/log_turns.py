@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
-from app.store import groups
+from app.store import groups, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
 from app.store.log import (
@@ -26,6 +26,8 @@ from app.store.log import (
     append_after,
     blob_row,
     chunk_row,
+    held_by,
+    holds,
     refused,
     size_of,
     tombstone,
@@ -163,9 +165,7 @@ class Stage(BaseOperation, frozen=True):
         return size_of(self.chunks)
 
     def apply(self, tx: Tx) -> bool:
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        held = _held(self.session_id, self.fence, self.incarnation, self.opened_at)
-        if tx.one(sql.holds_open_turn if self.opened_at is None else sql.holds_opened_turn, held) is None:
+        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
             return False
         tx.insert(sql.insert_chunk, [chunk_row(self.session_id, self.fence, chunk) for chunk in self.chunks])
         return True
@@ -184,7 +184,8 @@ class Commit(BaseOperation, frozen=True):
     """Commit the open turn if its fence is still valid; else nothing is written.
 
     `chunks` are those that were not staged. Staged ones must still be there: staging is not synced, and a PostgreSQL
-    crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process.
+    crash may have undone it but kept the claim. `is_alone`: no other turn is in flight in this process. `stages`: turns
+    stage their tokens, which go with the commit; those that turns before it left too, but in a tree they may yet go on.
 
     The events of a turn of a tree depend on the turns committed before it: they are written only after `decided_at`,
     else the outcome is Stale, and they must be decided again. `opened_at` is then when its claim was taken: where a
@@ -201,6 +202,7 @@ class Commit(BaseOperation, frozen=True):
     blobs: Sequence[StoredBlob]
     chunks: Sequence[StoredChunk] = ()
     is_alone: bool = False
+    stages: bool = False
     decided_at: Decided | None = None
     opened_at: float | None = None
 
@@ -223,6 +225,10 @@ class Commit(BaseOperation, frozen=True):
         tx.insert(sql.insert_turn, [self.turn_row()])
         tx.insert(sql.insert_blob, self.blob_rows())
         tx.insert(sql.insert_chunk, self.chunk_rows())
+        if self.stages and self.decided_at is None:
+            staged_tokens.drop_of_session(tx, self.session_id)
+        elif self.stages:
+            staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
         changes = {"sid": self.session_id, "count": len(self.events), "freed": 1, "committed": 1, "at": self.at}
         head = tx.one(groups.commit_head, {**changes, "weight": self.weight, "by": self.turn.engine})
         appended = append_after(tx, self.session_id, self.at, self.events, head)
@@ -278,16 +284,12 @@ def _take(tx: Tx, session_id: str, fence: int, incarnation: int, opened_at: floa
     """Release the open turn if this process still holds it under this fence; was it held?"""
     tx.lock(sql.lock_head, {"sid": session_id})
     statement = sql.free_open_turn if opened_at is None else sql.free_opened_turn
-    return tx.one(statement, _held(session_id, fence, incarnation, opened_at)) is not None
-
-
-def _held(session_id: str, fence: int, incarnation: int, opened_at: float | None) -> dict[str, Any]:
-    held = {"sid": session_id, "fenced": fence, "incarnation": incarnation}
-    return held if opened_at is None else {**held, "opened_at": opened_at}
+    return tx.one(statement, held_by(session_id, fence, incarnation, opened_at)) is not None
 
 
 class Release(BaseOperation, frozen=True):
-    """End the open turn without a commit. `opened_at` as in `Commit`."""
+    """End the open turn without a commit. `opened_at` as in `Commit`. `keeps_staged`: a retry may go on from the tokens
+    that it has staged."""
 
     durable: ClassVar[bool] = False
     runs_inline: ClassVar[bool] = True
@@ -297,11 +299,14 @@ class Release(BaseOperation, frozen=True):
     at: float
     event: Event
     opened_at: float | None = None
+    keeps_staged: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
         if not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
             return refused(tx, self.session_id)
         tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
+        if not self.keeps_staged:
+            staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
         released = advance_head(tx, self.session_id, self.at, [self.event], freed=1)
         reach("in_release")
         return released

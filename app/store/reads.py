@@ -25,6 +25,7 @@ from app.store.schema import (
     refused_replies,
     sessions,
     snapshots,
+    staged_tokens,
     store_meta,
     turns,
 )
@@ -70,7 +71,7 @@ def head(connection: Connection, session_id: str) -> Head | None:
 
 def read_all_rows(connection: Connection, session_id: str) -> None:
     """Read every row of a session without its content, to find a damaged page."""
-    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies):
+    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies, staged_tokens):
         columns = [column for column in table.columns if not isinstance(column.type, Content)]
         connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
 

@@ -1,8 +1,8 @@
 """Copies what can be read of a damaged SQLite store, without hiding what is lost.
 
 A lost head or claim is derived from the log. A lost event becomes a row that cannot be decoded, so that the session
-stays unreadable in the copy. Lost content is left out; the log still describes it. Snapshots are a cache and are not
-copied.
+stays unreadable in the copy. Lost content is left out; the log still describes it. Snapshots and the tokens of turns in
+flight are not copied.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from app.store.schema import (
     refused_replies,
     sessions,
     snapshots,
+    staged_tokens,
     store_meta,
     turns,
 )
 
 CONTENT: Sequence[Table] = (turns, blobs, chunks, refused_replies)
 OF_SESSIONS: Sequence[Table] = (sessions, events, open_turns, *CONTENT)
+NOT_COPIED: Sequence[Table] = (snapshots, staged_tokens)
 
 PAGE = 256
 """Rows of a table that is of no session, read at a time."""
@@ -104,7 +106,7 @@ class _Copy:
 
     def run(self, report: Report) -> Damage:
         for table in metadata.sorted_tables:
-            if table is not snapshots and table not in OF_SESSIONS:
+            if table not in NOT_COPIED and table not in OF_SESSIONS:
                 report(f"table {table.name}")
                 self._table(table)
         every = session_ids(self._source, OF_SESSIONS)

@@ -22,6 +22,8 @@ from app.errors import (
     SessionUnreadable,
     StoreUnavailable,
     TooManyTurns,
+    UpstreamTimeout,
+    UpstreamUnreachable,
 )
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
@@ -243,11 +245,13 @@ class Claims:
         status: int | None = None,
         detail: str | None = None,
         reply: Body | None = None,
+        *,
+        keeps_staged: bool = False,
     ) -> None:
         """Release a claim after an invalid reply or an engine's error. The start of `reply` is kept for diagnosis."""
         session_id, turn, fence = claimed.session.session_id, claimed.opened.turn, claimed.fence
-        if reply is None:
-            await self.release(claimed, TurnRejected(turn, fence, reason, status, detail))
+        if reply is None or keeps_staged:
+            await self._release(self._end(claimed, TurnRejected(turn, fence, reason, status, detail), keeps_staged))
             return
         kept = reply.beginning(KEPT_BYTES)
         event = TurnRejected(turn, fence, reason, status, detail, len(reply), len(kept))
@@ -267,12 +271,14 @@ class Claims:
     async def fail(
         self, claimed: ClaimedTurn, error: AppError, detail: str | None = None, reply: Body | None = None
     ) -> None:
-        """Release a claim after an error. If the store is unavailable, release it in the background."""
+        """Release a claim after an error. If the store is unavailable, release it in the background. Of a turn whose
+        engine did not finish, or that could not be written, a retry may go on from what it has staged."""
+        keeps_staged = isinstance(error, (UpstreamUnreachable, UpstreamTimeout, StoreUnavailable))
         if not isinstance(error, StoreUnavailable):
-            await self.reject(claimed, error.code, None, detail, reply)
+            await self.reject(claimed, error.code, None, detail, reply, keeps_staged=keeps_staged)
             return
         event = TurnRejected(claimed.opened.turn, claimed.fence, error.code, None, detail)
-        self._retry_release(self._end(claimed, event), 0)
+        self._retry_release(self._end(claimed, event, keeps_staged), 0)
 
     async def abandon(self, claimed: ClaimedTurn, reason: Literal["disconnect", "not_released"]) -> None:
         """Release the claim of a turn that no longer runs."""
@@ -281,9 +287,9 @@ class Claims:
     async def release(self, claimed: ClaimedTurn, event: Event) -> None:
         await self._release(self._end(claimed, event))
 
-    def _end(self, claimed: ClaimedTurn, event: Event) -> Release:
-        session_id = claimed.session.session_id
-        return Release(session_id, claimed.fence, self.incarnation, self._clock(), event, claimed.opened_at)
+    def _end(self, claimed: ClaimedTurn, event: Event, keeps_staged: bool = False) -> Release:
+        session_id, at = claimed.session.session_id, self._clock()
+        return Release(session_id, claimed.fence, self.incarnation, at, event, claimed.opened_at, keeps_staged)
 
     async def _release(self, operation: Release | Reject) -> None:
         """Release a claim. If the store is unavailable, retry in the background; the turn gets no error."""
@@ -294,7 +300,8 @@ class Claims:
             return  # Nobody can use the session, nor its claim.
         except AppError as error:
             log.warning("session %s: the claim %d could not be released yet: %s", session_id, fence, error)
-            release = Release(session_id, fence, self.incarnation, operation.at, event, operation.opened_at)
+            keeps = isinstance(operation, Release) and operation.keeps_staged
+            release = Release(session_id, fence, self.incarnation, operation.at, event, operation.opened_at, keeps)
             self._retry_release(release, RELEASE_RETRY_S)
 
     def _retry_release(self, operation: Release, pause_s: float) -> None:

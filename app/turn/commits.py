@@ -15,7 +15,7 @@ from app.sessions.lifecycle import refusal
 from app.store.log import Appended, Refused, StoredChunk, size_of
 from app.store.log_turns import Commit, Decided, Stage, Stale
 from app.turn.context import ClaimedTurn, TurnContext
-from app.turn.generation import GeneratedTurn
+from app.turn.dispatch import GeneratedTurn
 from app.turn.services import TurnServices
 from app.turn.token_in import added_text
 from app.turn.validation import stored_chunks
@@ -123,6 +123,7 @@ class Commits:
             new_blobs,
             chunks,
             is_alone=self._is_alone(),
+            stages=services.staging.is_on,
             opened_at=claimed.opened_at,
         )
 

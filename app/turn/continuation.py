@@ -72,10 +72,12 @@ def _has_grammar(request: Request) -> bool:
 
 
 class GeneratedPart(msgspec.Struct, frozen=True):
-    """One generation: the engine's answer, and the validated reply."""
+    """One generation: the engine's answer, and the validated reply. `is_cut`: the engine or the server died, so that it
+    is continued whatever is done with aborted ones."""
 
     answer: Answer
     reply: ValidatedReply
+    is_cut: bool = False
 
 
 class Continuation:
@@ -104,6 +106,10 @@ class Continuation:
             and self._param("tool_choice") != "none",
         )
         self._append(first)
+
+    @property
+    def first(self) -> GeneratedPart:
+        return self._generations[0]
 
     @property
     def newest(self) -> GeneratedPart:

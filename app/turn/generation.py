@@ -8,36 +8,30 @@ prompt ─▶ gate ─▶ placement ─▶ engine ─▶ validation ─▶ (the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 
 from app.crash_points import reach
 from app.domain import decide
-from app.domain.events import OnAbort
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.request import ChatRequest
 from app.domain.rids import RID_CHARACTERS, RID_MARK
-from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
+from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.engines import Answer, EngineChoice
-from app.sessions.cache import id_text, require_open
+from app.sessions.cache import id_text
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
-from app.turn.engine_body import EngineBody, IdsOrigin, TakesNoIds
-from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
-from app.turn.live import LiveStream
+from app.turn.dispatch import Dispatch, EngineRefusal, GeneratedTurn, PreparedTurn
+from app.turn.engine_body import EngineBody, TakesNoIds
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import TurnStage
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
-from app.upstream.client import Withheld
-from app.upstream.headers import Headers
-from app.upstream.streams import STREAM, Push
 from workers import codec
 from workers.codec import Facts
 from workers.parse_parts import UNKNOWN_VERSION
@@ -51,27 +45,6 @@ EMPTY_TRIES = 5
 """Attempts of this kind in a row: three seconds in all."""
 
 
-class GeneratedTurn(msgspec.Struct, frozen=True):
-    """A validated reply with its body and headers, and what was sent for it. `new` are the messages not stored yet."""
-
-    reply: ValidatedReply
-    body: Body
-    headers: Headers
-    request: EngineRequest
-    new: Sequence[bytes]
-    prompt: PromptIds | None
-    options: EngineRequestOptions
-    choice: EngineChoice
-
-
-class EngineRefusal(msgspec.Struct, frozen=True):
-    """An engine's own error, which is passed to the client."""
-
-    status: int
-    headers: Headers
-    body: Body
-
-
 class Generation:
     """The generation of one turn. `received` is the body being validated: it is kept if the reply is rejected."""
 
@@ -83,34 +56,112 @@ class Generation:
         self._context = context
         self._claimed = claimed
         self._controlled = controlled
+        self._dispatch = Dispatch(services, context, claimed)
         self._requested_at = services.clock()
 
     async def run(self) -> GeneratedTurn | EngineRefusal:
         """Raises TurnCancelled, and AppError from the engine, the validation and the prompt."""
-        context, claimed, services = self._context, self._claimed, self._services
+        try:
+            turn = await self._prepared()
+            outcome = await self._resumed(turn) or await self._generated(turn)
+        except (UpstreamUnreachable, UpstreamTimeout):
+            if self._dispatch.staged is not None:
+                await self._dispatch.staged.end_part()
+            raise
+        finally:
+            if self._dispatch.staged is not None:
+                await self._dispatch.staged.settled()
+        if isinstance(outcome, GeneratedTurn):
+            await self._require_no_drift(outcome)
+        return outcome
+
+    async def _prepared(self) -> PreparedTurn:
+        context, services = self._context, self._services
         request, new = await services.large_bodies.run(context.large, self._request)
         messages = [*await self._stored_messages(), *new]
         with context.flight.cancellable():
             prompt = await self._prompt(request)
-            await self._pass_gate()
-            choice = await services.placement.place(claimed.session, claimed.idle_since)
-            if self._controlled is not None:
-                choice = await self._controlled.place(choice)
-            body, answer = await self._ask_engine(choice, request, messages, prompt)
-            options, prompt = body.options, body.prompt
-        part = await self._validate(answer, new, options, prompt)
+        dialect = services.engines.dialect
+        self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect)
+        return PreparedTurn(request, messages, new, prompt)
+
+    async def _placed(self) -> EngineChoice:
+        """The engines to try, once the gates are open."""
+        claimed = self._claimed
+        await self._dispatch.pass_gate()
+        choice = await self._services.placement.place(claimed.session, claimed.idle_since)
+        return choice if self._controlled is None else await self._controlled.place(choice)
+
+    async def _generated(self, turn: PreparedTurn) -> GeneratedTurn | EngineRefusal:
+        """Generate the turn from its beginning."""
+        body = self._dispatch.body(turn)
+        with self._context.flight.cancellable():
+            choice = await self._placed()
+            answer, is_cut = await self._answer(self._dispatch.ask(choice, body))
+        part = await self._validate(answer, turn.new, body.options, body.prompt, is_cut=is_cut)
         if isinstance(part, EngineRefusal):
             return part
-        generated = GeneratedTurn(
-            part.reply, part.answer.reply.body, part.answer.reply.headers, request, new, prompt, options, choice
-        )
-        if part.reply.result.finish_reason == "abort":
-            outcome = await self._after_abort(generated, part, messages)
-            if isinstance(outcome, EngineRefusal):
-                return outcome
-            generated = outcome
-        await self._require_no_drift(generated)
-        return generated
+        generated = _whole(turn, part, body.options, body.prompt, choice)
+        if part.reply.result.finish_reason != "abort":
+            return generated
+        try:
+            return await self._after_abort(generated, part, turn)
+        except TakesNoIds as engine:
+            raise UpstreamUnreachable(f"{part.answer.engine} died, and {engine} takes no token ids") from engine
+
+    async def _answer(self, sent: Awaitable[Answer]) -> tuple[Answer, bool]:
+        """The engine's answer, or what had come of it when the engine died; True then.
+
+        A client that has got some of it live would get no more, so it gets the error, and its retry goes on. Raises as
+        `Engines.generate`.
+        """
+        try:
+            return await sent, False
+        except UpstreamUnreachable:
+            live, staged = self._dispatch.live, self._dispatch.staged
+            cut = None if staged is None or (live is not None and live.begun) else staged.cut()
+            if cut is None:
+                raise
+            return cut, True
+
+    # a generation that an earlier turn has left
+
+    async def _resumed(self, turn: PreparedTurn) -> GeneratedTurn | EngineRefusal | None:
+        """Go on from what an earlier turn with the same request has staged; None if there is nothing to go on from."""
+        staged = self._dispatch.staged
+        answers = [] if staged is None else await staged.restore()
+        if staged is None or not answers:
+            return None
+        options = self._dispatch.body(turn).options
+        try:
+            continuation = await self._restored(turn, options, answers)
+        except (UpstreamInvalid, TokenPrefixMismatch) as error:
+            self.received = None
+            await staged.drop(str(error))
+            return None
+        staged.restored(continuation.tokens)
+        with self._context.flight.cancellable():
+            choice = await self._placed()
+        generated = _whole(turn, continuation.first, options, turn.prompt, choice)
+        try:
+            return await self._continued(generated, continuation, turn)
+        except TakesNoIds as engine:
+            await staged.drop(f"{engine} takes no token ids")
+            return None
+
+    async def _restored(
+        self, turn: PreparedTurn, options: EngineRequestOptions, answers: Sequence[Answer]
+    ) -> Continuation:
+        """The generations that an earlier turn has left. Raises as `ReplyValidator.validate`."""
+        first, *rest = answers
+        validated = await self._validate_body(first, turn.new, options, turn.prompt)
+        part = GeneratedPart(first, validated, is_cut=True)
+        ids = turn.prompt.text if turn.prompt is not None else await self._reported_ids(validated)
+        continuation = Continuation(self._context.request, self._services.settings, ids, options, part)
+        for answer in rest:
+            validated = await self._validate_body(answer, (), continuation.options(), continuation.prompt())
+            await continuation.add(GeneratedPart(answer, validated, is_cut=True))
+        return continuation
 
     # prompt
 
@@ -137,102 +188,16 @@ class Generation:
             return None
         return await token_in.built(self._claimed, context.template, context.history, request)
 
-    # engine
-
-    async def _ask_engine(
-        self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: PromptIds | None
-    ) -> tuple[EngineBody, Answer]:
-        """Send the request; returns it as the engine got it, and the engine's answer. Raises as `Engines.generate`."""
-        context = self._context
-        options = options_for(self._claimed, context.request, prompt, self._services.settings)
-        origin: IdsOrigin = "built" if context.request.ids is None else "client"
-        body = EngineBody(self._services, context, request, options, messages, prompt, origin)
-        live = self._live(options)
-        if live is not None:
-            body.change(msgspec.structs.replace(options, own=STREAM))
-            return body, await self._send(choice, body, live.push)
-        answer = await self._send(choice, body)
-        if answer.reply.status == 400 and options.own:
-            # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
-            body.change(msgspec.structs.replace(options, own=b"", first_row=0))
-            answer = await self._send(choice, body)
-        return body, answer
-
-    def _live(self, options: EngineRequestOptions) -> LiveStream | None:
-        """The client's stream if it is sent while the engine generates. Not if the engines may not stream with ids, if
-        a replay payload is needed, which no stream has, or if the generation may be continued by another."""
-        context, claimed, settings = self._context, self._claimed, self._services.settings
-        live, request = context.waiter.live, context.request
-        if live is None or not isinstance(request, ChatRequest):
-            return None
-        if (request.stream_mode or claimed.session.config.stream_mode) == "whole" or live.mode is not None:
-            return None
-        dialect = self._services.engines.dialect if settings.upstream_dialect == "auto" else settings.upstream_dialect
-        if dialect != "vllm" or settings.replay or options.clients or self._on_abort() == "continue":
-            return None
-        live.go_live(claimed.opened.turn, request.echo)
-        return live
-
-    def _on_abort(self) -> OnAbort:
-        return self._claimed.session.config.on_abort or self._services.settings.abort_policy
-
-    async def _send(self, choice: EngineChoice, body: EngineBody, push: Push | None = None) -> Answer:
-        """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
-        context, services = self._context, self._services
-        parent = self._claimed.session.config.parent
-        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
-        reach("before_engine")
-        while True:
-            await self._pass_gate()
-            context.stages.enter(TurnStage.ENGINE)
-            try:
-                answer = await services.engines.generate(
-                    choice,
-                    context.request.shape,
-                    body,
-                    headers,
-                    context.waiter.grow,
-                    rid=self._claimed.rid,
-                    version=context.gate.version,
-                    may_send=self._may_send,
-                    push=push,
-                )
-            except Withheld:
-                continue
-            context.stages.enter(TurnStage.VALIDATE)
-            reach("after_engine")
-            return answer
-
-    def _may_send(self) -> bool:
-        """Check the gates at the last moment, when a connection is ready."""
-        if not self._context.gate.take():
-            return False
-        self._context.flight.engine_asked = True
-        return True
-
-    async def _pass_gate(self) -> None:
-        """Wait while a gate is shut. Before an engine was asked, a turn whose clients are all gone is cancelled here.
-
-        Raises as `GatePass.wait`, SessionClosed.
-        """
-        context = self._context
-        if context.gate.is_open:
-            return
-        with contextlib.nullcontext() if context.flight.engine_asked else context.flight.waiting_at_gate():
-            context.stages.enter(TurnStage.GATE)
-            await context.gate.wait()
-            context.stages.enter(TurnStage.PREPARE)
-        await self._require_still_open()
-
-    async def _require_still_open(self) -> None:
-        """Raises SessionClosed if another process has closed the session while this turn waited at a gate."""
-        session_id = self._context.session_id
-        require_open(await self._services.cache.current(session_id), session_id)
-
     # validation
 
     async def _validate(
-        self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
+        self,
+        answer: Answer,
+        new: Sequence[bytes],
+        options: EngineRequestOptions,
+        prompt: PromptIds | None,
+        *,
+        is_cut: bool,
     ) -> GeneratedPart | EngineRefusal:
         """Validate one generation. Raises as `ReplyValidator.validate`."""
         reply = msgspec.structs.replace(answer.reply, headers=http_headers.to_client(answer.reply.headers))
@@ -244,7 +209,7 @@ class Generation:
         reach("after_judged")
         version = _reported_version(answer, validated)
         self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
-        return GeneratedPart(answer, validated)
+        return GeneratedPart(answer, validated, is_cut)
 
     async def _validate_body(
         self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
@@ -283,28 +248,35 @@ class Generation:
     # a generation that an engine ended early
 
     async def _after_abort(
-        self, generated: GeneratedTurn, first: GeneratedPart, messages: Sequence[bytes]
+        self, generated: GeneratedTurn, first: GeneratedPart, turn: PreparedTurn
     ) -> GeneratedTurn | EngineRefusal:
-        """Handle a generation that an engine ended early, by the session's policy.
+        """Handle a generation that an engine ended early, by the session's policy, or that it could not end.
 
-        It is continued only if a gate was shut since it was sent: a driver that has enough samples ends the others for
-        good. `messages` are the messages that were sent. Raises GenerationAborted, and as `run`.
+        An aborted one is continued only if a gate was shut since it was sent: a driver that has enough samples ends the
+        others for good. Raises GenerationAborted, TakesNoIds for one that is cut, and as `run`.
         """
-        request, settings, policy = self._context.request, self._services.settings, self._on_abort()
-        if policy == "fail":
-            raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
-        if policy == "return" or not await self._context.gate.was_shut():
-            return generated
-        engine, engines = first.answer.engine, self._services.engines
-        if not can_continue(request) or (request.shape == "chat" and engines.takes_no_ids(engine)):
-            engines.warn_of_aborts(engine)
-            return generated
+        request, policy = self._context.request, self._dispatch.on_abort
+        if not first.is_cut:
+            if policy == "fail":
+                raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
+            if policy == "return" or not await self._context.gate.was_shut():
+                return generated
+            engine, engines = first.answer.engine, self._services.engines
+            if not can_continue(request) or (request.shape == "chat" and engines.takes_no_ids(engine)):
+                engines.warn_of_aborts(engine)
+                return generated
         ids = generated.prompt.text if generated.prompt is not None else await self._reported_ids(first.reply)
-        continuation = Continuation(request, settings, ids, generated.options, first)
-        choice = await self._continue(generated, continuation, messages)
+        continuation = Continuation(request, self._services.settings, ids, generated.options, first)
+        return await self._continued(generated, continuation, turn)
+
+    async def _continued(
+        self, generated: GeneratedTurn, continuation: Continuation, turn: PreparedTurn
+    ) -> GeneratedTurn | EngineRefusal:
+        """The turn, with the rest of its generation. Raises as `_continue`."""
+        choice = await self._continue(generated, continuation, turn)
         if isinstance(choice, EngineRefusal):
             return choice
-        if continuation.newest is first and not continuation.is_complete:
+        if continuation.newest is continuation.first and not continuation.is_complete:
             return generated
         answer = await continuation.join()
         self._context.waiter.grow(len(answer.reply.body))
@@ -314,48 +286,70 @@ class Generation:
         return msgspec.structs.replace(generated, reply=reply, body=body, headers=headers, choice=choice)
 
     async def _continue(
-        self, generated: GeneratedTurn, continuation: Continuation, messages: Sequence[bytes]
+        self, generated: GeneratedTurn, continuation: Continuation, turn: PreparedTurn
     ) -> EngineChoice | EngineRefusal:
         """Continue the generation after each pause, until it is complete or ended for good; returns the last engine
         choice.
 
         An engine may still be ending generations when the gate has opened. A part without tokens is retried after a
-        pause, a limited number of times. All parts use the turn's rid, so that they can be aborted: SGLang forgets a
-        request before it answers it. Raises TurnCancelled, and as `run`.
+        pause, a limited number of times, and so is one whose engine has died. All parts use the turn's rid, so that
+        they can be aborted: SGLang forgets a request before it answers it. Raises TurnCancelled, TakesNoIds where the
+        last part was cut, and as `run`.
         """
         context = self._context
         misses, choice = 0, generated.choice
         while not continuation.is_complete:
-            request, prompt, options = (
-                continuation.request(generated.request),
-                continuation.prompt(),
-                continuation.options(),
-            )
-            context.stages.enter(TurnStage.GATE)
-            with context.flight.cancellable():
-                if misses:
-                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
-                await context.gate.wait()
-                context.stages.enter(TurnStage.PREPARE)
-                await self._require_still_open()
-                choice = await self._place_again(choice, continuation.newest.answer.engine)
-                body = EngineBody(self._services, context, request, options, messages, prompt, "continued")
-                try:
-                    answer = await self._send(choice, body)
-                except TakesNoIds as engine:
-                    self._services.engines.warn_of_aborts(str(engine))
-                    break
-            part = await self._validate(answer, (), body.options, body.prompt)
+            if self._dispatch.staged is not None:
+                await self._dispatch.staged.end_part()
+            try:
+                part, choice = await self._rest(generated, continuation, turn, choice, misses)
+            except UpstreamUnreachable:
+                if self._dispatch.staged is None or misses == EMPTY_TRIES:
+                    raise
+                misses += 1
+                continue
+            except TakesNoIds as engine:
+                if continuation.newest.is_cut:
+                    raise
+                self._services.engines.warn_of_aborts(str(engine))
+                break
             if isinstance(part, EngineRefusal):
                 return part
             await continuation.add(part)
-            if await context.gate.was_shut():
+            if part.is_cut or await context.gate.was_shut():
                 misses = 0
             elif misses == EMPTY_TRIES or part.reply.result.output_tokens:
                 break
             else:
                 misses += 1
         return choice
+
+    async def _rest(
+        self,
+        generated: GeneratedTurn,
+        continuation: Continuation,
+        turn: PreparedTurn,
+        choice: EngineChoice,
+        misses: int,
+    ) -> tuple[GeneratedPart | EngineRefusal, EngineChoice]:
+        """The next part, or what has come of it until its engine died; `misses` were in vain before it."""
+        context = self._context
+        request, prompt, options = (
+            continuation.request(generated.request),
+            continuation.prompt(),
+            continuation.options(),
+        )
+        context.stages.enter(TurnStage.GATE)
+        with context.flight.cancellable():
+            if misses:
+                await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
+            await context.gate.wait()
+            context.stages.enter(TurnStage.PREPARE)
+            await self._dispatch.require_still_open()
+            choice = await self._place_again(choice, continuation.newest.answer.engine)
+            body = EngineBody(self._services, context, request, options, turn.messages, prompt, "continued")
+            answer, is_cut = await self._answer(self._dispatch.send(choice, body))
+        return await self._validate(answer, (), body.options, body.prompt, is_cut=is_cut), choice
 
     async def _place_again(self, choice: EngineChoice, engine: str) -> EngineChoice:
         """Prefer the engine that has the tokens so far in its cache, if it still accepts turns.
@@ -378,6 +372,18 @@ class Generation:
             return suffix
         stored = await self._services.cache.tokens(claimed.entry, parent.number)
         return b",".join(filter(None, (stored, suffix)))
+
+
+def _whole(
+    turn: PreparedTurn,
+    part: GeneratedPart,
+    options: EngineRequestOptions,
+    prompt: PromptIds | None,
+    choice: EngineChoice,
+) -> GeneratedTurn:
+    """The turn, if this part is all of it."""
+    reply = part.answer.reply
+    return GeneratedTurn(part.reply, reply.body, reply.headers, turn.request, turn.new, prompt, options, choice)
 
 
 _REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))

@@ -17,6 +17,7 @@ from app.turn.large_bodies import LargeBodies
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.session_control import SessionControls
+from app.turn.staging import Staging
 from app.turn.token_in import TokenIn
 from app.turn.validation import ReplyValidator
 
@@ -33,6 +34,7 @@ class TurnServices(msgspec.Struct, frozen=True):
     gates: Gates
     placement: Placement
     validator: ReplyValidator
+    staging: Staging
     token_in: TokenIn
     controls: SessionControls
     large_bodies: LargeBodies

@@ -45,8 +45,9 @@ from app.sessions.cache import CacheEntry, require_open
 from app.store.log_sessions import Settled
 from app.turn.commits import Commits
 from app.turn.context import ClaimedTurn, Request, RequestHistory, TemplateInputs, TurnContext
+from app.turn.dispatch import EngineRefusal, GeneratedTurn
 from app.turn.engine_request import adapter_of, shown_kinds
-from app.turn.generation import EngineRefusal, GeneratedTurn, Generation
+from app.turn.generation import Generation
 from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
 from app.turn.large_bodies import large_bytes
 from app.turn.services import TurnServices

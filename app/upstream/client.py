@@ -21,7 +21,7 @@ from aiohttp.connector import Connection
 from app.upstream.body import Body
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
-from app.upstream.streams import EVENT_STREAM, ReplyStream
+from app.upstream.streams import EVENT_STREAM, StreamReader
 
 KEEPALIVE_S = 4.0
 """Idle connections are closed before the engines' servers close them (uvicorn: 5 s)."""
@@ -49,6 +49,10 @@ JSON = ("content-type", "application/json")
 
 SMALL = 4 << 20
 """Largest reply to anything but a turn; its memory is not accounted."""
+
+REST_SHARE, MAX_REST_S = 0.02, 0.1
+"""Where nobody waits for the deltas of a stream, its bytes are left with the kernel for this share of the time that it
+has run, at most so many seconds: each read costs as much as reading ten tokens."""
 
 Grow = Callable[[int], None]
 """Called with a number of bytes before they are held in memory; raises if there is no room."""
@@ -155,7 +159,7 @@ class EngineClient:
         headers: Headers,
         grow: Grow = _unbounded,
         may_send: Callable[[], bool] | None = None,
-        stream: ReplyStream | None = None,
+        stream: StreamReader | None = None,
     ) -> EngineReply:
         """Calls `grow` with the reply's size before it is read, and `may_send` right before anything is sent.
 
@@ -183,7 +187,7 @@ class EngineClient:
         headers: Headers,
         data: Callable[[], Any],
         grow: Grow,
-        stream: ReplyStream | None = None,
+        stream: StreamReader | None = None,
     ) -> EngineReply:
         """Send a request, on another connection if an idle one is bad; aiohttp then closes that one."""
         if not url.partition("?")[0].endswith(PATHS):
@@ -194,7 +198,7 @@ class EngineClient:
         raise NotSent("every connection brings bytes before it is asked")
 
     async def _request_once(
-        self, method: str, url: str, headers: Headers, data: Any, grow: Grow, stream: ReplyStream | None
+        self, method: str, url: str, headers: Headers, data: Any, grow: Grow, stream: StreamReader | None
     ) -> EngineReply:
         try:
             async with self._session.request(
@@ -242,15 +246,19 @@ class EngineClient:
             pieces.append(piece)
         return Body(pieces)
 
-    async def _read_stream(self, response: aiohttp.ClientResponse, grow: Grow, stream: ReplyStream) -> Body:
+    async def _read_stream(self, response: aiohttp.ClientResponse, grow: Grow, stream: StreamReader) -> Body:
         """The stream's bytes count as the reply's: what is kept of them is less."""
         size = 0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         async for piece in _plain_pieces(response, _decoder(response)):
             size += len(piece)
             if size > self._max_bytes:
                 raise TooLarge(f"more than {self._max_bytes} bytes")
             grow(len(piece))
             stream.feed(piece)
+            if not stream.is_live:
+                await _rest(response, min(REST_SHARE * (loop.time() - began), MAX_REST_S))
         return Body([stream.reply()])
 
 
@@ -288,6 +296,17 @@ def _hidden_error(error: Unreadable) -> bytes:
     """In place of an engine's error: the client still gets what matters most, the status and `Retry-After`."""
     message = f"the engine's error cannot be shown: {error}"
     return msgspec.json.encode({"error": {"message": message, "type": "upstream_error", "code": None}})
+
+
+async def _rest(response: aiohttp.ClientResponse, seconds: float) -> None:
+    """Read nothing for a while."""
+    transport = None if response.connection is None else response.connection.transport
+    if transport is None or transport.is_closing():
+        return
+    transport.pause_reading()
+    await asyncio.sleep(seconds)
+    if not transport.is_closing():
+        transport.resume_reading()
 
 
 async def _read_to_mmap(response: aiohttp.ClientResponse, length: int) -> Body:

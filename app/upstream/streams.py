@@ -7,13 +7,14 @@ would have sent as a whole: what is validated, stored and rendered is the same f
     last        also finish_reason, stop_reason, weight_versions
     then        usage, without a choice; `[DONE]`
 
-Lists of ids and logprobs are joined as raw JSON, so that what was sent is what is checked.
+Lists of ids and logprobs are joined as raw JSON, so that what was sent is what is checked. Of the chunks between the
+first and the last, which are as many as tokens, only what every one has is decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -36,6 +37,25 @@ class BadStream(Exception):
     """The stream is no whole reply; the message says why."""
 
 
+class CutStream(BadStream):
+    """The engine ended the stream early."""
+
+
+class StreamReader(Protocol):
+    """Takes the bytes of a stream. `is_live`: somebody waits for each delta."""
+
+    @property
+    def is_live(self) -> bool: ...
+
+    def feed(self, piece: bytes) -> None:
+        """The next bytes of the body, cut anywhere. Raises BadStream."""
+        ...
+
+    def reply(self) -> bytes:
+        """The whole reply. Raises BadStream if the stream has ended before."""
+        ...
+
+
 _FIELDS = msgspec.json.Decoder(Fields)
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _DELTA = msgspec.json.Decoder(dict[str, Any])
@@ -52,13 +72,38 @@ class _CallDelta(msgspec.Struct):
     function: _Called | None = None
 
 
+class _Logprobs(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: dict[str, Any] = {}
+    token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """A chunk between the first and the last."""
+
+    choices: tuple[_Choice]
+    error: None = None
+    usage: None = None
+
+
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_ONCE = (b'"choices":', b'"delta":', b'"token_ids":', b'"content":[')
+"""Names that such a chunk has once; what has one twice is read field by field. No text can have them in it."""
+
 _UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
 class ReplyStream:
-    """One stream. `push` gets each delta as soon as it has come."""
+    """One stream. `push` gets each delta as soon as it has come. `tokens` is how many have come."""
 
-    def __init__(self, push: Push) -> None:
+    def __init__(self, push: Push | None = None) -> None:
+        self.tokens = 0
         self._push = push
         self._line: list[bytes] = []
         self._data: list[bytes] = []
@@ -70,6 +115,20 @@ class ReplyStream:
         self._calls: list[dict[str, Any]] = []
         self._lists: dict[str, list[bytes]] = {"token_ids": [], "logprobs": []}
         self._is_done = False
+
+    @property
+    def is_live(self) -> bool:
+        return self._push is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Has the last token come?"""
+        return "finish_reason" in self._choice
+
+    @property
+    def was_aborted(self) -> bool:
+        """Has the engine said that it was?"""
+        return self._choice.get("finish_reason") == b'"abort"'
 
     def feed(self, piece: bytes) -> None:
         """The next bytes of the body, cut anywhere. Raises BadStream."""
@@ -88,17 +147,34 @@ class ReplyStream:
     def reply(self) -> bytes:
         """The whole reply. Raises BadStream if the stream has ended before."""
         if not self._is_done or self._data or self._line:
-            raise BadStream("the stream ended before its end")
-        if "finish_reason" not in self._choice:
+            raise CutStream("the stream ended before its end")
+        if not self.has_ended:
             raise BadStream("the stream ended without a finish reason")
+        return self._whole(self._root, self._choice)
+
+    @property
+    def has_calls(self) -> bool:
+        """Has a tool call begun?"""
+        return bool(self._calls)
+
+    def begun(self) -> bytes:
+        """The reply so far, as if the engine had aborted it after these tokens, without the calls that have begun."""
+        self._calls = []
+        prompt = _count_items(self._root.get("prompt_token_ids", b"[]"))
+        usage = {"prompt_tokens": prompt, "completion_tokens": self.tokens, "total_tokens": prompt + self.tokens}
+        choice = {**self._choice, "finish_reason": b'"abort"'}
+        return self._whole({**self._root, "usage": msgspec.json.encode(usage)}, choice)
+
+    def _whole(self, root: Mapping[str, bytes], end: Mapping[str, bytes]) -> bytes:
         choice = {
-            **self._choice,
+            "stop_reason": b"null",
+            **end,
             "index": b"0",
             "message": msgspec.json.encode(self._whole_message()),
             "token_ids": b"[" + b",".join(self._lists["token_ids"]) + b"]",
             "logprobs": b'{"content":[' + b",".join(self._lists["logprobs"]) + b"]}",
         }
-        return join_object({**self._root, "choices": b"[" + join_object(choice) + b"]"})
+        return join_object({**root, "choices": b"[" + join_object(choice) + b"]"})
 
     def _event(self, data: bytes) -> None:
         if self._is_done:
@@ -107,13 +183,27 @@ class ReplyStream:
             self._is_done = True
             return
         try:
-            self._chunk(_fields(data, "a chunk"))
+            if not self._is_plain(data):
+                self._chunk(_fields(data, "a chunk"))
         except (*_UNREADABLE, Rejected) as error:
             raise BadStream(f"a chunk of the stream cannot be read: {error}") from error
 
+    def _is_plain(self, data: bytes) -> bool:
+        """Read a chunk between the first and the last, if it is one."""
+        if not self._begun or self.has_ended or any(data.count(name) != 1 for name in _ONCE):
+            return False
+        try:
+            [choice] = _CHUNK.decode(data).choices
+        except _UNREADABLE:
+            return False
+        if choice.finish_reason is not None or choice.index or choice.logprobs is None:
+            return False
+        self._take(choice.delta, choice.token_ids, choice.logprobs.content)
+        return True
+
     def _chunk(self, chunk: Fields) -> None:
         if not is_null(chunk.get("error")):
-            raise BadStream("the engine ended the stream with an error")
+            raise CutStream("the engine ended the stream with an error")
         choices = _RAWS.decode(chunk.pop("choices", msgspec.Raw(b"[]")))
         chunk["object"] = msgspec.Raw(b'"chat.completion"')
         self._root.update(_values(chunk))
@@ -128,8 +218,7 @@ class ReplyStream:
     def _beginning(self) -> bytes:
         """The reply with an empty message, and how many tokens the prompt has."""
         fields = dict(self._root)
-        ids = fields.pop("prompt_token_ids", b"[]")
-        fields["usage"] = b'{"prompt_tokens":%d}' % (ids.count(b",") + (ids != b"[]"))
+        fields["usage"] = b'{"prompt_tokens":%d}' % _count_items(fields.pop("prompt_token_ids", b"[]"))
         return join_object({**fields, "choices": b'[{"index":0,"message":{"role":"assistant"}}]'})
 
     def _add(self, choice: Fields) -> None:
@@ -138,22 +227,30 @@ class ReplyStream:
         if bytes(choice.pop("index", msgspec.Raw(b"0"))) != b"0":
             raise BadStream("a chunk is not of the first choice")
         delta = _DELTA.decode(choice.pop("delta", msgspec.Raw(b"{}")))
-        self._join("token_ids", choice.pop("token_ids", None))
-        logprobs = choice.pop("logprobs", None)
-        if logprobs is not None and not is_null(logprobs):
-            self._join("logprobs", _FIELDS.decode(logprobs).get("content"))
+        ids, logprobs = choice.pop("token_ids", None), choice.pop("logprobs", None)
+        content = None if logprobs is None or is_null(logprobs) else _FIELDS.decode(logprobs).get("content")
+        self._take(delta, ids, content)
         self._choice.update(_values(choice))
-        if found := dict(self._news(delta)):
+
+    def _take(self, delta: dict[str, Any], ids: msgspec.Raw | None, logprobs: msgspec.Raw | None) -> None:
+        """What each chunk has."""
+        if inner := self._join("token_ids", ids):
+            self.tokens += inner.count(b",") + 1
+        self._join("logprobs", logprobs)
+        found = dict(self._news(delta))
+        if found and self._push is not None:
             self._push(self._begun, found)
 
-    def _join(self, name: str, raw: msgspec.Raw | None) -> None:
+    def _join(self, name: str, raw: msgspec.Raw | None) -> bytes:
+        """Adds a list's items to those that have come; returns them."""
         if is_null(raw):
-            return
+            return b""
         text = bytes(raw or b"")
         if text[:1] != b"[" or text[-1:] != b"]":
             raise BadStream(f"{name} of a chunk is not a list")
         if inner := text[1:-1].strip():
             self._lists[name].append(inner)
+        return inner
 
     def _news(self, delta: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         """Adds a delta to the message; yields what is new."""
@@ -195,6 +292,11 @@ class ReplyStream:
         if not content and any(value for name, value in message.items() if name != "role"):
             message["content"] = None
         return message
+
+
+def _count_items(raw: bytes) -> int:
+    """The length of a list of numbers."""
+    return raw.count(b",") + (raw != b"[]")
 
 
 def _fields(raw: bytes | msgspec.Raw, where: str) -> Fields:

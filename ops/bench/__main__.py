@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, latency, live, load, postgres, protocols, replies, startup, tree, turns
+from ops.bench import export, latency, live, load, postgres, protocols, replies, staging, startup, tree, turns
 
 BENCHMARKS = {
     "turns": turns,
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "load": load,
     "live": live,
     "replies": replies,
+    "staging": staging,
     "export": export,
     "postgres": postgres,
     "startup": startup,

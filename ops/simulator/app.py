@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -121,11 +121,28 @@ async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
     if order is not None and reply.delivery is Delivery.DRIP:
         await _drip(reply.body, order, send)
         return
+    if reply.over_s:
+        await _stream(parts, reply.over_s, receive, send)
+        return
     for part in parts[:-1]:
         await send({"type": "http.response.body", "body": part, "more_body": True})
-        if reply.over_s:
-            await asyncio.sleep(reply.over_s / len(parts))
     await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+
+
+async def _stream(parts: Sequence[bytes], over_s: float, receive: Receive, send: Send) -> None:
+    """Send the parts over this time, unless the client leaves."""
+    loop = asyncio.get_running_loop()
+    began, gone = loop.time(), asyncio.create_task(_hung_up(receive))
+    try:
+        for number, part in enumerate(parts):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts) - 1})
+            early = began + over_s * (number + 1) / len(parts) - loop.time()
+            if gone.done():
+                return
+            if early > 0 and number < len(parts) - 1:
+                await asyncio.sleep(early)
+    finally:
+        gone.cancel()
 
 
 async def _drip(body: bytes, order: FaultOrder, send: Send) -> None:

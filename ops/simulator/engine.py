@@ -118,6 +118,8 @@ class Engine:
             return generation
         if not request.stream:
             return self._spoiled(self._dialect.render(generation, self.writer), order)
+        draft = generation.draft
+        over_s *= len(draft.ids) / max(draft.before + len(draft.ids), 1)
         reply = replace(self._dialect.stream(generation, self.writer), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
@@ -259,7 +261,7 @@ class Engine:
         if finish is not None:
             sim = msgspec.structs.replace(request.sim or Sim(), finish_reason=finish)
             adjusted = msgspec.structs.replace(request, sim=sim)
-        whole = self.policy.unfinished(prompt.packed)
+        whole = self.policy.unfinished(prompt.packed) or self._greedy_rest(conversation, request, prompt)
         if whole is None:
             continuing = not prompt.packed.endswith(self._opening)
             whole = self.policy.whole(conversation, adjusted, continuing)
@@ -271,6 +273,15 @@ class Engine:
         if finish is not None and tokens is not None and tokens < len(draft.ids):
             draft = self.policy.cut(draft, tokens, finish, exact=True)
         return whole, draft
+
+    def _greedy_rest(self, conversation: Conversation, request: R, prompt: Encoded) -> Draft | None:
+        """The rest of an answer at temperature 0 that the prompt ends with a part of."""
+        opening = array("i", self._opening).tolist()
+        ids = prompt.ids()
+        if request.temperature != 0 or not isinstance(request, ChatRequest) or ids[-len(opening) :] == opening:
+            return None
+        at = max((at for at in range(len(ids)) if ids[at : at + len(opening)] == opening), default=None)
+        return None if at is None else self.policy.greedy_rest(conversation, request, ids[at + len(opening) :])
 
     def _cut(self, draft: Draft, run: Run, share: float, abort_at: list[int]) -> Draft:
         if not run.aborted:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import msgspec
+
 from ops.simulator.arguments import draw_arguments
 from ops.simulator.config import Config
 from ops.simulator.lru import Lru
@@ -40,7 +42,8 @@ class Draft:
 
     ``ids`` ends with the end token if ``finish`` is ``stop`` or ``tool_calls``; ``text`` is their text without it. If a
     stop string ended the answer, it is in ``stop_text``; then ``ids`` ends with the token that completes it, and
-    ``text`` ends before it. ``cuts`` is the number of aborts that cut the answer before this rest of it.
+    ``text`` ends before it. ``cuts`` is the number of aborts that cut the answer before this rest of it, ``before`` the
+    number of its tokens that were in the prompt.
     """
 
     text: str
@@ -53,6 +56,7 @@ class Draft:
     digest: str
     stop_text: str | None = None
     cuts: int = 0
+    before: int = 0
 
     def saying(self, text: str, planned: tuple[Call, ...], **changes: Any) -> Draft:
         """With another text, which is parsed anew."""
@@ -61,7 +65,8 @@ class Draft:
 
 
 class Policy:
-    """Draws answers from a seed: the same messages get the same answer at the same repetition."""
+    """Draws answers from a seed: the same messages get the same answer at the same repetition, and always at
+    temperature 0."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self._config = config
@@ -97,8 +102,10 @@ class Policy:
 
         ``continuing``: the prompt ends inside an assistant turn.
         """
-        repetition = self._answers_given.get(conversation.digest) or 0
-        self._answers_given.put(conversation.digest, repetition + 1)
+        repetition = 0
+        if request.temperature != 0:
+            repetition = self._answers_given.get(conversation.digest) or 0
+            self._answers_given.put(conversation.digest, repetition + 1)
         key = hashlib.blake2b(
             self._seed + conversation.digest + repetition.to_bytes(8, "little"), digest_size=16
         ).digest()
@@ -213,13 +220,27 @@ class Policy:
 
     def leave(self, prompt: bytes, whole: Draft, kept: int) -> None:
         """Store the rest of ``whole``, which an abort cut after ``kept`` tokens, for a request that continues there."""
+        rest = replace(self.rest(whole, kept), cuts=whole.cuts + 1)
+        self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
+
+    def rest(self, whole: Draft, kept: int) -> Draft:
+        """``whole`` without its first ``kept`` tokens."""
         ids = whole.ids[kept:]
         text = self._tokenizer.decode(ids[:-1] if ids[-1:] == [self._end] else ids)
         calls = whole.calls[len(whole.calls) - text.count("<tool_call>") :]
-        rest = whole.saying(text, calls, ids=ids, logprob_offset=whole.logprob_offset + kept, cuts=whole.cuts + 1)
+        offset, before = whole.logprob_offset + kept, whole.before + kept
+        rest = whole.saying(text, calls, ids=ids, logprob_offset=offset, before=before)
         if whole.finish in ("stop", "tool_calls"):
             rest = replace(rest, finish="tool_calls" if rest.calls else "stop")
-        self._unfinished.put(_digest(prompt + array("i", whole.ids[:kept]).tobytes()), rest)
+        return rest
+
+    def greedy_rest(self, conversation: Conversation, request: ChatRequest, output: list[int]) -> Draft | None:
+        """The rest of the answer at temperature 0, if it begins with ``output``; no engine has to know it."""
+        limit = _limit(request)
+        longer = None if limit is None else limit + len(output)
+        wanted = msgspec.structs.replace(request, max_tokens=longer, max_completion_tokens=None)
+        whole = self.whole(conversation, wanted, continuing=False)
+        return self.rest(whole, len(output)) if whole.ids[: len(output)] == output else None
 
     def unfinished(self, prompt: bytes) -> Draft | None:
         """The rest of an answer that an abort cut, if ``prompt`` ends where it was cut."""

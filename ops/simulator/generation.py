@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import random
 from array import array
@@ -138,6 +139,13 @@ class ReplyWriter:
     def text_of(self, ids: list[int]) -> str:
         """The text of ids, for an echoed prompt."""
         return self._tokenizer.decode(ids)
+
+    def texts_of(self, ids: list[int], size: int) -> list[str]:
+        """The text of each ``size`` ids, without an end token; a character that is cut comes with its last byte."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        shown = ids[:-1] if ids[-1:] == [self.end_id] else ids
+        pieces = [shown[at : at + size] for at in range(0, len(shown), size)]
+        return [decode(b"".join(map(self._tokenizer.token_bytes.__getitem__, piece))) for piece in pieces]
 
     def experts(self, generation: Generation[R], is_requested: bool, start: int, npy: bool = False) -> bytes | None:
         """The ``routed_experts`` value, or ``None`` if it was not requested."""

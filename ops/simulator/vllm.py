@@ -80,12 +80,17 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         "created": generation.created,
         "model": request.model,
     }
+    size = generation.sim.chunk_tokens
     begun, *found = deltas(draft)
+    if size is not None and not (draft.calls or draft.reasoning):
+        found = [{"content": text} for text in writer.texts_of(draft.ids, size)]
     pieces: list[dict[str, object]] = [*found, {}]
     prompt_ids = generation.prompt.ids() if request.return_token_ids else None
     first: dict[str, object] = {"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}
     events = [event({**common, "choices": [first], "prompt_token_ids": prompt_ids})]
     ends = [number * len(draft.ids) // len(pieces) for number in range(len(pieces) + 1)]
+    if size is not None:
+        ends = [min(end * size, len(draft.ids)) for end in range(len(pieces))] + [len(draft.ids)]
     numbers = writer.logprobs(draft)
     for delta, start, end in zip(pieces, ends, ends[1:], strict=False):
         ids = draft.ids[start:end]

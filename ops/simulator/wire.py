@@ -82,7 +82,8 @@ class Sim(Struct, forbid_unknown_fields=True):
 
     ``abort_at`` is the number of tokens after which an abort cuts the generation, instead of the number that its time
     determines. The second number is for the generation that continues after the first abort, and so on. ``calls`` are
-    the tool calls of the reply, whatever tools the request offers.
+    the tool calls of the reply, whatever tools the request offers. ``chunk_tokens`` is the number of tokens in each
+    chunk of vLLM's stream of a plain text.
     """
 
     completion_tokens: int | None = None
@@ -99,6 +100,7 @@ class Sim(Struct, forbid_unknown_fields=True):
     fault: str | FaultOrder | None = None
     abort_at: list[int] | None = None
     calls: list[CalledFunction] | None = None
+    chunk_tokens: int | None = None
 
 
 class PlannedReply(Struct, forbid_unknown_fields=True):

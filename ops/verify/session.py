@@ -31,7 +31,17 @@ from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
 from app.store.projections import FoldedLog
-from app.store.schema import blobs, chunks, events, open_turns, refused_replies, sessions, snapshots, turns
+from app.store.schema import (
+    blobs,
+    chunks,
+    events,
+    open_turns,
+    refused_replies,
+    sessions,
+    snapshots,
+    staged_tokens,
+    turns,
+)
 from ops.verify.report import Report
 from workers import codec, payloads
 from workers.codec import TOKEN_BYTES, CorruptContent, Facts, Wire
@@ -46,7 +56,7 @@ _CHUNK = (
     chunks.c.data.is_not(None),
 )
 
-TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, snapshots)
+TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, staged_tokens, snapshots)
 """The tables with rows of sessions. A damaged store may have a session in some of them only."""
 
 PAGE = 500
@@ -109,6 +119,7 @@ class SessionCheck:
             self._chunks(session)
             self._payloads(session)
             self._refused()
+            self._staged(session)
 
     def _found(self, what: str) -> None:
         self._report.found(self._session_id, what)
@@ -207,7 +218,7 @@ class SessionCheck:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
 
     def _check_erased(self) -> None:
-        for table in (turns, blobs, chunks, refused_replies, snapshots):
+        for table in (turns, blobs, chunks, refused_replies, staged_tokens, snapshots):
             left = self._rows(table, func.count())[0][0]
             self._expect(left == 0, f"erased, but {left} rows are left in {table.name}")
         for recorded in self._log:
@@ -288,6 +299,14 @@ class SessionCheck:
             hasher.update(token_text(part))
             chains[turn.turn, trimmed] = (total - trimmed, hasher.copy())
         self._expect(hasher.hexdigest() == turn.tokens_hash, f"turn {turn.turn}: tokens_hash differs from the log")
+
+    def _staged(self, session: Session) -> None:
+        """Check that staged tokens are those of a turn that was opened and did not commit, of an open session."""
+        fences = {row[0] for row in self._rows(staged_tokens, staged_tokens.c.fence)}
+        committed = {turn.fence for turn in self._committed()}
+        opened = {recorded.seq for recorded in self._log if isinstance(recorded.event, TurnOpened)} - committed
+        allowed = opened if session.status == "open" else set[int]()
+        self._expect(fences <= allowed, f"staged tokens of fences {sorted(fences - allowed)}, which are no open turn's")
 
     def _chunks(self, session: Session) -> None:
         """Check that every chunk of the log is stored, with its data or as a tombstone, and with data if a payload

@@ -26,7 +26,7 @@ from app.turn.stages import Stages
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow
 from app.upstream.headers import Headers
-from app.upstream.streams import ReplyStream
+from app.upstream.streams import StreamReader
 from tests.tools.audit import Audited, audit
 from tests.tools.simulation import service
 from tests.tools.simulation.engine import reply
@@ -57,7 +57,7 @@ class Engine(EngineClient):
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,
-        stream: ReplyStream | None = None,
+        stream: StreamReader | None = None,
     ) -> EngineReply:
         if url.endswith("/abort_request"):
             return EngineReply(200, [], Body([b"{}"]))

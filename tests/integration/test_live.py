@@ -163,11 +163,11 @@ def test_a_client_that_does_not_read_holds_nothing_up(live: Stand) -> None:
 
 BROKEN = {
     "reset": (200, "upstream_unreachable"),
-    "truncated_json": (200, "upstream_invalid"),
+    "truncated_json": (200, "upstream_unreachable"),
     "missing_logprobs": (200, "upstream_invalid"),
     "missing_meta_info": (200, "upstream_invalid"),
     "nan_logprob": (502, "upstream_invalid"),
-    "error_200": (502, "upstream_invalid"),
+    "error_200": (502, "upstream_unreachable"),
 }
 """The status before anything was said, and the reason in the log."""
 

@@ -87,6 +87,21 @@ async def test_the_end_of_a_line_may_have_a_carriage_return() -> None:
     assert assembled(stream.replace(b"\n", b"\r\n"), random.Random(1))[0] == assembled(b": alive\n\n" + stream)[0]
 
 
+@pytest.mark.parametrize("name", SIMS)
+async def test_what_has_come_of_a_stream_is_a_reply_that_was_aborted(name: str) -> None:
+    whole = parse_reply((await replied(3, sim=SIMS[name])).body, "vllm")
+    events = (await replied(3, sim=SIMS[name], **STREAMS)).parts
+    for cut in range(2, len(events) - 2, 1 + len(events) // 20):
+        stream = ReplyStream()
+        stream.feed(b"".join(events[:cut]) + events[cut][:10])
+        if stream.tokens and not stream.has_ended:
+            begun = parse_reply(stream.begun(), "vllm")
+            assert (begun.finish_reason, len(begun.output_ids)) == ("abort", 4 * stream.tokens)
+            assert whole.output_ids.startswith(begun.output_ids)
+            assert whole.logprobs.startswith(begun.logprobs)
+            assert begun.suffix_ids == whole.suffix_ids
+
+
 BROKEN = (
     *("not_json", "truncated_json", "bad_utf8", "not_object", "nan_logprob", "inf_logprob", "null_logprob"),
     *("bool_logprob", "positive_logprob", "minus_9999_logprob", "bool_id", "negative_id", "huge_id", "float_id"),

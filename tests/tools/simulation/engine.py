@@ -21,7 +21,7 @@ import msgspec
 from app.upstream.body import Body
 from app.upstream.client import EngineClient, EngineReply, Grow, Lost, NotSent, TimedOut, Withheld
 from app.upstream.headers import Headers
-from app.upstream.streams import ReplyStream
+from app.upstream.streams import StreamReader
 
 if TYPE_CHECKING:
     from tests.tools.simulation.world import World
@@ -133,7 +133,7 @@ class SimulatedEngine(EngineClient):
         headers: Headers,
         grow: Grow = lambda size: None,
         may_send: Callable[[], bool] | None = None,
-        stream: ReplyStream | None = None,
+        stream: StreamReader | None = None,
     ) -> EngineReply:
         if may_send is not None and not may_send():
             raise Withheld

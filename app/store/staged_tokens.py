@@ -1,0 +1,140 @@
+"""What engines have streamed of turns in flight, for the retry after a crash: the only SQL of `staged_tokens`.
+
+    generate                 rows of the turn's fence, each written only while its claim holds
+    commit, rejection        deletes them in its transaction; so do a close and an erasure
+    server or engine dies    the rows stay; a turn with the same request takes them over under its own fence
+
+Nothing here is synced: a crash of the machine costs the newest rows, and with them only tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar, NamedTuple
+
+import msgspec
+from sqlalchemy import ARRAY, Connection, String, any_, bindparam, delete, exists, insert, select, update
+
+from app.store import statements as sql
+from app.store.dialect import Tx
+from app.store.log import BaseOperation, holds
+from app.store.schema import open_turns, staged_tokens
+
+_rows = staged_tokens.c
+_of_turn = sql.of_session(staged_tokens) & (_rows.fence == bindparam("fenced"))
+_is_open = exists().where(open_turns.c.session_id == _rows.session_id, open_turns.c.fence == _rows.fence)
+
+_insert = insert(staged_tokens)
+_drop_of_turn = delete(staged_tokens).where(_of_turn)
+_drop_of_session = delete(staged_tokens).where(sql.of_session(staged_tokens))
+_drop_of_sessions = delete(staged_tokens).where(_rows.session_id == any_(bindparam("sids", type_=ARRAY(String))))
+_take_over = update(staged_tokens).where(_of_turn, ~_is_open).values(fence=bindparam("by"))
+_left = (
+    select(_rows.fence, _rows.number, _rows.part, _rows.engine, _rows.weight_version, _rows.data)
+    .where(sql.of_session(staged_tokens), _rows.request_hash == bindparam("request"), ~_is_open)
+    .order_by(_rows.fence.desc(), _rows.number)
+)
+
+
+class StagedRow(msgspec.Struct, frozen=True):
+    """Bytes that an engine streamed, as a compressed frame. `part` counts the turn's generations, `number` its rows;
+    `version` is the weight version known when the generation was dispatched."""
+
+    number: int
+    part: int
+    engine: str
+    version: str | None
+    data: bytes
+
+
+class StagedTurn(NamedTuple):
+    """What a turn that has ended without a commit has left."""
+
+    fence: int
+    rows: list[StagedRow]
+
+
+def left_by(connection: Connection, session_id: str, request_hash: str) -> StagedTurn | None:
+    """The rows of the newest turn that has ended and had this request."""
+    found = connection.execute(_left, {"sid": session_id, "request": request_hash}).all()
+    if not found:
+        return None
+    newest = found[0][0]
+    return StagedTurn(newest, [StagedRow(*row[1:]) for row in found if row[0] == newest])
+
+
+class StageTokens(BaseOperation, frozen=True):
+    """Write a row of an open turn; False without the claim. `opened_at` as in `Commit`."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    request_hash: str
+    row: StagedRow
+    opened_at: float | None = None
+
+    @property
+    def size(self) -> int:
+        return 512 + len(self.row.data)
+
+    def apply(self, tx: Tx) -> bool:
+        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+            return False
+        row = self.row
+        fields = {
+            "session_id": self.session_id,
+            "fence": self.fence,
+            "number": row.number,
+            "part": row.part,
+            "request_hash": self.request_hash,
+            "engine": row.engine,
+            "weight_version": row.version,
+            "data": row.data,
+        }
+        tx.insert(_insert, [fields])
+        return True
+
+
+class TakeOverStaged(BaseOperation, frozen=True):
+    """Give the rows of a turn that has ended to an open turn; False without the claim, or if they are gone."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    staged_fence: int
+    opened_at: float | None = None
+
+    def apply(self, tx: Tx) -> bool:
+        if not holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+            return False
+        return tx.run(_take_over, {"sid": self.session_id, "fenced": self.staged_fence, "by": self.fence}) > 0
+
+
+class DropStaged(BaseOperation, frozen=True):
+    """Delete what an open turn has staged, or taken over; nothing without the claim."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    fence: int
+    incarnation: int
+    opened_at: float | None = None
+
+    def apply(self, tx: Tx) -> None:
+        if holds(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
+            drop_of_turn(tx, self.session_id, self.fence)
+
+
+def drop_of_turn(tx: Tx, session_id: str, fence: int) -> None:
+    tx.run(_drop_of_turn, {"sid": session_id, "fenced": fence})
+
+
+def drop_of_session(tx: Tx, session_id: str) -> None:
+    tx.run(_drop_of_session, {"sid": session_id})
+
+
+def drop_of_sessions(tx: Tx, session_ids: Collection[str]) -> None:
+    """As `drop_of_session` for several, on PostgreSQL."""
+    if session_ids:
+        tx.run(_drop_of_sessions, {"sids": list(session_ids)})

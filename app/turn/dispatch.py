@@ -1,0 +1,179 @@
+"""Sends a turn's requests to engines, through the gates, and reads the replies that they stream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain.events import OnAbort
+from app.domain.reply import ValidatedReply
+from app.domain.request import ChatRequest
+from app.fleet.engines import Answer, EngineChoice, OpenStream
+from app.sessions.cache import require_open
+from app.turn.context import ClaimedTurn, TurnContext
+from app.turn.engine_body import EngineBody, IdsOrigin
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, options_for
+from app.turn.live import LiveStream
+from app.turn.services import TurnServices
+from app.turn.stages import TurnStage
+from app.turn.staging import StagedTurn
+from app.upstream import headers as http_headers
+from app.upstream.body import Body
+from app.upstream.client import Withheld
+from app.upstream.headers import Headers
+from app.upstream.streams import STREAM, Push, ReplyStream
+
+
+class PreparedTurn(msgspec.Struct, frozen=True):
+    """What is sent for a turn: `messages` are all of them, `new` those that are not stored yet."""
+
+    request: EngineRequest
+    messages: Sequence[bytes]
+    new: Sequence[bytes]
+    prompt: PromptIds | None
+
+
+class GeneratedTurn(msgspec.Struct, frozen=True):
+    """A validated reply with its body and headers, and what was sent for it. `new` are the messages not stored yet."""
+
+    reply: ValidatedReply
+    body: Body
+    headers: Headers
+    request: EngineRequest
+    new: Sequence[bytes]
+    prompt: PromptIds | None
+    options: EngineRequestOptions
+    choice: EngineChoice
+
+
+class EngineRefusal(msgspec.Struct, frozen=True):
+    """An engine's own error, which is passed to the client."""
+
+    status: int
+    headers: Headers
+    body: Body
+
+
+class Dispatch:
+    """The requests of one turn. `staged` keeps its tokens, if any are kept; `live` is the client's stream, if it gets
+    them as they come."""
+
+    def __init__(self, services: TurnServices, context: TurnContext, claimed: ClaimedTurn) -> None:
+        self.staged: StagedTurn | None = None
+        self.live: LiveStream | None = None
+        self._push: Push | None = None
+        self._services = services
+        self._context = context
+        self._claimed = claimed
+
+    @property
+    def on_abort(self) -> OnAbort:
+        return self._claimed.session.config.on_abort or self._services.settings.abort_policy
+
+    def body(self, turn: PreparedTurn) -> EngineBody:
+        """The turn's first request."""
+        context = self._context
+        options = options_for(self._claimed, context.request, turn.prompt, self._services.settings)
+        origin: IdsOrigin = "built" if context.request.ids is None else "client"
+        if self.staged is not None:
+            options = msgspec.structs.replace(options, own=STREAM)
+        return EngineBody(self._services, context, turn.request, options, turn.messages, turn.prompt, origin)
+
+    async def ask(self, choice: EngineChoice, body: EngineBody) -> Answer:
+        """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`.
+
+        A client's stream gets what comes of this one only: the rest of a reply that is continued is not sent live.
+        """
+        self.live = self._live(body.options)
+        if self.live is not None:
+            self._push = self.live.push
+            body.change(msgspec.structs.replace(body.options, own=STREAM))
+        try:
+            answer = await self.send(choice, body)
+        finally:
+            self._push = None
+        if answer.reply.status == 400 and body.options.own not in (b"", STREAM):
+            # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
+            body.change(msgspec.structs.replace(body.options, own=b"", first_row=0))
+            answer = await self.send(choice, body)
+        return answer
+
+    def _live(self, options: EngineRequestOptions) -> LiveStream | None:
+        """The client's stream if it is sent while the engine generates. Not if the engines may not stream with ids, if
+        a replay payload is needed, which no stream has, or if the generation may be continued by another."""
+        context, claimed, settings = self._context, self._claimed, self._services.settings
+        live, request = context.waiter.live, context.request
+        if live is None or not isinstance(request, ChatRequest):
+            return None
+        if (request.stream_mode or claimed.session.config.stream_mode) == "whole" or live.mode is not None:
+            return None
+        dialect = self._services.engines.dialect if settings.upstream_dialect == "auto" else settings.upstream_dialect
+        if dialect != "vllm" or settings.replay or options.clients or self.on_abort == "continue":
+            return None
+        live.go_live(claimed.opened.turn, request.echo)
+        return live
+
+    def _open_stream(self, body: EngineBody) -> OpenStream | None:
+        """What reads the reply, if it is a stream."""
+        if body.options.own != STREAM:
+            return None
+        staged, push = self.staged, self._push
+        if staged is None:
+            return lambda engine, version: ReplyStream(push)
+        return lambda engine, version: staged.stream(push, engine, version)
+
+    async def send(self, choice: EngineChoice, body: EngineBody) -> Answer:
+        """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
+        context, services = self._context, self._services
+        parent = self._claimed.session.config.parent
+        headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
+        reach("before_engine")
+        while True:
+            await self.pass_gate()
+            context.stages.enter(TurnStage.ENGINE)
+            try:
+                answer = await services.engines.generate(
+                    choice,
+                    context.request.shape,
+                    body,
+                    headers,
+                    context.waiter.grow,
+                    rid=self._claimed.rid,
+                    version=context.gate.version,
+                    may_send=self._may_send,
+                    open_stream=self._open_stream(body),
+                )
+            except Withheld:
+                continue
+            context.stages.enter(TurnStage.VALIDATE)
+            reach("after_engine")
+            return answer
+
+    def _may_send(self) -> bool:
+        """Check the gates at the last moment, when a connection is ready."""
+        if not self._context.gate.take():
+            return False
+        self._context.flight.engine_asked = True
+        return True
+
+    async def pass_gate(self) -> None:
+        """Wait while a gate is shut. Before an engine was asked, a turn whose clients are all gone is cancelled here.
+
+        Raises as `GatePass.wait`, SessionClosed.
+        """
+        context = self._context
+        if context.gate.is_open:
+            return
+        with contextlib.nullcontext() if context.flight.engine_asked else context.flight.waiting_at_gate():
+            context.stages.enter(TurnStage.GATE)
+            await context.gate.wait()
+            context.stages.enter(TurnStage.PREPARE)
+        await self.require_still_open()
+
+    async def require_still_open(self) -> None:
+        """Raises SessionClosed if another process has closed the session while this turn waited at a gate."""
+        session_id = self._context.session_id
+        require_open(await self._services.cache.current(session_id), session_id)

@@ -1,0 +1,287 @@
+"""Stages the tokens of a turn in flight, so that a retry after a crash goes on from them.
+
+    engine's stream ─▶ StagedStream ─▶ a row each TURNLOG_STAGE_TOKENS_S ─▶ deleted by the commit
+                                             │
+              the server or the engine dies  └─▶ the retry: `restore`, then as after an abort
+
+A row holds the stream's bytes as the engine sent them, and what reads a stream reads them again. Nothing waits for a
+row to be written, and a turn that cannot write one goes on without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from app.domain.request import ChatRequest, value_of
+from app.errors import AppError
+from app.fleet.engines import Answer
+from app.settings import Settings
+from app.store import staged_tokens
+from app.store.ports import Database, Writer
+from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
+from app.turn.context import ClaimedTurn, TurnContext
+from app.turn.continuation import can_continue
+from app.turn.engine_request import EngineRequest
+from app.upstream.body import Body
+from app.upstream.client import EngineReply
+from app.upstream.dialects import DialectChoice, asked_for
+from app.upstream.streams import BadStream, Push, ReplyStream
+from workers import codec
+from workers.codec import CorruptContent
+from workers.join_text import CALL, text_of
+
+log = logging.getLogger("turnlog.staging")
+
+OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
+"""`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
+or `anew`, it cannot. `moved`: the engine died, and the same turn went on at another or after its restart."""
+
+
+class StagingCounters(msgspec.Struct):
+    """What this process has staged: turns by outcome, and tokens that were not generated again."""
+
+    turns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    tokens_restored: int = 0
+
+
+class Staging:
+    """Stages the turns of this process, if TURNLOG_STAGE_TOKENS_S says so."""
+
+    def __init__(self, database: Database, writer: Writer, settings: Settings, incarnation: Callable[[], int]) -> None:
+        self.counters = StagingCounters()
+        self._database = database
+        self._writer = writer
+        self._settings = settings
+        self._incarnation = incarnation
+
+    @property
+    def is_on(self) -> bool:
+        return self._settings.stage_tokens_s > 0
+
+    def turn(
+        self, context: TurnContext, claimed: ClaimedTurn, request: EngineRequest, dialect: DialectChoice
+    ) -> StagedTurn | None:
+        """None if tokens are not staged, or if the turn cannot be continued."""
+        if not self.is_on:
+            return None
+        if not self._can_stage(context, dialect):
+            self.counters.turns["not_staged"] += 1
+            return None
+        digest = _request_hash(context, claimed, request)
+        return StagedTurn(
+            claimed, digest, self._database, self._writer, self._incarnation(), self._settings, self.counters
+        )
+
+    def _can_stage(self, context: TurnContext, dialect: DialectChoice) -> bool:
+        """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads."""
+        request, chosen = context.request, self._settings.upstream_dialect
+        if not isinstance(request, ChatRequest) or (dialect if chosen == "auto" else chosen) != "vllm":
+            return False
+        if self._settings.replay or asked_for(request.params) or not can_continue(request):
+            return False
+        return value_of(request.params.get("n"), "n") in (None, 1)
+
+
+class StagedTurn:
+    """The staged tokens of one turn."""
+
+    def __init__(
+        self,
+        claimed: ClaimedTurn,
+        request_hash: str,
+        database: Database,
+        writer: Writer,
+        incarnation: int,
+        settings: Settings,
+        counters: StagingCounters,
+    ) -> None:
+        self.counters = counters
+        self._claimed = claimed
+        self._session_id = claimed.session.session_id
+        self._request_hash = request_hash
+        self._database = database
+        self._writer = writer
+        self._incarnation = incarnation
+        self._interval_s = settings.stage_tokens_s
+        self._rows = self._parts = 0
+        self._stream: StagedStream | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._written_at = asyncio.get_running_loop().time()
+        self._is_lost = False
+
+    # what the turn generates
+
+    def stream(self, push: Push | None, engine: str, version: str | None) -> StagedStream:
+        """Begin the next generation: reads the stream of this engine, whose weight version is `version` if known."""
+        self._stream = StagedStream(self, ReplyStream(push), engine, version)
+        return self._stream
+
+    def grown(self, stream: StagedStream) -> None:
+        """Write what has come since the last row, if that is long ago. The end of a reply is not written: the commit is
+        about to follow."""
+        is_due = asyncio.get_running_loop().time() - self._written_at >= self._interval_s
+        if is_due and self._writing is None and not self._is_lost and stream.has_news:
+            self._writing = asyncio.create_task(self._write(stream), name="turnlog-staging")
+
+    def cut(self) -> Answer | None:
+        """The generation that its engine did not finish, as if the engine had aborted it; None if there are no tokens,
+        or if all have come."""
+        stream = self._stream
+        if stream is None or not stream.reply_stream.tokens or stream.reply_stream.has_ended:
+            return None
+        answer = _aborted(stream.engine, stream.version, stream.reply_stream)
+        self.counters.turns["moved"] += answer is not None
+        return answer
+
+    async def end_part(self) -> None:
+        """The generation is to be continued by another: all of it is written first."""
+        stream, self._stream = self._stream, None
+        await self.settled()
+        if stream is not None and stream.reply_stream.tokens:
+            if not self._is_lost and (stream.has_news or stream.reply_stream.was_aborted):
+                await self._write(stream)
+            self._parts += 1
+
+    async def settled(self) -> None:
+        """Wait for the row that is being written."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _write(self, stream: StagedStream) -> None:
+        """A row that may not have been written ends the staging of the turn: none may follow it."""
+        row = StagedRow(self._rows, self._parts, stream.engine, stream.version, codec.compress(stream.take()))
+        self._rows += 1
+        self._written_at = asyncio.get_running_loop().time()
+        claimed = self._claimed
+        operation = StageTokens(
+            self._session_id, claimed.fence, self._incarnation, self._request_hash, row, claimed.opened_at
+        )
+        try:
+            self._is_lost = not await self._writer.submit(operation)
+        except AppError as error:
+            self._is_lost = True
+            log.warning("session %s: turn %d is no longer staged: %s", self._session_id, claimed.opened.turn, error)
+        finally:
+            self._writing = None
+        self.counters.turns["staged"] += row.number == 0 and not self._is_lost
+
+    # what an earlier turn has left
+
+    async def restore(self) -> list[Answer]:
+        """The generations that a turn with the same request has left, as if their engines had aborted them. They are
+        this turn's from now on. Raises StoreUnavailable, StoreFull."""
+        session_id, claimed = self._session_id, self._claimed
+        left = await self._database.read(
+            lambda connection: staged_tokens.left_by(connection, session_id, self._request_hash),
+            session_id=session_id,
+        )
+        if left is None:
+            return []
+        take_over = TakeOverStaged(session_id, claimed.fence, self._incarnation, left.fence, claimed.opened_at)
+        if not await self._writer.submit(take_over):
+            return []
+        rows = list(_contiguous(left.rows))
+        found = await asyncio.to_thread(_answers, rows)
+        if len(rows) < len(left.rows) or not found:
+            await self.drop(f"what was staged under fence {left.fence} cannot be continued")
+            return []
+        self._rows, self._parts = len(rows), rows[-1].part + 1
+        return found
+
+    def restored(self, tokens: int) -> None:
+        """The turn goes on from so many tokens."""
+        turn = self._claimed.opened.turn
+        log.info("session %s: turn %d goes on from %d tokens", self._session_id, turn, tokens)
+        self.counters.turns["restored"] += 1
+        self.counters.tokens_restored += tokens
+
+    async def drop(self, why: str) -> None:
+        """The turn is generated anew. Raises StoreUnavailable, StoreFull."""
+        claimed = self._claimed
+        log.warning("session %s: turn %d is generated anew: %s", self._session_id, claimed.opened.turn, why)
+        self.counters.turns["anew"] += 1
+        self._rows = self._parts = 0
+        await self._writer.submit(DropStaged(self._session_id, claimed.fence, self._incarnation, claimed.opened_at))
+
+
+class StagedStream:
+    """Reads one generation's stream, and keeps its bytes until they are written."""
+
+    def __init__(self, turn: StagedTurn, reply_stream: ReplyStream, engine: str, version: str | None) -> None:
+        self.reply_stream = reply_stream
+        self.engine = engine
+        self.version = version
+        self._turn = turn
+        self._pieces: list[bytes] = []
+        self._staged = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.reply_stream.is_live
+
+    @property
+    def has_news(self) -> bool:
+        """Are there tokens that are not written, and more to come?"""
+        return self.reply_stream.tokens > self._staged and not self.reply_stream.has_ended
+
+    def feed(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self.reply_stream.feed(piece)
+        self._turn.grown(self)
+
+    def reply(self) -> bytes:
+        return self.reply_stream.reply()
+
+    def take(self) -> bytes:
+        """The bytes since the last call."""
+        pieces, self._pieces = self._pieces, []
+        self._staged = self.reply_stream.tokens
+        return b"".join(pieces)
+
+
+def _request_hash(context: TurnContext, claimed: ClaimedTurn, request: EngineRequest) -> str:
+    """What must be the same for a turn to go on from another's tokens: the body, the place, the agent, and what the
+    engine is asked for besides messages."""
+    parts = [context.identity.body_hash, str(claimed.plan.parent), context.identity.agent_id or ""]
+    parts += [one.hash for one in request.shared if one.kind in ("params", "tools")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _contiguous(rows: Sequence[StagedRow]) -> Iterator[StagedRow]:
+    """Up to the first that is missing: a crash of PostgreSQL may have undone one, and a later one was written."""
+    return (row for number, row in enumerate(rows) if row.number == number)
+
+
+def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
+    """The generations in these rows; none if one of them cannot be read or continued."""
+    found = []
+    for _, part in itertools.groupby(rows, lambda row: row.part):
+        of_part = list(part)
+        stream = ReplyStream()
+        try:
+            for row in of_part:
+                stream.feed(codec.decompress(row.data))
+        except CorruptContent:
+            return []
+        except BadStream:
+            pass  # The engine's own end of it, after the tokens.
+        answer = _aborted(of_part[0].engine, of_part[0].version, stream)
+        if answer is None:
+            return []
+        found.append(answer)
+    return found
+
+
+def _aborted(engine: str, version: str | None, stream: ReplyStream) -> Answer | None:
+    """None where a tool call has begun in a form that only the engine can read: both of its halves would be text."""
+    has_calls, body = stream.has_calls, stream.begun()
+    if has_calls and CALL not in text_of(body):
+        return None
+    reply = EngineReply(200, [("content-type", "application/json")], Body([body]))
+    return Answer(engine, reply, version, version)

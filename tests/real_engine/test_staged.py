@@ -1,0 +1,85 @@
+"""A long generation of a real engine goes on after `kill -9` of the server, or of the engine."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fault.verified import acknowledgement, verified
+from integration.stand import Stand, Talk, serving, user
+from integration.tito import output_of
+
+from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
+
+pytestmark = pytest.mark.real_engine
+
+KILLS = int(os.environ.get("REAL_ENGINE_KILLS", "2"))
+TOKENS = 2000 if KILLS >= 5 else 600
+NEAR = 1e-3
+"""Largest difference of a logprob from what transformers computes, in nats."""
+
+PATIENCE_S = 900.0
+
+
+def ask(stand: Stand, talk: Talk) -> httpx.Response:
+    """One turn, sent again until it is answered."""
+    deadline = time.monotonic() + PATIENCE_S
+    asked: dict[str, Any] = {
+        "model": SERVED_AS,
+        "temperature": 0,
+        "max_tokens": TOKENS,
+        "min_tokens": TOKENS,
+        "ignore_eos": True,
+    }
+    while True:
+        assert time.monotonic() < deadline, "never answered"
+        try:
+            response = httpx.post(
+                stand.base_url + talk.chat_path,
+                json=talk.body([user("Tell me everything.")], **asked),
+                headers={"idempotency-key": talk.id},
+                timeout=PATIENCE_S,
+            )
+        except httpx.TransportError:
+            time.sleep(0.05)
+            continue
+        if response.status_code == 200:
+            return response
+        assert response.status_code >= 500, response.text[:300]
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("killed", ["server", "engine"])
+def test_a_generation_outlives_kills(engine: EngineProcess, model: Path, tmp_path: Path, killed: str) -> None:
+    rng = random.Random(killed)
+    environment = {"TURNLOG_UPSTREAM_DIALECT": "vllm", "TURNLOG_STAGE_TOKENS_S": "0.25", "TURNLOG_LEASE_S": "1"}
+    with serving(tmp_path, engine.base_url, environment=environment) as stand:
+        began = time.monotonic()
+        whole = ask(stand, stand.talk())
+        took = time.monotonic() - began
+        talk = stand.talk()
+        asked = stand.meanwhile(ask, stand, talk)
+        kills = 0
+        for _ in range(KILLS):
+            time.sleep(rng.uniform(0.3, 1.0) * took / (KILLS + 1))
+            if asked.done():
+                break
+            kills += 1
+            process = stand.server if killed == "server" else engine
+            process.kill()
+            process.start()
+        response = asked.result(timeout=PATIENCE_S)
+        parts = talk.committed()[0].get("parts", [])
+        scored = rescored(model, talk.rows())
+        print(f"{killed}: {kills} kills, {TOKENS} tokens in {took:.0f} s, parts {parts}, {scored}")
+        assert kills > 0
+        assert parts
+        assert output_of(response.json()) == output_of(whole.json())
+        assert response.json()["choices"][0]["message"]["content"] == whole.json()["choices"][0]["message"]["content"]
+        assert scored.largest < NEAR
+        verified(stand, [acknowledgement(talk.id, response)])
