@@ -35,5 +35,6 @@ def test_at_another_temperature_the_logprobs_are_those_that_the_row_names(
         renamed = [{**row, "sampling": [{**turn, "logprobs_of": other} for turn in row["sampling"]]} for row in rows]
         wrong = rescored(model, renamed)
         print(f"{mode}: {msgspec.json.encode(scored).decode()}; as {other}: {wrong.largest:.3f}")
-        assert scored.tokens > 0 and scored.largest < CLOSE
+        assert scored.tokens > 0
+        assert scored.largest < CLOSE
         assert wrong.largest > 100 * CLOSE, "the two cannot be told apart"

@@ -1,7 +1,8 @@
 """Score exported rows again with `transformers`: `python -m tests.tools.real_engine.rescore MODEL < rows.ndjson`.
 
 Prints a JSON object: rows, sampled tokens, and the largest difference between an exported logprob and the model's own,
-in nats. The model's own are of the distribution that the row's `sampling` names. Runs in the engine's environment, which has PyTorch.
+in nats. The model's own are of the distribution that the row's `sampling` names. Runs in the engine's environment,
+which has PyTorch.
 """
 
 from __future__ import annotations
