@@ -17,6 +17,7 @@ from app.fleet.engines import Engines
 from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
+from app.fleet.versions import WeightVersions
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.forks import Forks
@@ -76,11 +77,14 @@ class Assembly:
         self._recovery = Recovery(database, self.writer, incarnation, lease_s, beat_s, clock)
         self.token_in = TokenIn(self.cache, prompts)
         self.fleet = FleetState(database, self.writer, poll_s)
+        versions = WeightVersions(self.fleet, client, settings.upstream_api_key)
         self.engines = Engines(
             client,
             settings.placement,
             settings.upstream_api_key,
-            None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
+            versions,
+            configured=settings.upstream_dialect,
+            logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
         self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.gates = Gates(self.fleet)
@@ -122,7 +126,14 @@ class Assembly:
         )
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
-        self.sessions = Sessions(database, self.writer, self.cache, self.followers, clock)
+        self.sessions = Sessions(
+            database,
+            self.writer,
+            self.cache,
+            self.followers,
+            clock,
+            names_engine_sessions=settings.engine_session_ids,
+        )
         self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)

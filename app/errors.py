@@ -101,6 +101,13 @@ class SessionClosed(AppError):
     meaning = "the session was closed or erased"
 
 
+class SessionReclaimed(SessionClosed):
+    """The agent is told that the server gave its session up, not that it was wrong about the id."""
+
+    status, code = 410, "session_reclaimed"
+    meaning = "the janitor closed the session, which was idle for TURNLOG_IDLE_CLOSE_S"
+
+
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
     meaning = "a turn, payload, group, engine or adapter that the request names does not exist"

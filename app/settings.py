@@ -111,6 +111,7 @@ class Settings(BaseSettings):
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
     engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    engine_session_ids: bool = False
     on_abort: OnAbort | None = None
     tokenizer: str | None = None
     tito_family: str = "auto"
@@ -119,6 +120,7 @@ class Settings(BaseSettings):
     on_divergence: OnDivergence = "reject"
     agents: Literal["branches", "sessions"] = "branches"
     session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
+    samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
     max_replay_bytes: Annotated[Size | None, BeforeValidator(_off)] = Field(default=1024 * MIB, ge=MIB)
@@ -201,17 +203,6 @@ class Settings(BaseSettings):
     def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
         if "moe_layers" in info.data and (info.data["moe_layers"] is None) != (value is None):
             raise PydanticCustomError(SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: accepted is both, or none")
-        return value
-
-    @field_validator("tokenizer")
-    @classmethod
-    def _requires_ids(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("upstream_dialect") == "vllm":
-            raise PydanticCustomError(
-                SEVERAL,
-                "TURNLOG_TOKENIZER: vLLM's chat route takes no token ids; accepted is TURNLOG_UPSTREAM_DIALECT "
-                "auto or sglang, or no tokenizer",
-            )
         return value
 
     @field_validator("upstreams")

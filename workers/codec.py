@@ -62,7 +62,8 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     `messages` are the request's new messages, `message` the reply's, each raw JSON. `reply` is the engine's body
     without what is stored elsewhere and restored byte for byte: at `prompt_ids_at`, if set, the text of the prompt's
     ids with `separator` between them; and the values in `cuts`. All positions count in the remaining text. `rid` and
-    `own` (raw JSON) are what Turnlog added to this request only.
+    `own` (raw JSON) are what Turnlog added to this request only. `ids_field` is the field of a chat
+    that the prompt's ids were sent in; empty for `input_ids`, and where none were sent.
     """
 
     messages: list[bytes]
@@ -75,6 +76,7 @@ class Wire(msgspec.Struct, frozen=True, omit_defaults=True):
     rid: str = ""
     own: bytes = b""
     cuts: list[Cut] = []
+    ids_field: str = ""
 
 
 class Messages(msgspec.Struct, frozen=True):

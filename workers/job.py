@@ -40,6 +40,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     own: bytes
     protocol: Protocol = "chat"
     sent: bytes = b""
+    ids_field: str = ""
+    is_part: bool = False
 
 
 class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +190,7 @@ def _parsed(job: Job, body: memoryview) -> _Found:
 
 
 def _parse_text(job: Job, text: bytes) -> Parsed:
-    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None)
+    return parse_reply(text, job.dialect, job.known, job.protocol, job.sent or None, job.is_part)
 
 
 def _mark(number: int) -> bytes:
@@ -326,4 +328,5 @@ def _wire(job: Job, found: _Found, edits: list[_Edit], prompt_tokens: int) -> Wi
         rid=job.rid,
         own=job.own,
         cuts=cuts,
+        ids_field=job.ids_field,
     )

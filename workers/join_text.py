@@ -19,6 +19,9 @@ from workers.parse_json import Fields, is_null
 
 OPEN, CLOSE, CALL = "<think>", "</think>", "<tool_call>"
 CALL_END = b"</tool_call>"
+REASONING = ("reasoning_content", "reasoning")
+"""A message's reasoning, as SGLang and earlier vLLM name it, and as vLLM does now."""
+
 _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _BROKEN = "\ufffd"
 
@@ -66,7 +69,10 @@ class Stop(NamedTuple):
 
 
 class MessageParts(NamedTuple):
-    """One generation's message; `matched` is the stop token or string that ended it, if the engine names it."""
+    """One generation's message; `matched` is the stop token or string that ended it, if the engine names it.
+
+    `at_end`: its last token is the end token, which vLLM tells by a `stop_reason` of null and leaves out of the text.
+    """
 
     fields: Fields
     content: str
@@ -74,17 +80,20 @@ class MessageParts(NamedTuple):
     calls: list[_ParsedCall]
     finish: Any
     matched: Any
+    at_end: bool = False
 
     @classmethod
     def of(cls, message: Fields, choice: Fields) -> MessageParts:
         """The message was validated except for its calls: invalid ones are ignored."""
-        content, reasoning = (_text(message.get(name)) for name in ("content", "reasoning_content"))
+        content, reasoning, short = (_text(message.get(name)) for name in ("content", *REASONING))
         try:
             calls = _PARSED_CALLS.decode(message.get("tool_calls", b"null")) or []
         except msgspec.ValidationError:
             calls = []
-        finish, matched = (msgspec.json.decode(choice.get(key, b"null")) for key in ("finish_reason", "matched_stop"))
-        return cls(message, content, reasoning, calls, finish, matched)
+        finish = msgspec.json.decode(choice.get("finish_reason", b"null"))
+        matched = msgspec.json.decode(choice.get("matched_stop", choice.get("stop_reason", b"null")))
+        at_end = finish == "stop" and matched is None and "stop_reason" in choice
+        return cls(message, content, reasoning or short, calls, finish, matched, at_end)
 
 
 def _text(raw: msgspec.Raw | None) -> str:
@@ -149,7 +158,7 @@ def raw_text(part: MessageParts, texts: Sequence[bytes] | None) -> bytes | None:
     if any(text.strip(_BROKEN) not in shown for text in (part.content, part.reasoning)):
         return None
     end = part.content or part.reasoning
-    ended = isinstance(part.matched, int) or (part.finish == "tool_calls" and texts[-1:] != [CALL_END])
+    ended = part.at_end or isinstance(part.matched, int) or (part.finish == "tool_calls" and texts[-1:] != [CALL_END])
     if ended and texts and not end.encode().endswith(texts[-1]):
         return whole.removesuffix(texts[-1])
     if isinstance(part.matched, str) and part.matched and not end.endswith(part.matched):
@@ -180,8 +189,9 @@ def joined_message(
         content, calls = _called(content, parts, engine_calls, name)
     message = {**parts[0].fields, **{key: raw for key, raw in parts[-1].fields.items() if key not in parts[0].fields}}
     message["content"] = msgspec.Raw(msgspec.json.encode(content))
-    if reasoning or "reasoning_content" in message:
-        message["reasoning_content"] = msgspec.Raw(msgspec.json.encode(reasoning or None))
+    named = [key for key in REASONING if key in message]
+    for key in named or REASONING[: bool(reasoning)]:
+        message[key] = msgspec.Raw(msgspec.json.encode(reasoning or None))
     if calls:
         message["tool_calls"] = msgspec.Raw(msgspec.json.encode(calls))
     elif engine_calls:

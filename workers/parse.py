@@ -103,18 +103,22 @@ def parse_reply(
     known: KnownTokens | None = None,
     protocol: Protocol = "chat",
     sent: bytes | None = None,
+    is_part: bool = False,
 ) -> Parsed:
     """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
 
     `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
-    be equal. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are vLLM's, otherwise
-    SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt differs from the
-    sent one. Whether `miscounted` is a fault depends on the request.
+    be equal. `is_part`: it continues a generation, and may be only its end token. With `auto` the structure tells the
+    engine: in a chat reply, token ids on the choice are vLLM's, otherwise SGLang's rules hold. Raises Rejected, naming
+    the first broken rule; PromptDiffers if the prompt differs from the sent one. Whether `miscounted` is a fault
+    depends on the request.
     """
     utf8(body)
-    read = completion if protocol == "completions" else _chat
     try:
-        parsed, bulk = read(body, dialect, known, sent)
+        if protocol == "completions":
+            parsed, bulk = completion(body, dialect, known, sent)
+        else:
+            parsed, bulk = _chat(body, dialect, known, sent, is_part)
         readable(body, [*bulk, *(bytes(raw) for _, raw in parsed.payloads)])
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
@@ -122,14 +126,14 @@ def parse_reply(
 
 
 def _chat(
-    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None
+    body: bytes, dialect: DialectChoice, known: KnownTokens | None, sent: bytes | None, is_part: bool
 ) -> tuple[Parsed, list[bytes]]:
     root: _Root = typed(_ROOT, body, "the body")
     choice = only_choice(root.choices)
     if dialect == "auto":
         dialect = "vllm" if _looks_like_vllm(root, choice) else "sglang"
     read = _vllm if dialect == "vllm" else _sglang
-    parsed, bulk = read(root, choice, known, sent)
+    parsed, bulk = read(root, choice, known, sent, is_part)
     unambiguous(body, choice, bulk)
     return parsed, bulk
 
@@ -138,7 +142,9 @@ def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
     return "meta_info" not in choice and ("token_ids" in choice or not is_null(root.prompt_token_ids))
 
 
-def _sglang(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
+def _sglang(
+    root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None, is_part: bool
+) -> tuple[Parsed, list[bytes]]:
     where = "choices[0].meta_info"
     meta_raw = choice.get("meta_info")
     if meta_raw is None:
@@ -161,7 +167,7 @@ def _sglang(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes 
         *prompt.repeated(meta.get("prompt_token_ids"), f"{where}.prompt_token_ids"),
         *same_output(choice, output_ids, "response_token_ids", "token_ids"),
     ]
-    message = _message(choice, len(triples))
+    message = _message(choice, may_be_empty=is_part or not triples)
     version = meta.get("weight_version")
     parsed = Parsed(
         dialect="sglang",
@@ -186,7 +192,9 @@ def _sglang(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes 
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
 
 
-def _vllm(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None) -> tuple[Parsed, list[bytes]]:
+def _vllm(
+    root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | None, is_part: bool
+) -> tuple[Parsed, list[bytes]]:
     output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
     logprobs_raw = choice.get("logprobs")
     logprobs = object_at(logprobs_raw, "choices[0].logprobs")
@@ -204,7 +212,7 @@ def _vllm(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | 
     ]
     parsed = Parsed(
         dialect="vllm",
-        message=_message(choice, len(output_ids)),
+        message=_message(choice, may_be_empty=is_part or not output_ids),
         prompt_text=prompt.text,
         base=prompt.base,
         suffix_ids=int32(prompt.suffix),
@@ -225,7 +233,7 @@ def _vllm(root: _Root, choice: Fields, known: KnownTokens | None, sent: bytes | 
     return parsed, [prompt.text, *copies]
 
 
-def _message(choice: Fields, output_tokens: int) -> bytes:
+def _message(choice: Fields, *, may_be_empty: bool) -> bytes:
     raw = choice.get("message")
     message = object_at(raw, "choices[0].message")
     no_contradiction(raw or b"", message, "choices[0].message")
@@ -236,7 +244,7 @@ def _message(choice: Fields, output_tokens: int) -> bytes:
     if content is None:
         reasoning = value_at(message.get("reasoning_content"), "choices[0].message.reasoning_content")
         reasoning = reasoning or value_at(message.get("reasoning"), "choices[0].message.reasoning")
-        if not calls and not reasoning and output_tokens:
+        if not calls and not reasoning and not may_be_empty:
             raise Rejected("choices[0].message has no content, no tool calls and no reasoning_content")
     elif not isinstance(content, str):
         raise Rejected("choices[0].message.content must be a string")

@@ -19,6 +19,7 @@ from app.errors import (
     RequestTooLarge,
     SessionClosed,
     SessionNotFound,
+    SessionReclaimed,
     SessionUnreadable,
     StoreFull,
     StoreUnavailable,
@@ -72,7 +73,7 @@ Who = Literal["anyone", "session", "admin", "page"]
 BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, Overloaded)
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
-SESSION: Errors = (SessionNotFound, SessionClosed, SessionUnreadable)
+SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, SessionUnreadable)
 ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
 
 

@@ -101,5 +101,6 @@ def engine_fields(app: Services, listed: ListedEngine) -> dict[str, Any]:
         "weight_version": member.weight_version,
         "weight_version_regressed": msgspec.to_builtins(listed.regressed),
         "sessions": member.sessions,
+        "token_ids": member.token_ids,
         "logprobs_of": app.engines.logprobs_of(member),
     }

@@ -58,8 +58,8 @@ class ResumeAdapter(_PauseRequest):
     version: str | None = Field(default=None, min_length=1, max_length=MAX_NAME, pattern=NO_NUL)
 
 
-class ResumeFleet(_PauseRequest):
-    pass
+class ResumeFleet(ResumeAdapter):
+    """Also for an open gate, whose weight version it then sets."""
 
 
 @router.post(ADAPTER + "/pause")
@@ -144,12 +144,16 @@ async def pause_fleet(request: Request) -> JSONResponse:
     errors=(*BODY, EnginesFailed, *WRITE),
     body=ResumeFleet,
     optional_body=True,
+    example={"version": "43"},
 )
 async def resume_fleet(request: Request) -> JSONResponse:
-    """Resume every engine, and all turns except those of paused adapters."""
-    await body_of(request, ResumeFleet, is_optional=True)
+    """Resume every engine, and all turns except those of paused adapters.
+
+    `version` is the weight version of engines that cannot say theirs.
+    """
+    body = await body_of(request, ResumeFleet, is_optional=True)
     pauses = services(request).pauses
-    engines = await pauses.resume_fleet()
+    engines = await pauses.resume_fleet(body.version)
     return reply(msgspec.to_builtins(await pauses.fleet()), engines)
 
 

@@ -37,6 +37,7 @@ async def health(request: Request) -> dict[str, Any]:
     app = services(request)
     return {
         "status": "ok",
+        "session_server_instance_id": app.instance_id,
         "in_flight": app.turns.in_flight,
         "writer": msgspec.to_builtins(app.writer.counters),
         "pool": msgspec.to_builtins(app.pool.counters()),

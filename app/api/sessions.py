@@ -105,6 +105,8 @@ class SamplesQuery(BaseModel):
 
     max_seq_len: int | None = Field(default=None, ge=1, le=MAX_INTEGER, strict=True)
     branches: Branches = "kept"
+    metadata: dict[str, Any] | None = None
+    reward: FiniteFloat | None = Field(default=None, strict=True)
 
 
 def require_session_id(session_id: str) -> str:
@@ -249,17 +251,22 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     "The session's samples as safetensors",
     "session",
     Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}),
-    errors=(*BODY, *SESSION, *READ),
+    errors=(*BODY, *SESSION, *WRITE),
     body=SamplesQuery,
     optional_body=True,
     example={"max_seq_len": 32768},
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
-    """The session's samples as safetensors."""
+    """The session's samples as safetensors; a `reward` in the body is first assigned to the session."""
     app = services(request)
     query = await body_of(request, SamplesQuery, is_optional=True)
+    require_finite(query.metadata, "metadata")
+    require_small("metadata has", query.metadata)
+    if query.reward is not None:
+        await app.sessions.require(session_id)
+        await app.sessions.assign_reward(session_id, query.reward, {}, None)
     live = await app.sessions.require(session_id)
-    body = await app.samples.safetensors(live, query.max_seq_len, query.branches)
+    body = await app.samples.safetensors(live, query.max_seq_len, query.branches, query.metadata)
     return Response(body, media_type=BYTES)
 
 

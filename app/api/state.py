@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -68,11 +69,12 @@ class Services(Assembly):
         self.tokens = tokens
         self.connection_limit = connection_limit
         self.release = release
+        self.instance_id = uuid.uuid4().hex
         self.exported = ExportMetrics()
         self.picker = load_picker(settings.picker)
         self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
         self.feed = Feed(database, self.writer, self.exporter)
-        self.samples = SessionSamples(self.cache, self.token_in, release)
+        self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
         self.health = HealthWatch(
             self.engines,
             client,

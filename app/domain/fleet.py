@@ -67,11 +67,12 @@ class AdapterResumed(FleetEvent, frozen=True):
 
 
 class FleetPaused(FleetEvent, frozen=True):
-    """The gate of the whole fleet is shut; as `AdapterPaused`."""
+    """The gate of the whole fleet is shut; as `AdapterPaused`. `version` came with version 2."""
 
     closings: int
     until: float
     mode: PauseMode = "abort"
+    version: str | None = None
 
     @property
     def key(self) -> str:
@@ -79,8 +80,12 @@ class FleetPaused(FleetEvent, frozen=True):
 
 
 class FleetResumed(FleetEvent, frozen=True):
+    """The gate of the whole fleet is open. `version` (since version 2) is the weight version of engines that cannot say
+    theirs, if given."""
+
     closings: int
     reason: Literal["resumed", "lease_expired"] = "resumed"
+    version: str | None = None
 
     @property
     def key(self) -> str:
@@ -110,6 +115,9 @@ TYPES: dict[str, type[FleetEvent]] = {
         VersionRegressed,
     )
 }
+
+
+VERSIONS: dict[str, int] = {**dict.fromkeys(TYPES, 1), "FleetPaused": 2, "FleetResumed": 2}
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -195,9 +203,9 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
             gate = Gate(event.closings, None, placed.at, version=event.version)
             changes = {"adapters": {**fleet.adapters, event.name: gate}}
         case FleetPaused():
-            changes = {"gate": Gate(event.closings, event.until, placed.at, event.mode)}
+            changes = {"gate": Gate(event.closings, event.until, placed.at, event.mode, event.version)}
         case FleetResumed():
-            changes = {"gate": Gate(event.closings, None, placed.at)}
+            changes = {"gate": Gate(event.closings, None, placed.at, version=event.version)}
         case VersionRegressed():
             found = Regression(event.before, event.after, placed.at)
             changes = {"regressed": {**fleet.regressed, event.engine: found}}

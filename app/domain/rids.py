@@ -1,4 +1,4 @@
-"""The ids of generations at the engines."""
+"""The ids of generations and sessions at the engines."""
 
 from __future__ import annotations
 
@@ -13,3 +13,8 @@ RID_CHARACTERS = 32
 def rid_of(session_id: str, fence: int) -> str:
     """A generation's id at the engine."""
     return RID_MARK + hashlib.sha256(f"{session_id}\0{fence}".encode()).hexdigest()[:RID_CHARACTERS]
+
+
+def engine_session_of(session_id: str) -> str:
+    """A session's id at the engine. It holds a character that no id chosen by a client may have."""
+    return "turnlog~" + hashlib.sha256(session_id.encode()).hexdigest()[:RID_CHARACTERS]

@@ -97,6 +97,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
+    `is_reclaimed`: it was closed because it was idle.
     """
 
     session_id: str
@@ -122,6 +123,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     branches: int = 0
     deliveries: dict[int, bool] = {}
     history: History | None = "linear"
+    is_reclaimed: bool = False
 
     @property
     def context_turns(self) -> int:
@@ -249,7 +251,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case AffinityReleased():
             return {"affinity": None}
         case SessionClosed():
-            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at}
+            reclaimed = event.reason == "idle"
+            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
         case SessionErased():
             return {"status": "erased", "open_turns": {}, "payloads": {}, **_without_components(session)}
         case _:

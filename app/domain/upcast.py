@@ -18,7 +18,7 @@ from app.domain.events import Event, UnknownEvent
 from workers.codec import describe
 
 TYPES: Mapping[str, type[Event]] = {**OF_SESSIONS, **fleet.TYPES}
-VERSIONS: Mapping[str, int] = {**OF_SESSIONS_VERSIONS, **dict.fromkeys(fleet.TYPES, 1)}
+VERSIONS: Mapping[str, int] = {**OF_SESSIONS_VERSIONS, **fleet.VERSIONS}
 
 describe(*TYPES.values())
 
@@ -41,6 +41,8 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("SessionCreated", 3): _only_added,
     ("SessionCreated", 4): _only_added,
     ("SessionCreated", 5): _only_added,
+    ("FleetPaused", 1): _only_added,
+    ("FleetResumed", 1): _only_added,
     ("TurnOpened", 1): _only_added,
     ("TurnOpened", 2): _only_added,
     ("TurnOpened", 3): _provisional,

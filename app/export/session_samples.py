@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,15 +25,27 @@ from workers.codec import CorruptContent
 
 
 class SessionSamples:
-    """`release` is Turnlog's version, for provenance."""
+    """`release` is Turnlog's version, for provenance; `versions` how miles' driver reads weight versions."""
 
-    def __init__(self, cache: SessionCache, token_in: TokenIn, release: str) -> None:
+    def __init__(
+        self, cache: SessionCache, token_in: TokenIn, release: str, versions: Literal["names", "spans"]
+    ) -> None:
         self._cache = cache
         self._token_in = token_in
         self._release = release
+        self._versions = versions
 
-    async def safetensors(self, live: CacheEntry, max_seq_len: int | None, branches: Branches = "kept") -> bytes:
-        """The samples of the branches in miles' wire format. Raises SessionUnreadable."""
+    async def safetensors(
+        self,
+        live: CacheEntry,
+        max_seq_len: int | None,
+        branches: Branches = "kept",
+        agent: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """The samples of the branches in miles' wire format. `agent` is the driver's metadata, which the reply repeats.
+
+        Raises SessionUnreadable.
+        """
         session_id = live.session.session_id
         rollout_rows = RolloutRows(self._cache.database, reads.END, branches)
 
@@ -47,6 +60,8 @@ class SessionSamples:
         try:
             found = await asyncio.to_thread(known, stored[session_id])
             metadata = await self.metadata(live, found.session)
+            if agent is not None:
+                metadata["agent"] = agent
             return await asyncio.to_thread(self._body, stored[session_id], found, max_seq_len, branches, metadata)
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
@@ -70,7 +85,7 @@ class SessionSamples:
         )
         from app.export.shapes import miles
 
-        return miles.samples_body(rows, metadata, reason, responses)
+        return miles.samples_body(rows, metadata, reason, responses, self._versions)
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
         """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.

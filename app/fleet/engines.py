@@ -17,6 +17,7 @@ from app.domain.fleet import EngineListed
 from app.domain.session import Session
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import Member
+from app.fleet.versions import WeightVersions
 from app.upstream.client import (
     EngineClient,
     EngineError,
@@ -30,8 +31,9 @@ from app.upstream.client import (
     Withheld,
 )
 from app.upstream.dialects import DialectChoice
-from app.upstream.headers import Headers, to_control
+from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.streams import BadStream, Push, ReplyStream
+from app.upstream.token_in import IdsField, ProbeRefused, probe
 
 log = logging.getLogger("turnlog.engines")
 
@@ -65,6 +67,12 @@ class ClientControl(typing.Protocol):
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None: ...
 
 
+BodyFor = Callable[[str], Awaitable[bytes]]
+"""A request's body for the engine with this base URL: a turn may move to another engine, which reads other fields.
+
+May raise EngineError, ProbeRefused, and AppError if the engine cannot get the request.
+"""
+
 AwayCause = Literal["listed", "draining", "dead", "expired"]
 
 
@@ -83,7 +91,8 @@ class Answer(msgspec.Struct, frozen=True):
     """An engine's answer.
 
     `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
-    requested: its adapter's if known, else the engine's. `logprobs_of` as in `TurnCommitted`.
+    requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet. `logprobs_of`
+    as in `TurnCommitted`.
     """
 
     engine: str
@@ -98,8 +107,9 @@ class Engines:
 
     `placement`: a session without an engine gets the least loaded one (`least_loaded`), or one chosen by its id alone
     (`hash`, also used between equal loads). `changed` is set when the set of engines has changed or one needs a health
-    check; `regression` when one has a lower weight version than before. `logprobs_of` is what the logprobs of an engine
-    are of that does not say it.
+    check; `regression` when one has a lower weight version than before. `versions` finds out an engine's weight version
+    when a generation is sent to it; without, the newest that the engine reported counts. `configured` is the operator's
+    setting of the dialect. `logprobs_of` is what the logprobs of an engine are of that does not say it.
     """
 
     def __init__(
@@ -107,14 +117,19 @@ class Engines:
         client: EngineClient,
         placement: Literal["least_loaded", "hash"] = "least_loaded",
         api_key: str | None = None,
+        versions: WeightVersions | None = None,
+        configured: DialectChoice = "auto",
         logprobs_of: LogprobsOf | None = None,
     ) -> None:
         self.members: dict[str, Member] = {}
         self._logprobs_of = logprobs_of
         self._client = client
+        self._versions = versions
+        self._configured = configured
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
+        self._probes: dict[str, asyncio.Task[IdsField | None]] = {}
         self.changed = asyncio.Event()
         self.regression = asyncio.Event()
 
@@ -204,7 +219,7 @@ class Engines:
         self,
         choice: EngineChoice,
         shape: EngineShape,
-        body: bytes,
+        body_for: BodyFor,
         headers: Headers,
         grow: Grow,
         *,
@@ -217,26 +232,89 @@ class Engines:
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `push` takes the deltas of a reply that the engine streams;
-        the answer is the whole reply all the same. Raises as `_first_reached`, Withheld if `may_send` refuses
-        at the last moment, UpstreamInvalid for a compressed reply or a redirect.
+        the answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
+        refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
         """
+
+        dispatched: dict[str, str | None] = {}
 
         async def ask(url: str) -> EngineReply:
             if choice.control is not None:
                 await choice.control.prepare(url)
+            try:
+                body = await body_for(url)
+            except ProbeRefused as refused:
+                return refused.reply
+            dispatched[url] = await self._dispatched(url) if version is None else version
             if rid:
                 self._generating[rid] = url
+            named = with_request_id(headers, rid, self._dialect_of(url))
             stream = None if push is None else ReplyStream(push)
-            return await self._client.post(url + PATHS[shape], body, headers, grow, may_send, stream)
+            return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
 
         try:
             answer = await self._first_reached(choice.order, ask)
-        except (AppError, Withheld):
+        except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
             raise
         self._generating.pop(rid, None)
-        answer = msgspec.structs.replace(answer, reply=_checked(answer.engine, answer.reply))
-        return answer if version is None else msgspec.structs.replace(answer, dispatched=version)
+        reply = _checked(answer.engine, answer.reply)
+        return msgspec.structs.replace(answer, reply=reply, dispatched=dispatched.get(answer.engine))
+
+    async def _dispatched(self, url: str) -> str | None:
+        """The weight version of what is sent to this engine now; None if it is not known."""
+        member = self.members.get(url)
+        if member is None:
+            return None
+        if self._versions is None:
+            return member.weight_version
+        return await self._versions.at_dispatch(member, self.seen if self._dialect_of(url) == "vllm" else None)
+
+    def _dialect_of(self, url: str) -> DialectChoice:
+        """The dialect of one engine; `auto` while it is not known."""
+        member = self.members.get(url)
+        return self._configured if member is None or member.dialect is None else member.dialect
+
+    async def ids_field(self, url: str, model: bytes | None) -> IdsField | None:
+        """The field of a chat's body that the engine takes a prompt's ids from; None if it takes none.
+
+        The engine is asked once, and again after a restart. `model` is the asking turn's, as raw JSON. Raises
+        EngineError, ProbeRefused, UpstreamInvalid.
+        """
+        member = self.members.get(url) or Member(url)
+        if member.token_ids is None or member.is_refusing:
+            running = self._probes.get(url)
+            if running is None:
+                running = self._probes[url] = asyncio.create_task(self._probe(member, model), name="turnlog-probe")
+                running.add_done_callback(lambda task: self._probed(url, task))
+            # Others may wait for it too: it goes on if this turn is cancelled.
+            return await asyncio.shield(running)
+        return None if member.token_ids == "none" else member.token_ids
+
+    async def _probe(self, member: Member, model: bytes | None) -> IdsField | None:
+        field = await probe(self._client, member.url + PATHS["chat"], self._headers, model)
+        if member.is_refusing:
+            member.answered()
+        member.token_ids = field or "none"
+        if field is None:
+            log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
+        return field
+
+    def _probed(self, url: str, task: asyncio.Task[IdsField | None]) -> None:
+        del self._probes[url]
+        if not task.cancelled():
+            task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
+
+    def takes_no_ids(self, url: str) -> bool:
+        """Is it known that the engine's chat takes no token ids?"""
+        member = self.members.get(url)
+        return member is not None and member.token_ids == "none"
+
+    def forget_ids_field(self, url: str) -> None:
+        """The engine did not take its prompt from the ids that it was sent: ask it again."""
+        member = self.members.get(url)
+        if member is not None:
+            member.token_ids = None
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
@@ -293,11 +371,12 @@ class Engines:
     async def abort(self, rid: str) -> None:
         """Ask the engine that runs the generation to abort it, or all engines if it is not known.
 
-        An engine that cannot be reached notices the closed connection.
+        vLLM, and an engine that cannot be reached, notice the closed connection.
         """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         running = self._generating.pop(rid, None)
-        await asyncio.gather(*(self._abort(url, body) for url in ([running] if running else self.members)))
+        asked = [url for url in ([running] if running else self.members) if self._dialect_of(url) != "vllm"]
+        await asyncio.gather(*(self._abort(url, body) for url in asked))
 
     async def _abort(self, base_url: str, body: bytes) -> None:
         try:

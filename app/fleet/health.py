@@ -3,7 +3,7 @@
 Each process checks for itself, every few seconds. What an engine is asked:
 
     SGLang   /model_info, which is cheap, and /health, which generates a token
-    vLLM     /is_paused, which only its dev mode has, /health, which is cheap, and once /server_info
+    vLLM     /is_paused, /weight_info and once /server_info, which only its dev mode has, and /health, which is cheap
 
 An engine that answers anything is alive. If /health times out, the engine is `busy`, or `paused` if Turnlog's gate is
 shut or the engine says so: its cache still holds the sessions' prefixes. A 5xx from /health means that the engine
@@ -27,6 +27,7 @@ from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineError, EngineReply, NotSent, TimedOut
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control
+from app.upstream.weights import weight_version
 
 log = logging.getLogger("turnlog.engines")
 
@@ -148,6 +149,8 @@ class HealthWatch:
         )
         if dialect is None and isinstance(info_reply, EngineReply) and info_reply.status == 404:
             info_reply = await self._ask(url + "/is_paused")
+        if _read(info_reply, _IsPaused) is not None:
+            self._engines.seen(url, await weight_version(self._client, url, self._headers), known, "vllm")
         self._update(member, info_reply, health, is_gate_shut or self._is_paused(), known)
         self._modes.ask_if_new(member)
         if url in self._due and (member.failures or member.health == "dead"):
@@ -167,9 +170,9 @@ class HealthWatch:
                 member.failed(f"it answers nothing ({type(info_reply).__name__})", time.time())
             return
         info, paused = _read(info_reply, _ModelInfo), _read(info_reply, _IsPaused)
-        if info is not None or paused is not None:
-            version = None if info is None or info.weight_version is None else str(info.weight_version)
-            self._engines.seen(member.url, version, known, "sglang" if paused is None else "vllm")
+        if info is not None:
+            version = None if info.weight_version is None else str(info.weight_version)
+            self._engines.seen(member.url, version, known, "sglang")
         if is_gate_shut or (paused is not None and paused.is_paused):
             member.succeeded("paused", time.time())
         elif not isinstance(health, EngineReply):

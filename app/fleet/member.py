@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import LogprobsOf, is_number
+from app.upstream.token_in import IdsField
 
 log = logging.getLogger("turnlog.engines")
 
@@ -36,14 +37,16 @@ class Member(msgspec.Struct):
     """`in_flight` counts this process's generations there. `since` (seconds since the epoch) is when `health` changed.
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
-    the session routes?), `dialect` and `logprobs_of` are unknown again.
+    the session routes?), `dialect`, `logprobs_of` and `token_ids` (the field of a chat that it takes a prompt's ids
+    from) are unknown again.
 
     `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
     turn and was not checked since.
 
-    `logprobs_of` is what it says its logprobs are of; `logprobs_asked`: it was asked.
+    `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one. `version_asked`
+    are the closings of the fleet's gate after which the engine was asked for it.
 
-    `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one.
+    `logprobs_of` is what it says its logprobs are of; `logprobs_asked`: it was asked.
     """
 
     url: str
@@ -54,11 +57,13 @@ class Member(msgspec.Struct):
     last_error: str | None = None
     dialect: Literal["sglang", "vllm"] | None = None
     sessions: bool | None = None
+    token_ids: IdsField | Literal["none"] | None = None
     logprobs_of: LogprobsOf | None = None
     logprobs_asked: bool = False
     generation: int = 0
     weight_version: str | None = None
     fell_from: str | None = None
+    version_asked: int | None = None
     failures: int = 0
     signs: int = 0
     failed_at: float = 0.0
@@ -99,7 +104,8 @@ class Member(msgspec.Struct):
         if self.is_refusing:
             self.is_refusing = False
             self.generation += 1
-            self.dialect = self.sessions = self.logprobs_of = None
+            self.dialect = self.sessions = self.token_ids = self.logprobs_of = None
+            self.version_asked = None
             self.logprobs_asked = False
 
     def _become(self, health: Health, now: float) -> None:

@@ -81,7 +81,8 @@ class AdapterState(msgspec.Struct, frozen=True):
 
 
 class FleetGate(msgspec.Struct, frozen=True):
-    """As `AdapterState`, for all turns. `version` is the version of the fleet's log."""
+    """As `AdapterState`, for all turns. `version` is the version of the fleet's log, `weight_version` that of engines
+    that cannot say theirs."""
 
     paused: bool
     mode: PauseMode | None
@@ -92,6 +93,7 @@ class FleetGate(msgspec.Struct, frozen=True):
     in_flight: int
     paused_adapters: list[str]
     version: int
+    weight_version: str | None
 
 
 class Pauses:
@@ -149,21 +151,29 @@ class Pauses:
         """Shut the fleet's gate or extend its lease, and tell the engines to pause. Raises as `pause_adapter`."""
 
         def shut(fleet: Fleet) -> FleetEvent:
-            return FleetPaused(_closings(fleet.gate), fleet.gate.until or 0.0, mode)
+            return FleetPaused(_closings(fleet.gate), fleet.gate.until or 0.0, mode, fleet.gate.version)
 
         await self._fleet.append(shut, lease_s=lease_s)
         reach("after_gate_shut")
         return await self._tell_engines()
 
-    async def resume_fleet(self) -> dict[str, Told]:
+    async def resume_fleet(self, version: str | None = None) -> dict[str, Told]:
         """Tell the engines to continue, and open the fleet's gate even if an engine fails.
 
-        One failing engine must not idle the others; a repeated request tells all again. Raises as `pause_adapter`.
+        One failing engine must not idle the others; a repeated request tells all again. `version` is the weight version
+        of engines that cannot say theirs; without it, that is unknown after a pause. Raises as `pause_adapter`.
         """
+
+        def opened(fleet: Fleet) -> FleetEvent | None:
+            gate = fleet.gate
+            if not gate.is_shut and version in (None, gate.version):
+                return None
+            return FleetResumed(gate.closings, version=version)
+
         if (await self._fleet.refresh()).gate.is_shut:
             await self._for_each_engine(self._resume_engine)
             reach("before_gate_opened")
-            await self._fleet.append(lambda fleet: FleetResumed(fleet.gate.closings) if fleet.gate.is_shut else None)
+        await self._fleet.append(opened)
         return await self._tell_engines()
 
     async def adapter(self, name: str) -> AdapterState:
@@ -205,6 +215,7 @@ class Pauses:
             in_flight=sum(in_flight.values()),
             paused_adapters=sorted(name for name, gate in fleet.adapters.items() if gate.is_shut),
             version=fleet.version,
+            weight_version=fleet.gate.version,
         )
 
     def _lease_left(self, gate: Gate) -> float | None:
@@ -231,7 +242,9 @@ class Pauses:
             engine = self._engines.engine_of(rid)
             for url in self._engines.members if engine is None else (engine,):
                 orders.setdefault(url, []).append(rid)
-        answers = await asyncio.gather(*(self._control.abort(url, some) for url, some in orders.items()))
+        members = self._engines.members
+        known = {url: members[url].dialect if url in members else None for url in orders}
+        answers = await asyncio.gather(*(self._control.abort(url, some, known[url]) for url, some in orders.items()))
         for url, answer in zip(orders, answers, strict=True):
             outcomes.setdefault(url, {}).update(answer)
         return rids

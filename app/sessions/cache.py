@@ -19,7 +19,7 @@ from app.domain.retention import ChunkUses
 from app.domain.session import Session, apply, encode_session
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
-from app.errors import AppError, SessionClosed, SessionNotFound, SessionUnreadable
+from app.errors import AppError, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
 from app.sessions.prefix_buffer import PrefixBuffer, PrefixBuffers
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
@@ -91,9 +91,11 @@ class CacheEntry:
 
 
 def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
-    """The entry, if the session exists and is open. Raises SessionNotFound, SessionClosed."""
+    """The entry, if the session exists and is open. Raises SessionNotFound, SessionClosed, SessionReclaimed."""
     if entry is None:
         raise SessionNotFound(f"session {session_id} does not exist")
+    if entry.session.status == "closed" and entry.session.is_reclaimed:
+        raise SessionReclaimed(f"session {session_id} was closed because it was idle")
     if entry.session.status != "open":
         raise SessionClosed(f"session {session_id} is {entry.session.status}")
     return entry

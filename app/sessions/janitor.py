@@ -156,7 +156,9 @@ class Janitor:
         ):
             for session_id in found:
                 with suppress(SessionUnreadable, StoreDamaged):
-                    closed = await self._sessions.apply(CloseIdle(session_id, self._clock(), since))
+                    closed = await self._sessions.apply(
+                        CloseIdle(session_id, self._clock(), since, self._sessions.engine_session(session_id))
+                    )
                     if isinstance(closed, Appended):
                         self.done.closed += 1
                         await self._sessions.close_members(session_id)

@@ -22,6 +22,7 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.history import digest
+from app.domain.rids import engine_session_of
 from app.domain.session import fold
 from app.errors import (
     AppError,
@@ -72,16 +73,25 @@ class NewSession(msgspec.Struct, frozen=True):
 
 
 class Sessions:
-    """`clock` gives seconds since the epoch."""
+    """`clock` gives seconds since the epoch. `names_engine_sessions`: engines know sessions by an id, and are told when
+    one is closed."""
 
     def __init__(
-        self, database: Database, writer: Writer, cache: SessionCache, followers: Followers, clock: Clock
+        self,
+        database: Database,
+        writer: Writer,
+        cache: SessionCache,
+        followers: Followers,
+        clock: Clock,
+        *,
+        names_engine_sessions: bool = False,
     ) -> None:
         self._database = database
         self._writer = writer
         self._cache = cache
         self._followers = followers
         self._clock = clock
+        self._names_engine_sessions = names_engine_sessions
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -182,10 +192,18 @@ class Sessions:
 
         A turn in flight can no longer commit.
         """
-        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
         self._closed(session_id, self._appended(session_id, outcome))
         await self.close_members(session_id)
+
+    def _closing(self, session_id: str, *, with_root: bool = False) -> Close:
+        """The operation that closes a session."""
+        return Close(session_id, self._clock(), with_root, self.engine_session(session_id))
+
+    def engine_session(self, session_id: str) -> str | None:
+        """The session's id at engines, if they know one."""
+        return engine_session_of(session_id) if self._names_engine_sessions else None
 
     async def close_members(self, root_id: str) -> None:
         """Close the open sessions of the rollout of a closed root."""
@@ -202,7 +220,7 @@ class Sessions:
             after = page[-1][0]
 
     async def _close_with_root(self, session_id: str) -> None:
-        outcome = await self._writer.submit(Close(session_id, self._clock(), with_root=True))
+        outcome = await self._writer.submit(self._closing(session_id, with_root=True))
         reach("after_child_closed")
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))
@@ -239,7 +257,7 @@ class Sessions:
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
-        outcome = await self._writer.submit(Close(session_id, self._clock()))
+        outcome = await self._writer.submit(self._closing(session_id))
         reach("after_close")
         if isinstance(outcome, Appended):
             self._closed(session_id, self._appended(session_id, outcome))

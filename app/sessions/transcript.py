@@ -9,6 +9,7 @@ import msgspec
 
 from app.domain import split
 from app.domain.events import TurnCommitted, UnknownEvent, shape_of
+from app.domain.request import join_object
 from app.domain.session import Session
 from app.domain.turns import Turn
 from app.errors import SessionUnreadable
@@ -16,25 +17,51 @@ from app.fleet.engines import PATHS
 from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
+from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Wire
 from workers.parse import REPLAY
 
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 
 def chat_body(
-    params: bytes, tools: bytes | None, messages: Sequence[bytes], rid: str, own: bytes, ids: bytes | None
+    params: bytes,
+    tools: bytes | None,
+    messages: Sequence[bytes],
+    rid: str,
+    own: bytes,
+    ids: bytes | None,
+    field: str = "input_ids",
 ) -> bytes:
     """A chat request as raw JSON. `params` is a non-empty JSON object; messages and the rest are spliced in.
 
     `own` are further members of the object, each after a comma. `ids` is the text of the prompt's ids, if they are
-    sent: the engine then takes its prompt from them.
+    sent: the engine then takes its prompt from them. `field` is the one that it reads (`app.upstream.token_in`).
     """
+    in_kv = ids is not None and field == KV_FIELD
+    kv = b"{"
+    if in_kv and KV_FIELD.encode() in params:
+        params, kv = _without_kv(params)
     parts = _opening(params, rid, own)
     if tools is not None:
         parts.append(b',"tools":' + tools)
-    parts += [b',"messages":[', b",".join(messages)]
-    parts += [b"]}"] if ids is None else [b'],"input_ids":[', ids, b"]}"]
+    parts += [b',"messages":[', b",".join(messages), b"]"]
+    if ids is not None and in_kv:
+        parts += [f',"{KV_FIELD}":'.encode(), kv, f'"{KV_MEMBER}":['.encode(), ids, b"]}"]
+    elif ids is not None:
+        parts += [b',"input_ids":[', ids, b"]"]
+    parts.append(b"}")
     return b"".join(parts)
+
+
+def _without_kv(params: bytes) -> tuple[bytes, bytes]:
+    """The parameters without the client's `kv_transfer_params`, and the beginning of an object with its members."""
+    fields = {name: bytes(raw) for name, raw in _FIELDS.decode(params).items()}
+    raw = fields.pop(KV_FIELD, b"null")
+    kv = {} if raw[:1] != b"{" else {name: bytes(value) for name, value in _FIELDS.decode(raw).items()}
+    kv.pop(KV_MEMBER, None)
+    return join_object(fields), join_object(kv)[:-1] + b"," if kv else b"{"
 
 
 def completion_body(params: bytes, text: str | None, ids: bytes | None, rid: str, own: bytes) -> bytes:
@@ -155,7 +182,7 @@ async def _request(
     params = blobs[event.params]
     if shape_of(event.protocol) == "chat":
         tools = None if event.tools is None else blobs[event.tools]
-        body = chat_body(params, tools, messages, wire.rid, wire.own, ids)
+        body = chat_body(params, tools, messages, wire.rid, wire.own, ids, wire.ids_field or "input_ids")
     else:
         text = "".join(msgspec.json.decode(part, type=str) for part in messages)
         body = completion_body(params, text, ids, wire.rid, wire.own)

@@ -15,12 +15,25 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, Boolean, Connection, Double, String, bindparam, delete, insert, select, update
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Connection,
+    Double,
+    String,
+    bindparam,
+    delete,
+    insert,
+    literal,
+    select,
+    true,
+    update,
+)
 
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
 from app.store.dialect import Row, Tx, now
 from app.store.log import StoreOperation
-from app.store.schema import affinities, incarnations
+from app.store.schema import affinities, incarnations, sessions
 from app.store.statements import holder_is_dead
 
 State = Literal["opening", "bound", "closing", "ending"]
@@ -61,6 +74,22 @@ _delete = delete(affinities).where(_by_name)
 _slide = (
     update(affinities).where(_by_name, affinities.c.state == "bound").values(expires_at=now() + affinities.c.timeout_s)
 )
+
+
+_end_of_session = insert(affinities).from_select(
+    [*(column.name for column in affinities.columns)],
+    select(
+        bindparam("name", type_=String()),
+        sessions.c.engine,
+        literal("ending"),
+        true(),
+        literal(0.0),
+        now(),
+        literal(0),
+        sessions.c.session_id,
+    ).where(sessions.c.session_id == bindparam("sid", type_=String()), sessions.c.engine.is_not(None)),
+)
+"""`incarnation` 0 is no process's, so the first one that looks tells the engine."""
 
 
 class AffinityRow(NamedTuple):
@@ -111,6 +140,11 @@ class Ending(msgspec.Struct, frozen=True):
 
     control_id: str
     engine: str
+
+
+def end_at_engine(tx: Tx, session_id: str, name: str) -> None:
+    """Have some process tell the session's last engine, if it had a turn, that the session `name` has ended."""
+    tx.run(_end_of_session, {"sid": session_id, "name": name})
 
 
 def due(connection: Connection, lease_s: float) -> Sequence[AffinityRow]:

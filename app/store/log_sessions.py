@@ -10,6 +10,7 @@ from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
 from app.store import groups, rollouts
 from app.store import statements as sql
+from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
 from app.store.erasure import erase_remaining
 from app.store.log import (
@@ -146,11 +147,15 @@ def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:
 
 
 class Close(BaseOperation, frozen=True):
-    """Close an open session; its open turn is abandoned and can no longer commit. `with_root`: its root was closed."""
+    """Close an open session; its open turn is abandoned and can no longer commit. `with_root`: its root was closed.
+
+    `engine_session` is its id at its engine, which must be told.
+    """
 
     session_id: str
     at: float
     with_root: bool = False
+    engine_session: str | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(groups.close_head, {"sid": self.session_id, "at": self.at})
@@ -159,23 +164,31 @@ class Close(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
         abandoned = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        if self.engine_session is not None:
+            end_at_engine(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed("root" if self.with_root else "deleted")])
         reach("in_close")
         return Appended(abandoned.events + closed.events)
 
 
 class CloseIdle(BaseOperation, frozen=True):
-    """Close an open session if it and its rollout have no turn in flight and are unchanged since `idle_since`."""
+    """Close an open session if it and its rollout have no turn in flight and are unchanged since `idle_since`.
+
+    `engine_session` as in `Close`.
+    """
 
     session_id: str
     at: float
     idle_since: float
+    engine_session: str | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(groups.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
+        if self.engine_session is not None:
+            end_at_engine(tx, self.session_id, self.engine_session)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 

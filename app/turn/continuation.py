@@ -49,15 +49,15 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 
 
-def can_continue(request: Request, reply: ValidatedReply) -> bool:
+def can_continue(request: Request) -> bool:
     """Can an engine that is sent the tokens so far continue after them?
 
-    vLLM's chat route takes no token ids, and SGLang's ignores images if it gets ids. A grammar would start again in the
-    middle of the output.
+    SGLang ignores images if it gets ids, vLLM ids if it gets images. A grammar would start again in the middle of the
+    output.
     """
     if not isinstance(request, ChatRequest):
         return not _has_grammar(request)
-    if reply.result.dialect != "sglang" or has_more_than_text(request.messages):
+    if has_more_than_text(request.messages):
         return False
     choice = value_of(request.params.get("tool_choice"), "tool_choice")
     forced = choice == "required" or isinstance(choice, dict)
@@ -145,10 +145,11 @@ class Continuation:
     def options(self) -> EngineRequestOptions:
         """The first options, asking only for the rows of `routed_experts` that are still missing."""
         stops = [piece.rows["routed_experts"][1] for piece in self._pieces if "routed_experts" in piece.rows]
+        options = msgspec.structs.replace(self._options, is_part=True)
         if not stops:
-            return self._options
+            return options
         own = from_row(stops[-1], self._settings.upstream_dialect)
-        return msgspec.structs.replace(self._options, own=own, first_row=stops[-1])
+        return msgspec.structs.replace(options, own=own, first_row=stops[-1])
 
     def request(self, whole: EngineRequest) -> EngineRequest:
         """The turn's request with the rest of its token budget."""

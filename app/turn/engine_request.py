@@ -12,6 +12,7 @@ from app.domain.decide import TurnBlobs
 from app.domain.events import BlobRef, EngineShape
 from app.domain.fleet import Fleet
 from app.domain.request import ChatRequest, join_object, value_of
+from app.domain.rids import engine_session_of
 from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.sessions import transcript
@@ -27,6 +28,7 @@ from app.upstream.dialects import (
     from_row,
     takes_rid,
 )
+from app.upstream.token_in import IdsField
 from workers import codec
 from workers.parse import REPLAY, KnownTokens
 
@@ -48,13 +50,16 @@ class EngineRequestOptions(msgspec.Struct, frozen=True):
     """What a turn's request asks of the engine besides its parameters.
 
     `own` are raw JSON members that Turnlog adds to this request only, `first_row` the first row of `routed_experts`
-    asked for, `clients` the payload kinds that the client wants.
+    asked for, `clients` the payload kinds that the client wants. `ids_field` is the field of a chat that the prompt's
+    ids are sent in, if they are. `is_part`: it continues a generation.
     """
 
     rid: str
     own: bytes
     first_row: int
     clients: frozenset[str]
+    ids_field: IdsField | None = None
+    is_part: bool = False
 
 
 class SharedBlob(msgspec.Struct, frozen=True):
@@ -100,7 +105,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
         """The request as raw JSON: `messages` of a chat, `text` of a completion, or the ids of either."""
         ids = None if prompt is None else prompt.text
         if self.shape == "chat":
-            return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids)
+            field = options.ids_field or "input_ids"
+            return transcript.chat_body(self.params, self.tools, messages, options.rid, options.own, ids, field)
         return transcript.completion_body(self.params, text, ids, options.rid, options.own)
 
 
@@ -112,6 +118,8 @@ def engine_request(
     fields = complete(request.params, dialect, settings.replay, request.shape)
     if adapter is not None:
         fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
+    if settings.engine_session_ids and request.shape == "chat" and "vllm" not in (dialect, engines):
+        fields["session_id"] = msgspec.json.encode(engine_session_of(session.session_id))
     params = join_object(fields)
     raw_tools = request.tools if isinstance(request, ChatRequest) else None
     tools = None if raw_tools is None else bytes(raw_tools)

@@ -20,13 +20,14 @@ from app.domain import decide
 from app.domain.events import OnAbort
 from app.domain.history import Incoming
 from app.domain.reply import ValidatedReply
-from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.request import ChatRequest
 from app.domain.rids import RID_CHARACTERS, RID_MARK
 from app.errors import GenerationAborted, TokenPrefixMismatch, UpstreamInvalid
 from app.fleet.engines import Answer, EngineChoice
 from app.sessions.cache import id_text, require_open
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import Continuation, GeneratedPart, can_continue
+from app.turn.engine_body import EngineBody, IdsOrigin, TakesNoIds
 from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds, engine_request, options_for
 from app.turn.live import LiveStream
 from app.turn.services import TurnServices
@@ -95,7 +96,8 @@ class Generation:
             choice = await services.placement.place(claimed.session, claimed.idle_since)
             if self._controlled is not None:
                 choice = await self._controlled.place(choice)
-            options, answer = await self._ask_engine(choice, request, messages, prompt)
+            body, answer = await self._ask_engine(choice, request, messages, prompt)
+            options, prompt = body.options, body.prompt
         part = await self._validate(answer, new, options, prompt)
         if isinstance(part, EngineRefusal):
             return part
@@ -139,19 +141,22 @@ class Generation:
 
     async def _ask_engine(
         self, choice: EngineChoice, request: EngineRequest, messages: Sequence[bytes], prompt: PromptIds | None
-    ) -> tuple[EngineRequestOptions, Answer]:
-        """Send the request; returns the final options and the engine's answer. Raises as `Engines.generate`."""
-        options = options_for(self._claimed, self._context.request, prompt, self._services.settings)
+    ) -> tuple[EngineBody, Answer]:
+        """Send the request; returns it as the engine got it, and the engine's answer. Raises as `Engines.generate`."""
+        context = self._context
+        options = options_for(self._claimed, context.request, prompt, self._services.settings)
+        origin: IdsOrigin = "built" if context.request.ids is None else "client"
+        body = EngineBody(self._services, context, request, options, messages, prompt, origin)
         live = self._live(options)
         if live is not None:
-            options = msgspec.structs.replace(options, own=STREAM)
-            return options, await self._send(choice, request, options, messages, prompt, live.push)
-        answer = await self._send(choice, request, options, messages, prompt)
+            body.change(msgspec.structs.replace(options, own=STREAM))
+            return body, await self._send(choice, body, live.push)
+        answer = await self._send(choice, body)
         if answer.reply.status == 400 and options.own:
             # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
-            options = msgspec.structs.replace(options, own=b"", first_row=0)
-            answer = await self._send(choice, request, options, messages, prompt)
-        return options, answer
+            body.change(msgspec.structs.replace(options, own=b"", first_row=0))
+            answer = await self._send(choice, body)
+        return body, answer
 
     def _live(self, options: EngineRequestOptions) -> LiveStream | None:
         """The client's stream if it is sent while the engine generates. Not if the engines may not stream with ids, if
@@ -171,19 +176,9 @@ class Generation:
     def _on_abort(self) -> OnAbort:
         return self._claimed.session.config.on_abort or self._services.settings.abort_policy
 
-    async def _send(
-        self,
-        choice: EngineChoice,
-        request: EngineRequest,
-        options: EngineRequestOptions,
-        messages: Sequence[bytes],
-        prompt: PromptIds | None,
-        push: Push | None = None,
-    ) -> Answer:
-        """Send one request while the gates are open; returns the engine's answer."""
+    async def _send(self, choice: EngineChoice, body: EngineBody, push: Push | None = None) -> Answer:
+        """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
         context, services = self._context, self._services
-        text = context.request.text if isinstance(context.request, CompletionRequest) else None
-        body = await services.large_bodies.run(context.large, lambda: request.body(options, messages, text, prompt))
         parent = self._claimed.session.config.parent
         headers = http_headers.to_engine(context.client, context.session_id, services.settings.upstream_api_key, parent)
         reach("before_engine")
@@ -197,7 +192,7 @@ class Generation:
                     body,
                     headers,
                     context.waiter.grow,
-                    rid=options.rid,
+                    rid=self._claimed.rid,
                     version=context.gate.version,
                     may_send=self._may_send,
                     push=push,
@@ -255,9 +250,14 @@ class Generation:
         self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> ValidatedReply:
         self.received = answer.reply.body
-        return await self._services.validator.validate(
-            self._claimed, self._context.history, new, answer, self._requested_at, options, prompt
-        )
+        try:
+            return await self._services.validator.validate(
+                self._claimed, self._context.history, new, answer, self._requested_at, options, prompt
+            )
+        except TokenPrefixMismatch:
+            # The engine may have been restarted with other settings since it was asked whether it takes ids.
+            self._services.engines.forget_ids_field(answer.engine)
+            raise
 
     async def _require_no_drift(self, generated: GeneratedTurn) -> None:
         """Raises TokenPrefixMismatch if the prompt must continue the stored tokens but does not.
@@ -295,14 +295,17 @@ class Generation:
             raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
         if policy == "return" or not await self._context.gate.was_shut():
             return generated
-        if not can_continue(request, first.reply):
-            self._services.engines.warn_of_aborts(first.answer.engine)
+        engine, engines = first.answer.engine, self._services.engines
+        if not can_continue(request) or (request.shape == "chat" and engines.takes_no_ids(engine)):
+            engines.warn_of_aborts(engine)
             return generated
         ids = generated.prompt.text if generated.prompt is not None else await self._reported_ids(first.reply)
         continuation = Continuation(request, settings, ids, generated.options, first)
         choice = await self._continue(generated, continuation, messages)
         if isinstance(choice, EngineRefusal):
             return choice
+        if continuation.newest is first and not continuation.is_complete:
+            return generated
         answer = await continuation.join()
         self._context.waiter.grow(len(answer.reply.body))
         validated = await self._validate_body(answer, generated.new, generated.options, generated.prompt)
@@ -336,8 +339,13 @@ class Generation:
                 context.stages.enter(TurnStage.PREPARE)
                 await self._require_still_open()
                 choice = await self._place_again(choice, continuation.newest.answer.engine)
-                answer = await self._send(choice, request, options, messages, prompt)
-            part = await self._validate(answer, (), options, prompt)
+                body = EngineBody(self._services, context, request, options, messages, prompt, "continued")
+                try:
+                    answer = await self._send(choice, body)
+                except TakesNoIds as engine:
+                    self._services.engines.warn_of_aborts(str(engine))
+                    break
+            part = await self._validate(answer, (), body.options, body.prompt)
             if isinstance(part, EngineRefusal):
                 return part
             await continuation.add(part)
@@ -372,9 +380,9 @@ class Generation:
         return b",".join(filter(None, (stored, suffix)))
 
 
-_REPLY_ID = re.compile(rb'"id"\s*:\s*"(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
+_REPLY_ID = re.compile(rb'"id"\s*:\s*"(?:chatcmpl-|cmpl-)?(%b[0-9a-f]{%d})"' % (RID_MARK.encode(), RID_CHARACTERS))
 _REPLY_ID_WITHIN = 512
-"""SGLang begins a reply with its id, which is the request's `rid`; only the first bytes are searched."""
+"""An engine begins a reply with its id, which is made of the turn's `rid`; only the first bytes are searched."""
 
 
 def _reported_version(answer: Answer, reply: ValidatedReply) -> str | None:

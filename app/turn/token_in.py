@@ -32,6 +32,7 @@ from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.turn.context import ClaimedTurn, Request, TemplateInputs
 from app.turn.engine_request import EngineRequest, PromptIds, template_arguments
+from app.upstream.token_in import KV_FIELD, KV_MEMBER
 from workers.codec import CorruptContent
 from workers.parse import KnownTokens
 
@@ -79,6 +80,9 @@ class TokenIn:
         self.prompts.check_arguments(template_arguments(request.params))
         if value_of(request.params.get("continue_final_message"), "continue_final_message"):
             raise Unsupported("continue_final_message is not possible where the server builds the prompt")
+        transfer = value_of(request.params.get(KV_FIELD), KV_FIELD)
+        if isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None:
+            raise Unsupported(f"{KV_FIELD}.{KV_MEMBER}: the server builds the prompt; input_ids holds a client's own")
         return template
 
     async def count(self, request: ChatRequest) -> int | None:

@@ -37,7 +37,6 @@ from app.errors import (
     InvalidRequest,
     SessionBusy,
     SessionClosed,
-    Unsupported,
 )
 from app.fleet.gates import GatePass
 from app.protocols.base import StoredTurn, WireProtocol
@@ -53,7 +52,7 @@ from app.turn.large_bodies import large_bytes
 from app.turn.services import TurnServices
 from app.turn.session_control import ControlledTurn
 from app.turn.stages import Stages, TurnStage
-from app.upstream.dialects import asked_for, takes_rid
+from app.upstream.dialects import asked_for
 from app.upstream.headers import Headers
 
 
@@ -154,13 +153,9 @@ class Turns:
     # read
 
     def _admit(self, request: Request, session_id: str, token_session: str | None) -> None:
-        """Raises Unsupported for a chat's token ids at engines that ignore them, and Forbidden for what
-        `token_session`, the session of the request's token, may not ask for."""
-        settings = self._services.settings
-        if settings.upstream_dialect == "vllm" and isinstance(request, ChatRequest) and request.ids is not None:
-            raise Unsupported("input_ids: vLLM's chat route takes no token ids; /v1/completions does")
+        """Raises Forbidden for what `token_session`, the session of the request's token, may not ask for."""
         if token_session is not None:
-            require_own(request, session_id, token_session, settings.session_params)
+            require_own(request, session_id, token_session, self._services.settings.session_params)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
@@ -328,10 +323,9 @@ class Turns:
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        if takes_rid(self._services.settings.upstream_dialect):
-            task = asyncio.create_task(self._services.engines.abort(rid))
-            self._aborting.add(task)
-            task.add_done_callback(self._aborting.discard)
+        task = asyncio.create_task(self._services.engines.abort(rid))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
     # reply
 

@@ -71,6 +71,8 @@ class ReplyValidator:
             own=options.own,
             protocol=shape_of(claimed.opened.protocol),
             sent=b"" if prompt is None else prompt.text + b",",
+            is_part=options.is_part,
+            ids_field=options.ids_field if options.ids_field not in (None, "input_ids") else "",
         )
         result = await self._run_job(work, answer, sum(map(len, new)))
         if result.miscounted is not None and not _has_images(history):

@@ -38,7 +38,8 @@ PIECE = 256 << 10
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/messages/count_tokens"),
-    *("/health", "/model_info", "/is_paused", "/server_info"),
+    *("/health", "/model_info", "/is_paused", "/weight_info", "/server_info"),
+    *("/abort_requests", "/inference/v1/abort_requests"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
 )

@@ -4,9 +4,11 @@
     pause, mode abort       POST /pause_generation abort    POST /pause?mode=abort
       in_place, retract       with the same mode              keep
     continue                POST /continue_generation       POST /resume
-    abort a generation      POST /abort_request by rid      has no such route
+    abort generations       POST /abort_request by rid      POST /abort_requests by request ids,
+                              each alone                      or /inference/v1/abort_requests (scale-out)
 
-If the dialect is unknown, SGLang's route is tried and, if it is missing, vLLM's.
+vLLM makes a request's id of the route's name and the header `X-Request-Id`. If the dialect is unknown, SGLang's route
+is tried and, if it is missing, vLLM's.
 """
 
 from __future__ import annotations
@@ -22,12 +24,17 @@ from app.upstream.client import EngineClient, EngineError, Lost
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control
 
+Dialect = Literal["sglang", "vllm"]
+
 ABORT_S, RESUME_S = 5.0, 5.0
 PAUSE_S = 30.0
 """SGLang answers when nothing runs any more, which it checks once a second."""
 
 AT_ONCE = 16
 """Concurrent commands to one engine."""
+
+_ABORT_VLLM = ("/abort_requests", "/inference/v1/abort_requests")
+"""The first is the development mode's, the other a scale-out deployment's."""
 
 _PAUSE_VLLM = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 
@@ -44,38 +51,58 @@ class EngineControl:
         self._dialect = dialect
         self._headers = to_control(api_key)
 
-    async def pause(self, url: str, mode: PauseMode, known: Literal["sglang", "vllm"] | None = None) -> str | None:
+    async def pause(self, url: str, mode: PauseMode, known: Dialect | None = None) -> str | None:
         """Hold all generations, new ones too; `abort` ends running ones."""
         sglang = ("/pause_generation", {"mode": mode})
         return await self._in_dialect(url, sglang, f"/pause?mode={_PAUSE_VLLM[mode]}", known, PAUSE_S)
 
-    async def resume(self, url: str, known: Literal["sglang", "vllm"] | None = None) -> str | None:
+    async def resume(self, url: str, known: Dialect | None = None) -> str | None:
         """Continue all generations; no effect on an engine that is not paused."""
         return await self._in_dialect(url, ("/continue_generation", {}), "/resume", known, RESUME_S)
 
-    async def abort(self, url: str, rids: Sequence[str]) -> dict[str, str | None]:
-        """Abort these generations; unknown ones are ignored.
+    async def abort(self, url: str, rids: Sequence[str], known: Dialect | None = None) -> dict[str, str | None]:
+        """Abort these generations; unknown ones are ignored."""
+        dialect = known if self._dialect == "auto" else self._dialect
+        if not rids:
+            return {}  # vLLM would take an empty list for all of its requests.
+        if dialect == "vllm":
+            return dict.fromkeys(rids, await self._abort_vllm(url, rids))
+        statuses = await self._abort_sglang(url, rids)
+        if dialect is None and all(status == 404 for status, _ in statuses):
+            return dict.fromkeys(rids, await self._abort_vllm(url, rids))
+        errors = ["it has no /abort_request" if status == 404 else error for status, error in statuses]
+        return dict(zip(rids, errors, strict=True))
 
-        If one request gets no answer, the remaining ones are not sent: each would wait as long.
-        """
-        if self._dialect == "vllm":
-            return dict.fromkeys(rids, "vLLM has no route that ends one generation")
+    async def _abort_sglang(self, url: str, rids: Sequence[str]) -> list[tuple[int | None, str | None]]:
+        """Status and error for each. If one gets no answer, the remaining ones are not sent: each would wait as
+        long."""
         slots = asyncio.Semaphore(AT_ONCE)
         no_answer: str | None = None
 
-        async def one(rid: str) -> str | None:
+        async def one(rid: str) -> tuple[int | None, str | None]:
             nonlocal no_answer
             async with slots:
                 if no_answer is not None:
-                    return no_answer
+                    return None, no_answer
                 status, error = await self._post(url, "/abort_request", {"rid": rid, "abort_all": False}, ABORT_S)
                 no_answer = error if status is None else no_answer
-            return "it has no /abort_request" if status == 404 else error
+            return status, error
 
-        return dict(zip(rids, await asyncio.gather(*map(one, rids)), strict=True))
+        return await asyncio.gather(*map(one, rids))
+
+    async def _abort_vllm(self, url: str, rids: Sequence[str]) -> str | None:
+        """The error, if any, which is the same for all: they are one request."""
+        body = {"request_ids": [request_id for rid in rids for request_id in vllm_request_ids(rid)]}
+        refused: list[str] = []
+        for path in _ABORT_VLLM:
+            status, error = await self._post(url, path, body, ABORT_S)
+            if status not in (403, 404, 405):
+                return error
+            refused.append(f"{path} answers {status}")
+        return f"it aborts no single generation ({', '.join(refused)}); vLLM does with VLLM_SERVER_DEV_MODE=1"
 
     async def _in_dialect(
-        self, url: str, sglang: tuple[str, object], vllm: str, known: Literal["sglang", "vllm"] | None, within_s: float
+        self, url: str, sglang: tuple[str, object], vllm: str, known: Dialect | None, within_s: float
     ) -> str | None:
         dialect = known if self._dialect == "auto" else self._dialect
         if dialect != "vllm":
@@ -102,3 +129,8 @@ class EngineControl:
         except TimeoutError:
             return None, f"{path}: no answer within {within_s:g} s"
         return reply.status, None if reply.status == 200 else f"{path}: it answered {reply.status}"
+
+
+def vllm_request_ids(rid: str) -> tuple[str, str]:
+    """vLLM's ids of a chat and of a completion that were sent with this `X-Request-Id`; only one of them is there."""
+    return f"chatcmpl-{rid}", f"cmpl-{rid}-0"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from app.upstream.dialects import DialectChoice
+
 FORWARDED = frozenset({"x-request-id", "traceparent", "tracestate", "baggage", "x-dynamo-session-final"})
 """The client's headers that an engine gets: tracing, and that its session ends. Never credentials or cookies."""
 
@@ -59,6 +61,13 @@ def to_engine(
     if api_key:
         headers.append(("authorization", f"Bearer {api_key}"))
     return headers
+
+
+def with_request_id(headers: Headers, rid: str, dialect: DialectChoice) -> Headers:
+    """The headers of a generation. vLLM makes its id, to abort it by, of `X-Request-Id`; SGLang takes a `rid`."""
+    if not rid or dialect == "sglang":
+        return headers
+    return [*((name, value) for name, value in headers if name != "x-request-id"), ("x-request-id", rid)]
 
 
 def to_control(api_key: str | None) -> Headers:

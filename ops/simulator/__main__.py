@@ -55,6 +55,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--latency-ms", type=float, default=0.0)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--weight-versions", action="store_true", help="always report the spans of weight versions")
+    parser.add_argument("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
     parser.add_argument("--model", default="simulator")
     parser.add_argument("--logprobs-mode", help="what vLLM's /server_info names; without it the route is missing")
     parser.add_argument(
@@ -64,6 +65,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cache-tokens", type=int, default=2**22, help="size of the prefix cache")
     parser.add_argument(
         "--prefill-us-per-token", type=float, default=0.0, help="time per token outside the prefix cache"
+    )
+    parser.add_argument(
+        "--no-token-in", action="store_true", help="ignore the ids of a chat's prompt, as older builds do"
     )
     parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
@@ -77,6 +81,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         latency_s=arguments.latency_ms / 1000,
         weight_version=arguments.weight_version,
         weight_versions=arguments.weight_versions,
+        silent_versions=arguments.silent_versions,
         model=arguments.model,
         logprobs_mode=arguments.logprobs_mode,
         adapters=arguments.adapters,
@@ -85,6 +90,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         keep_requests=arguments.keep_requests,
         cache_tokens=arguments.cache_tokens,
         prefill_s=arguments.prefill_us_per_token / 1e6,
+        token_in=not arguments.no_token_in,
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(

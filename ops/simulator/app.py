@@ -53,7 +53,7 @@ class Simulator:
         elif not path.startswith("/sim/"):
             self.requests.add(seen)
         if path in self._generating and scope["method"] == "POST":
-            reply = await self._generating[path](body, lambda: _hung_up(receive))
+            reply = await self._generating[path](body, lambda: _hung_up(receive), _request_id(scope))
         else:
             reply = await self._controlled(scope, path, body)
         if reply is not None:
@@ -70,6 +70,11 @@ class Simulator:
             return await handler(body, query)
         except msgspec.DecodeError as error:
             return self.engine.error(str(error))
+
+
+def _request_id(scope: Scope) -> str | None:
+    found = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    return found[0].decode("latin-1") if found else None
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

@@ -17,8 +17,9 @@ class Config:
     ``max_turn_tool_results`` is the upper bound of the seeded number (from 1) of tool results after which the policy
     stops calling tools. ``cache_tokens`` is the size of the prefix cache, and ``prefill_s`` the time for each prompt
     token that is not in it. ``adapters`` are the loaded LoRA adapters. If there are any, other names are refused as the
-    engine does; if there are none, every name is accepted. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it
-    does not change the logprobs.
+    engine does; if there are none, every name is accepted. With ``token_in`` a chat takes its prompt's ids from the
+    dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
+    0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs.
     """
 
     dialect: Dialect = "sglang"
@@ -26,6 +27,7 @@ class Config:
     latency_s: float = 0.0
     weight_version: str = "default"
     weight_versions: bool = False
+    silent_versions: bool = False
     model: str = "simulator"
     adapters: tuple[str, ...] = ()
     reasoning: float = 0.25
@@ -34,6 +36,7 @@ class Config:
     max_turn_tool_results: int = 3
     cache_tokens: int = 2**22
     prefill_s: float = 0.0
+    token_in: bool = True
     logprobs_mode: str | None = None
     keep_requests: int = 256
     keep_request_bytes: int = 64 * 2**20

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
+from ops.simulator.behaviour import FAILURES, Behaviour, Handler, Outcome, Query
 from ops.simulator.counting import count
 from ops.simulator.engine import Engine
 from ops.simulator.faults import UnknownFault
 from ops.simulator.records import RequestLog
+from ops.simulator.vllm_control import VllmControl
 from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
-
-Query = dict[str, str]
-Handler = Callable[[bytes, Query], Awaitable[Reply]]
-
 
 # The bodies of the routes that they are named after.
 
@@ -55,33 +52,8 @@ class Latency(Struct, forbid_unknown_fields=True):
     latency_ms: float | None = None
 
 
-Outcome = Literal["ok", "missing", "refused", "error"]
-
-_FAILURES: dict[Outcome, tuple[str, int]] = {
-    "missing": ("Not Found", 404),
-    "refused": ("The request was refused, as ordered.", 400),
-    "error": ("The engine failed, as ordered.", 500),
-}
 HEALTH_PATIENCE_S = 20.0
 """Seconds that SGLang's ``/health`` waits for the token that it generates."""
-
-
-class Behaviour(Struct, forbid_unknown_fields=True):
-    """Body of ``/sim/behaviour``: how routes answer from now on. Omitted fields keep their values.
-
-    ``sessions`` applies to both session routes, which take ``sessions_delay_s`` seconds in any case.
-    ``health_hangs_when_paused`` is for SGLang, whose ``/health`` generates a token; vLLM's never hangs. A call that is
-    set to fail has no effect.
-    """
-
-    health: Outcome = "ok"
-    health_hangs_when_paused: bool = True
-    sessions: Outcome = "ok"
-    sessions_delay_s: float = 0.0
-    abort: Outcome = "ok"
-    pause: Outcome = "ok"
-    resume: Outcome = "ok"
-    count_tokens: Outcome = "ok"
 
 
 class Control:
@@ -103,15 +75,9 @@ class Control:
             ("GET", "/model_info"): self._model_info,
             ("GET", "/get_model_info"): self._model_info,
         }
+        self._vllm: VllmControl | None = None
         if engine.config.dialect == "vllm":
-            own = {
-                ("POST", "/pause"): self._vllm_pause,
-                ("POST", "/resume"): self._vllm_resume,
-                ("GET", "/is_paused"): self._vllm_is_paused,
-                ("POST", "/update_weight_version"): self._update_weight_version,
-            }
-            if engine.config.logprobs_mode is not None:
-                own["GET", "/server_info"] = self._vllm_server_info
+            own, self._vllm = {}, VllmControl(engine, lambda: self._behaviour, self._failed)
         self._routes: dict[tuple[str, str], Handler] = {
             **own,
             ("GET", "/health"): self._health,
@@ -128,10 +94,11 @@ class Control:
 
     def find(self, method: str, path: str) -> Handler | None:
         """The handler of a route, or ``None``."""
-        return self._routes.get((method, path))
+        found = None if self._vllm is None else self._vllm.find(method, path)
+        return found or self._routes.get((method, path))
 
     def _failed(self, outcome: Outcome) -> Reply | None:
-        failure = _FAILURES.get(outcome)
+        failure = FAILURES.get(outcome)
         return None if failure is None else self._engine.error(*failure)
 
     async def _health(self, body: bytes, query: Query) -> Reply:
@@ -175,10 +142,6 @@ class Control:
                 "weight_version": self._engine.weight_version,
             }
         )
-
-    async def _vllm_server_info(self, body: bytes, query: Query) -> Reply:
-        model_config = {"model": self._engine.config.model, "logprobs_mode": self._engine.config.logprobs_mode}
-        return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
 
     async def _session_failed(self) -> Reply | None:
         if self._behaviour.sessions_delay_s > 0:
@@ -234,28 +197,6 @@ class Control:
         self._engine.weight_version = request.new_version
         message = f"Weight version updated to {request.new_version}"
         return json_reply({"success": True, "message": message, "new_version": request.new_version})
-
-    async def _vllm_pause(self, body: bytes, query: Query) -> Reply:
-        mode = query.get("mode", "abort")
-        if mode not in ("abort", "wait", "keep"):
-            return self._engine.error(f"unknown mode {mode[:40]!r}")
-        if failed := self._failed(self._behaviour.pause):
-            return failed
-        if mode == "wait":
-            await self._engine.runs.drained()
-        self._engine.runs.pause()
-        if mode == "abort":
-            self._engine.runs.abort("", everything=True)
-        return json_reply({"status": "paused"})
-
-    async def _vllm_resume(self, body: bytes, query: Query) -> Reply:
-        if failed := self._failed(self._behaviour.resume):
-            return failed
-        self._engine.runs.resume()
-        return json_reply({"status": "resumed"})
-
-    async def _vllm_is_paused(self, body: bytes, query: Query) -> Reply:
-        return json_reply({"is_paused": self._engine.runs.paused})
 
     async def _sim_faults(self, body: bytes, query: Query) -> Reply:
         try:

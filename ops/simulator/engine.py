@@ -101,8 +101,8 @@ class Engine:
         self.weight_version = self.config.weight_version
         self.latency_s = self.config.latency_s
 
-    async def chat(self, body: bytes, hung_up: HungUp) -> Reply | None:
-        """Answer a chat request; ``None`` if the client disconnected."""
+    async def chat(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
+        """Answer a chat request; ``None`` if the client disconnected. ``request_id`` is the header's."""
         try:
             request = self._read(body)
             conversation = self.template.read(request.messages, request.tools)
@@ -112,6 +112,7 @@ class Engine:
         except _REFUSALS as error:
             return self._refused(error)
         over_s = self._latency_of(request) if request.stream and self.config.dialect == "vllm" else 0.0
+        request = self._named(request, request_id)
         generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
         if not isinstance(generation, Generation):
             return generation
@@ -131,8 +132,8 @@ class Engine:
                 return msgspec.structs.replace(request, sim=planned.sim)
         return request
 
-    async def complete(self, body: bytes, hung_up: HungUp) -> Reply | None:
-        """Answer a completion request; ``None`` if the client disconnected."""
+    async def complete(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
+        """Answer a completion request; as :meth:`chat`."""
         try:
             request = self._decode_completion(body)
             self._check(request)
@@ -143,11 +144,20 @@ class Engine:
         except _REFUSALS as error:
             return self._refused(error)
         conversation = completion.conversation(prompt)
+        request = self._named(request, request_id)
         generation = await self._generate(request, prompt, conversation, order, hung_up)
         if not isinstance(generation, Generation):
             return generation
         render = completion.vllm if self.config.dialect == "vllm" else completion.sglang
         return self._spoiled(render(generation, self.writer), order)
+
+    def _named(self, request: R, request_id: str | None) -> R:
+        """``request`` with its generation's id: SGLang's from the body, vLLM's from the header, else a new one."""
+        self._number += 1
+        given = request_id if self.config.dialect == "vllm" else request.rid
+        rid = given or f"{self.config.seed & 0xFFFF:04x}{self._number:028x}"
+        versions = request.return_weight_versions and not self.config.silent_versions
+        return msgspec.structs.replace(request, rid=rid, return_weight_versions=versions)
 
     async def _generate(
         self,
@@ -161,11 +171,11 @@ class Engine:
         """Generate for the time that it takes, less `streamed_s`, which the delivery of a stream takes. Returns a reply
         if a fault replaces the generation, None if the client left."""
         fault = FAULTS[order.fault] if order else None
-        self._number += 1
-        sim = request.sim or Sim()
+        sim, rid = request.sim or Sim(), request.rid or ""
         cached = self.prefixes.cached(prompt.packed)
         run = Run(
-            request.rid or f"{self.config.seed & 0xFFFF:04x}{self._number:028x}",
+            rid,
+            f"chatcmpl-{rid}" if isinstance(request, ChatRequest) else f"cmpl-{rid}-0",
             self._latency_of(request) - streamed_s,
             [(0.0, sim.weight_version or self.weight_version)],
             (prompt.count - cached) * self.config.prefill_s,
@@ -191,8 +201,11 @@ class Engine:
         return Generation(run.rid, int(time.time()), request, prompt, draft, cached, spans)
 
     def _latency_of(self, request: Request) -> float:
+        """The time of a whole generation, which one of a single token does not take."""
         asked = request.sim.latency_s if request.sim else None
-        return self.latency_s if asked is None else asked
+        if asked is None:
+            return 0.0 if request.max_tokens == 1 else self.latency_s
+        return asked
 
     def _refused(self, error: Exception) -> Reply:
         self.counters.refused += 1
@@ -226,13 +239,13 @@ class Engine:
         return request
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
-        raw = bytes(request.input_ids)
-        if not raw or raw == b"null" or self.config.dialect == "vllm":  # vLLM's chat ignores this field
+        raw = request.prompt_ids(self.config.dialect) if self.config.token_in else b""
+        if not raw:
             prompt = self.template.prompt(conversation)
         else:
             ids = self._decode_ids(raw)
             if not ids or min(ids) < 0 or max(ids) > MAX_ID:
-                raise BadRequest("input_ids must be a non-empty list of token ids")
+                raise BadRequest("a prompt's ids must be a non-empty list of token ids")
             prompt = Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
         self._check_start(request, prompt)
         return prompt

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pybase64
 
-PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused"})
+PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused", "/weight_info"})
 """Routes that are called constantly. They are only counted, so that they displace no other request from the log."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 class Run:
     """One generation in flight.
 
-    ``versions`` lists ``(share done, version)`` for each weight version it has used. ``prefill`` is the time in seconds
-    before its first token, and ``duration`` the time of its tokens. ``gone`` is set when the client disconnected, and
-    ``aborted`` when the generation was aborted. ``wake`` ends its wait.
+    ``external_id`` is vLLM's name of it, by which ``/abort_requests`` finds it. ``versions`` lists
+    ``(share done, version)`` for each weight version it has used. ``prefill`` is the time in seconds before its first
+    token, and ``duration`` the time of its tokens. ``gone`` is set when the client disconnected, and ``aborted`` when
+    the generation was aborted. ``wake`` ends its wait.
     """
 
     rid: str
+    external_id: str
     duration: float
     versions: list[tuple[float, str]]
     prefill: float = 0.0
@@ -63,6 +65,13 @@ class Runs:
             run.aborted = True
             run.wake.set()
         return len(found)
+
+    def abort_external(self, request_ids: Collection[str]) -> None:
+        """Abort the generations with these ids, as vLLM spells them; unknown ids are ignored."""
+        for run in self._runs.values():
+            if run.external_id in request_ids:
+                run.aborted = True
+                run.wake.set()
 
     def new_version(self, version: str) -> None:
         """Continue the generations in flight under another weight version."""

@@ -137,6 +137,12 @@ class Request(Struct, kw_only=True):
     sim: Sim | None = None
 
 
+class KvTransfer(Struct):
+    """vLLM's ``kv_transfer_params``: a chat may have its prompt's ids there."""
+
+    prompt_token_ids: Raw = Raw(b"")
+
+
 class ChatRequest(Request, kw_only=True):
     """The body of a chat request in both dialects. Messages stay raw, since they are cache keys."""
 
@@ -147,9 +153,15 @@ class ChatRequest(Request, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
     input_ids: Raw = Raw(b"")
+    kv_transfer_params: KvTransfer | None = None
     return_meta_info: bool = False
     return_prompt_token_ids: bool = False
     return_indexer_topk: bool = False
+
+    def prompt_ids(self, dialect: str) -> bytes:
+        """The prompt's ids as JSON, from the field that an engine of this dialect reads; empty if there are none."""
+        raw = self.input_ids if dialect == "sglang" else (self.kv_transfer_params or KvTransfer()).prompt_token_ids
+        return b"" if bytes(raw) == b"null" else bytes(raw)
 
 
 class CompletionRequest(Request, kw_only=True):

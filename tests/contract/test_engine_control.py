@@ -88,9 +88,39 @@ async def test_generations_are_ended_by_their_own_ids(urls: dict[str, str], clie
     rids = [f"turnlog-{number:032x}" for number in range(40)]
     assert await control.abort(urls["sglang"], rids) == dict.fromkeys(rids)
     assert sorted(body["rid"] for path, body in asked(urls["sglang"]) if path == "/abort_request") == rids
-    found = await control.abort(urls["vllm"], rids)
-    assert set(found.values()) == {"it has no /abort_request"}
-    assert set(await EngineControl(client, "vllm", None).abort(urls["vllm"], rids)) == set(rids)
+
+
+VLLM_ROUTES = [
+    ({"dev_mode": True}, "/abort_requests"),
+    ({"dev_mode": False, "scale_out": True}, "/inference/v1/abort_requests"),
+    ({"dev_mode": False}, None),
+]
+
+
+@pytest.mark.parametrize(("deployed", "route"), VLLM_ROUTES)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_vllm_ends_a_generation_by_the_id_that_its_header_gave(
+    urls: dict[str, str], client: EngineClient, path: str, deployed: dict[str, bool], route: str | None
+) -> None:
+    url, control = urls["vllm"], EngineControl(client, "auto", None)
+    httpx.post(url + "/sim/behaviour", json=deployed)
+    rids = ["turnlog-1", "turnlog-2"]
+    prompt = {"messages": [{"role": "user", "content": "Hello"}]} if "chat" in path else {"prompt": "Hello"}
+    body = {**prompt, "max_tokens": 9, "sim": {"latency_s": 30.0 if route else 0.5, "tool_calls": False}}
+    async with httpx.AsyncClient(timeout=40) as http:
+        turns = [asyncio.create_task(http.post(url + path, json=body, headers={"X-Request-Id": rid})) for rid in rids]
+        while httpx.get(url + "/sim/stats").json()["in_flight"] < 2:
+            await asyncio.sleep(0.01)
+        found = await control.abort(url, rids)
+        assert await control.abort(url, []) == {}
+        finishes = {(await turn).json()["choices"][0]["finish_reason"] for turn in turns}
+    if route is None:
+        assert all("aborts no single generation" in str(error) for error in found.values())
+        assert "abort" not in finishes
+        return
+    assert found == dict.fromkeys(rids)
+    assert finishes == {"abort"}
+    assert [asked_path for asked_path, _ in asked(url)][-1] == route
 
 
 @pytest.mark.parametrize("outcome", ["missing", "refused", "error"])

@@ -175,7 +175,7 @@ def test_the_janitor_closes_what_looks_idle_and_loses_nothing(
         made.jump(HOUR)
         jumped = monotonic()
         tally.tried += 1
-        until(lambda: error_of_state(stand, idle) == "session_closed")
+        until(lambda: error_of_state(stand, idle) == "session_reclaimed")
         acks.add(busy, call.result())
         acks.say(busy, "On")
         tally.recovered(monotonic() - jumped)

@@ -98,11 +98,23 @@ def shared_tito(sglang: SimulatorProcess, tokenizer: str, places: Places) -> Ite
         yield made
 
 
+@pytest.fixture(scope="session")
+def shared_vllm_tito(vllm: SimulatorProcess, tokenizer: str, places: Places) -> Iterator[Stand]:
+    environment = {"TURNLOG_TOKENIZER": tokenizer, "TURNLOG_UPSTREAM_DIALECT": "vllm"}
+    with checked(places.new("vllm-tito"), vllm.base_url, environment=environment) as made:
+        yield made
+
+
 @pytest.fixture
-def tito(shared_tito: Stand) -> Stand:
-    """The shared server with a tokenizer, with nothing left over at the engine from another test."""
-    assert shared_tito.sim.post("/sim/reset").status_code == 200
-    return shared_tito
+def tito(request: pytest.FixtureRequest, places: Places) -> Stand:
+    """A shared server with a tokenizer, with nothing left over at the engine from another test.
+
+    The engine is SGLang; a test that is for vLLM too has the fixture's parameter.
+    """
+    is_vllm = getattr(request, "param", "sglang") == "vllm"
+    shared: Stand = request.getfixturevalue("shared_vllm_tito" if is_vllm else "shared_tito")
+    assert shared.sim.post("/sim/reset").status_code == 200
+    return shared
 
 
 @pytest.fixture(scope="module")

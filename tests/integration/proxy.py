@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Callable
 
 import httpx
 import zstandard
@@ -21,7 +22,11 @@ OWN_HEADERS = (
     ("Set-Cookie", "engine=1"),
 )
 PASSED = ("content-type", "retry-after", "location")
-PACKED = {"gzip": gzip.compress, "deflate": zlib.compress, "zstd": zstandard.ZstdCompressor().compress}
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstandard.ZstdCompressor().compress,
+}
 
 
 class RecordingProxy(Answering):

@@ -21,7 +21,7 @@ from integration.interrupting import (
 )
 from integration.places import Places
 from integration.stand import WEATHER, Stand, error_of, standing, until, user
-from integration.tito import output_of, require_consistent
+from integration.tito import ids_in, output_of, require_consistent
 
 COMPLETIONS = "/v1/completions"
 NINE = {"max_tokens": 16, "sim": {"completion_tokens": 9, "reasoning": False}}
@@ -214,11 +214,20 @@ def test_what_an_engine_does_not_see_beside_ids_cannot_be_continued(replaying: S
     assert len(output_of(response.json())) == 9
 
 
-def test_a_chat_of_vllm_cannot_be_continued(vllm_stand: Stand) -> None:
-    talk = vllm_stand.talk(on_abort="continue")
-    response = interrupted(vllm_stand, talk, [5], **NINE)
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
+@pytest.mark.parametrize("tito", ["vllm"], indirect=True)
+@pytest.mark.parametrize("body", [NINE, THINKING, CALLING, WIDE])
+def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[str, Any]) -> None:
+    for stand in (vllm_stand, tito):
+        assert stand.sim.post("/sim/reset").status_code == 200
+        talk = stand.talk(on_abort="continue")
+        response = interrupted(stand, talk, [5, 3], **body)
+        assert response.status_code == 200, response.text
+        prompt = response.json()["prompt_token_ids"]
+        output = output_of(response.json())
+        requests = [one["body"] for one in stand.engine_requests(talk.id)]
+        assert [ids_in(one) for one in requests[1:]] == [prompt + output[:5], prompt + output[:8]]
+        assert [part[1:] for part in talk.committed()[0]["parts"]] == [[0, 5], [5, 8], [8, len(output)]]
+        assert as_said(response) == as_said(uncut(stand, stand.talk(), **body))
 
 
 def test_an_engine_that_still_ends_generations_is_asked_again(tito: Stand) -> None:

@@ -62,7 +62,7 @@ def test_an_idle_session_is_closed_and_a_busy_one_is_not(stand_with: Start) -> N
     call = stand.meanwhile(busy.chat, [user("Slow")], sim={"latency_s": 2})
     until(lambda: "SessionClosed" in idle.types())
     assert idle.events()[-1]["reason"] == "idle"
-    assert error_of(idle.chat([*idle.messages, user("On")])) == (404, "session_closed")
+    assert error_of(idle.chat([*idle.messages, user("On")])) == (410, "session_reclaimed")
     assert idle.rows()[0]["final"] is True
     assert call.result().status_code == 200
     assert busy.types() == ["SessionCreated", *FIRST_TURN]

@@ -30,7 +30,10 @@ DTYPES = {
     "rollout_routed_experts": "int32",
     "rollout_indexer_topk": "int32",
 }
-SAMPLE = {"response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "nulls"}
+SAMPLE = {
+    *("response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "nulls"),
+    *("reward", "spec_info"),
+}
 NESTED = {"indexer_topk": {"nested": True}}
 
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -139,6 +142,25 @@ def test_the_sessions_metadata_are_those_of_its_state(routed: Stand) -> None:
     assert meta["session_metadata"] == state
     [row] = talk.rows()
     assert (state["accumulated_token_ids"], state["reward"]) == (row["tokens"], 0.5)
+
+
+def test_a_driver_may_bring_its_metadata_and_the_reward(routed: Stand) -> None:
+    talk = with_tools(routed)
+    _, meta = post(routed, talk, metadata={"exit": "solved"}, reward=0.25)
+    assert meta["session_metadata"] == {**talk.state()["metadata"], "agent": {"exit": "solved"}}
+    assert [sample["reward"] for sample in meta["samples"]] == [0.25] == [row["reward"] for row in talk.rows()]
+    for wrong in ({"reward": "1"}, {"reward": True}, {"metadata": []}, {"metadata": {"a": "b" * 70_000}}):
+        assert error_of(routed.http.post(f"{talk.path}/samples", json=wrong)) == (400, "invalid_request")
+    assert routed.http.delete(talk.path).status_code == 204
+    refused = routed.http.post(f"{talk.path}/samples", json={"reward": 1.0})
+    assert error_of(refused) == (404, "session_closed")
+    assert talk.events()[-1]["type"] == "SessionClosed", "nothing was assigned"
+
+
+def test_a_process_names_itself(routed: Stand) -> None:
+    first, second = (routed.http.get("/health").json()["session_server_instance_id"] for _ in range(2))
+    assert len(first) == 32
+    assert first == second
 
 
 def test_rows_are_whole_though_older_turns_payloads_were_tombstoned(routed: Stand) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
-from integration.tito import GENERATION, TOKENIZER, output_of, rendered, require_consistent, sent_ids, text_of
+from integration.tito import GENERATION, TOKENIZER, ids_in, output_of, rendered, require_consistent, sent_ids, text_of
+
+pytestmark = pytest.mark.parametrize("tito", ["sglang", "vllm"], indirect=True)
 
 NO_CALLS = {"tool_calls": False}
 CALLS = {"tool_calls": True}
@@ -276,7 +278,7 @@ def test_a_look_at_a_session_during_its_turns_is_of_one_moment(tito: Stand) -> N
         state = tito.http.get(talk.path).json()
         if state["records"]:
             last = state["records"][-1]
-            ids = last["request"]["input_ids"] + output_of(last["response"])
+            ids = ids_in(last["request"]) + output_of(last["response"])
             assert state["metadata"]["accumulated_token_ids"] == ids
             looks += 1
         assert state["metadata"]["tito_session_mismatch"] in ([], None)

@@ -81,9 +81,15 @@ def output_of(response: Mapping[str, Any]) -> list[int]:
     return ids
 
 
+def ids_in(body: Mapping[str, Any]) -> list[int]:
+    """The prompt's ids in a chat that either engine got."""
+    ids: list[int] = body["input_ids"] if "input_ids" in body else body["kv_transfer_params"]["prompt_token_ids"]
+    return ids
+
+
 def sent_ids(stand: Stand, talk: Talk) -> list[list[int]]:
-    """The `input_ids` of the engine's requests of one session, oldest first."""
-    return [one["body"]["input_ids"] for one in stand.engine_requests(talk.id)]
+    """The prompts' ids in the engine's requests of one session, oldest first."""
+    return [ids_in(one["body"]) for one in stand.engine_requests(talk.id)]
 
 
 def require_consistent(stand: Stand, talk: Talk) -> None:
@@ -92,11 +98,11 @@ def require_consistent(stand: Stand, talk: Talk) -> None:
     turns = {event["turn"]: event for event in talk.committed()}
     whole: dict[int, list[int]] = {}
     for record in state["records"]:
-        whole[record["turn"]] = record["request"]["input_ids"] + output_of(record["response"])
+        whole[record["turn"]] = ids_in(record["request"]) + output_of(record["response"])
     path = [record["turn"] for record in state["records"]]
     for before, after in pairwise(path):
         if turns[after]["segment"] == turns[before]["segment"]:
-            prompt = next(one["request"]["input_ids"] for one in state["records"] if one["turn"] == after)
+            prompt = next(ids_in(one["request"]) for one in state["records"] if one["turn"] == after)
             assert prompt[: len(whole[before])] == whole[before], f"turn {after} does not continue turn {before}"
     assert state["metadata"]["accumulated_token_ids"] == (whole[path[-1]] if path else [])
     last = {turns[number]["segment"]: number for number in path}

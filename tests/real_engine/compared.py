@@ -21,11 +21,12 @@ Reply = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lane:
-    """A server between its clients and an engine whose every word is recorded."""
+    """A server between its clients and an engine whose every word is recorded. `builds_prompts`: it has a tokenizer."""
 
     stand: Stand
     proxy: RecordingProxy
     model: Path
+    builds_prompts: bool
 
     def replies(self) -> dict[str, Reply]:
         """What the engine said, by the id of its reply."""

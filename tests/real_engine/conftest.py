@@ -34,4 +34,4 @@ def lane(request: pytest.FixtureRequest, engine: EngineProcess, model: Path, tmp
         RecordingProxy(engine.base_url) as proxy,
         checked(tmp_path, proxy.base_url, environment=environment) as stand,
     ):
-        yield Lane(stand, proxy, model)
+        yield Lane(stand, proxy, model, builds_prompts=bool(environment))

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import pytest
-from integration.stand import error_of, until
+from integration.stand import until
 
 from real_engine.clients import Chat, Client, Ids, Messages, Responses, Text, ToolLoop
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
-from tests.tools.real_engine import weather
-from tests.tools.real_engine.process import SERVED_AS
 
 pytestmark = pytest.mark.real_engine
+
+CONVERSATIONS = int(os.environ.get("REAL_ENGINE_CONVERSATIONS", "4"))
+"""With tools, at the same time."""
 
 KILLS = 3
 BETWEEN = 4
 """Generations that begin between two kills."""
 
-PATIENCE_S = 120.0
+PATIENCE_S = 30.0 * CONVERSATIONS
 NEAR = 1e-4
 """How far an exported logprob may be from the model's own, in nats."""
 
 
 @pytest.mark.parametrize("protocol", [Chat, Messages, Responses])
-@pytest.mark.parametrize("lane", ["capture"], indirect=True)
 def test_tools(lane: Lane, protocol: type[ToolLoop], found: Found) -> None:
-    clients = [protocol(lane.stand, number) for number in range(4)]
+    """Qwen3's template drops reasoning: only with a tokenizer here does what was sampled go on in one row."""
+    clients = [protocol(lane.stand, number) for number in range(CONVERSATIONS)]
     run_over_kills(lane, clients, found)
     require_equal(lane, clients, found)
     assert sum(client.tool_calls for client in clients) > len(clients), "the model hardly calls its tool"
-    assert found.rows > found.sessions, "Qwen3's template drops reasoning: what was sampled does not go on in one row"
+    assert found.rows == found.sessions if lane.builds_prompts else found.rows > found.sessions
 
 
 def test_plain_chats(lane: Lane, found: Found) -> None:
@@ -51,18 +53,6 @@ def test_completions(lane: Lane, found: Found) -> None:
     for client in ids:
         [row] = client.talk.rows()
         assert row["tokens"] == client.ids
-
-
-@pytest.mark.parametrize("lane", ["tito"], indirect=True)
-def test_a_prompt_that_the_engine_renders_otherwise_is_refused(lane: Lane, found: Found) -> None:
-    """vLLM's chat ignores the ids that it is sent: where its own rendering differs, nothing is recorded."""
-    client = Chat(lane.stand, 1, plain=True)
-    client.ask(weather.question("Oslo", aloud=True), "Oslo")
-    assert "</think>" in client.messages[-1]["content"]
-    asked = [*client.messages, weather.question("Lima")]
-    refused = client.talk.chat(asked, model=SERVED_AS, max_tokens=20)
-    assert error_of(refused) == (500, "token_prefix_mismatch")
-    require_equal(lane, [client], found)
 
 
 def run_over_kills(lane: Lane, clients: Sequence[Client], found: Found) -> None:

@@ -163,7 +163,6 @@ def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Say
         ("pause",),
         ("pause", "a", "--fleet"),
         ("pause", "a", "--mode", "abort"),
-        ("resume", "--fleet", "--version", "3"),
         ("replay",),
         ("replay", "s", "--heads"),
         ("replay", "s", "--fix"),

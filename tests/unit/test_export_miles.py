@@ -22,7 +22,16 @@ DTYPES = {
     "rollout_indexer_topk": "int32",
 }
 
-REST = ["response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata"]
+REST = [
+    "response",
+    "response_length",
+    "status",
+    "weight_versions",
+    "prefix_cache_info",
+    "metadata",
+    "reward",
+    "spec_info",
+]
 
 
 def driver(body: bytes) -> tuple[list[dict[str, Any]], dict[str, Any], str | None]:
@@ -55,6 +64,12 @@ def test_two_turns() -> None:
     assert (sample["response_length"], sample["status"], sample["weight_versions"]) == (3, "truncated", ["3", "4"])
     assert sample["prefix_cache_info"] == {"cached_tokens": 3, "total_prompt_tokens": 6}
     assert sample["metadata"]["turnlog"]["cursor"] == "after-s-0"
+
+
+def test_weight_versions_by_call_have_their_places_in_the_sample() -> None:
+    [sample], _, _ = driver(samples_body(rows(TWO_TURNS), {}, None, versions="spans"))
+    calls = [[(one["version"], one["abs_start"], one["abs_end"]) for one in call] for call in sample["weight_versions"]]
+    assert calls == [[("3", 2, 3)], [("4", 4, 5)]]
 
 
 @settings(max_examples=80, deadline=None)

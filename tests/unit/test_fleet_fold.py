@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 
 from app.domain import upcast
@@ -80,3 +82,20 @@ def test_events_are_read_as_they_were_written(event: FleetEvent) -> None:
     name = type(event).__name__
     assert TYPES[name] is type(event)
     assert upcast.decode(name, upcast.VERSIONS[name], upcast.encode(event)) == event
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "event"),
+    [
+        ("FleetPaused", '{"closings":1,"until":800.0}', FleetPaused(1, 800.0)),
+        ("FleetResumed", '{"closings":1}', FleetResumed(1)),
+    ],
+)
+def test_events_of_the_first_version_name_no_weights(name: str, data: str, event: FleetEvent) -> None:
+    assert upcast.decode(name, 1, f"{data}#{zlib.crc32(data.encode()):08x}".encode()) == event
+
+
+def test_the_fleets_weights_are_those_that_the_last_resume_named() -> None:
+    events = [FleetResumed(0, version="41"), FleetPaused(1, 9.0, version="41"), FleetResumed(1)]
+    states = [fold(Placed(seq, 1.0, event) for seq, event in enumerate(events[:count], 1)) for count in range(4)]
+    assert [state.gate.version for state in states] == [None, "41", "41", None]

@@ -239,7 +239,7 @@ async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypat
             await asyncio.sleep(0.01)
         await found.engine.stop()
         with contextlib.suppress(Exception):
-            await found.engines.generate(EngineChoice([found.engine.url]), "chat", b"{}", [], lambda size: None)
+            await found.engines.generate(EngineChoice([found.engine.url]), "chat", _no_body, [], lambda size: None)
         assert found.member.failures == 1
         async with asyncio.timeout(20):
             while found.member.health != "dead":
@@ -248,3 +248,7 @@ async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypat
         async with asyncio.timeout(20):
             while found.member.health != "healthy":
                 await asyncio.sleep(0.01)
+
+
+async def _no_body(engine: str) -> bytes:
+    return b"{}"

@@ -108,11 +108,9 @@ def resume(
     ctx: typer.Context,
     adapter: Adapter = None,
     fleet: Fleet = False,
-    version: Annotated[str | None, typer.Option(help="The weight version that the adapter has now.")] = None,
+    version: Annotated[str | None, typer.Option(help="The weight version from now on.")] = None,
 ) -> None:
     """Let an adapter's turns proceed, or with --fleet all turns."""
-    if version is not None and fleet:
-        raise UsageError("--version is for an adapter")
     _order(ctx, "resume", adapter, fleet, {"version": version})
 
 

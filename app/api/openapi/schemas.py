@@ -147,6 +147,7 @@ _BY_HAND: Mapping[str, Schema] = {
         weight_version=nullable(TEXT),
         weight_version_regressed=nullable(ref("Regression")),
         sessions=nullable(TEXT),
+        token_ids=nullable({"enum": ["input_ids", "kv_transfer_params", "none"]}),
         logprobs_of=nullable({"enum": ["raw", "scaled", "processed", "logits"]}),
     ),
     "EngineList": record(
@@ -167,8 +168,10 @@ _BY_HAND: Mapping[str, Schema] = {
     "LoraResumed": record("", status=TEXT),
     "LoraWaited": record("", paused=BOOLEAN),
     "Health": record(
-        "Turns in flight, and counters of the writer and the worker pool.",
+        "Turns in flight, and counters of the writer and the worker pool. `session_server_instance_id` names the "
+        "process, until it ends.",
         status={"const": "ok"},
+        session_server_instance_id=TEXT,
         in_flight=COUNT,
         writer={"type": "object", "additionalProperties": COUNT},
         pool={"type": "object", "additionalProperties": COUNT},

@@ -78,6 +78,7 @@ export interface FleetGate extends Gate {
   mode: string | null;
   paused_adapters: string[];
   version: number;
+  weight_version: string | null;
 }
 
 export interface Adapter extends Gate {

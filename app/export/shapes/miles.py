@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from typing import Literal
 
 import msgspec
 import numpy as np
 
-from app.domain.samples import Array
+from app.domain.samples import Array, Sample
 from app.export import jsontext
 from app.export.columns import Columns
 from app.export.containers.safetensors import Spool, TensorFile
@@ -56,11 +57,13 @@ def samples_body(
     session_metadata: Mapping[str, Value],
     empty_reason: str | None,
     responses: Sequence[str] | None = None,
+    versions: Literal["names", "spans"] = "names",
 ) -> bytes:
     """`empty_reason`, where there are no rows: `no_records` or `all_truncated`; else None.
 
     `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
-    line after the other, stands in their place, without what came between them.
+    line after the other, stands in their place, without what came between them. `versions`: weight versions as names,
+    or by call with the positions of their tokens in the sample, as later drivers read them.
     """
     with closing(TensorFile()) as file, closing(Spool()) as meta:
         samples = []
@@ -71,7 +74,8 @@ def samples_body(
                     file.add(f"{name}.{index}", array)
             response = _text(row) if responses is None else responses[index]
             nulls = [name for name, array in tensors.items() if array is None]
-            samples.append(_sample(row, response, nulls, missing))
+            found_versions = slime.weight_versions(row.sample) if versions == "names" else _version_calls(row.sample)
+            samples.append({**_sample(row, response, nulls, missing), "weight_versions": found_versions})
         found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(found))
         return b"".join(file.pieces(META, (meta,)))
@@ -99,7 +103,8 @@ def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> F
         "response": response,
         "response_length": sample.response_length,
         "status": sample.status,
-        "weight_versions": slime.weight_versions(sample),
+        "reward": row.reward,
+        "spec_info": {},
         "prefix_cache_info": {
             "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
             "total_prompt_tokens": sum(span.output_start for span in sample.turns),
@@ -107,6 +112,19 @@ def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> F
         "metadata": {"turnlog": {name: value for name, value in ours.items() if value is not None}},
         "nulls": nulls,
     }
+
+
+def _version_calls(sample: Sample) -> list[list[Fields]]:
+    """For each turn the spans of its output that one weight version sampled."""
+    spans = sample.version_spans
+    return [
+        [
+            {"version": span.version, "abs_start": span.start, "abs_end": span.end}
+            for span in spans
+            if turn.output_start <= span.start < turn.end
+        ]
+        for turn in sample.turns
+    ]
 
 
 def _text(row: Row) -> str:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 LONG_S = 30.0
 """A generation that takes longer than any lease."""
 
+CHAT = "v1/chat/completions"
+
 EXPERTS = 2
 """Ids in a row of `routed_experts`."""
 
@@ -137,7 +139,7 @@ class SimulatedEngine(EngineClient):
             raise Withheld
         engine, _, route = url.removeprefix("http://").partition("/")
         request = msgspec.json.decode(body)
-        if route != "v1/chat/completions":
+        if route != CHAT or "x-smg-routing-key" not in dict(headers):
             return await self._control(engine, route, request)
         session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")
         number = next(self._numbers)
@@ -166,7 +168,7 @@ class SimulatedEngine(EngineClient):
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))
 
     async def _control(self, engine: str, route: str, order: Mapping[str, Any]) -> EngineReply:
-        """An order that is not a generation; it may fail, or be done although nobody is told."""
+        """An order, or a question whether the engine takes ids; it may fail, or be done although nobody is told."""
         await self._sleep(self._world.weather.network_s)
         bad = self._world.happens(self._world.weather.engine_faults / 4)
         if bad and self._world.rng.random() < 0.5:
@@ -187,7 +189,8 @@ class SimulatedEngine(EngineClient):
         )
         if bad:
             raise Lost("reset")
-        return EngineReply(status, [], Body([b"{}"]))
+        said = reply(order, 0) if route == CHAT else {}
+        return EngineReply(status, [], Body([msgspec.json.encode(said)]))
 
     async def _sleep(self, mean_s: float) -> None:
         await asyncio.sleep(self._world.rng.expovariate(1 / mean_s))

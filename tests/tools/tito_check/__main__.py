@@ -32,7 +32,7 @@ KINDS = {
     "qwen3.8": Kind(True, True, False, True, _CHATML, "<|endoftext|>"),
     "glm-4.5": Kind(True, True, True, True, ("<|user|>", "<|observation|>"), "<|endoftext|>"),
     **dict.fromkeys(
-        ("nemotron-3-nano", "nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"),
+        ("nemotron-3", "nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"),
         Kind(True, True, False, True, _CHATML, "<|endoftext|>"),
     ),
     "llama3": Kind(False, False, True, False, ("<|eot_id|>", "<|eot_id|>"), "<|end_of_text|>"),
@@ -46,7 +46,7 @@ _TAILS = {
     "llama3": "<|eot_id|>",
 }
 _PINNED: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen3.6", "qwen3.8"), {"preserve_thinking": True}),
+    **{name: {"preserve_thinking": True} for name in ("qwen3.6", "qwen3.8")},
     **{name: {"truncate_history_thinking": False} for name in KINDS if name.startswith("nemotron")},
 }
 

@@ -55,7 +55,7 @@ TEMPLATES = {
     "qwen3.8": "qwen3_8",
     "glm-4.5": "glm4moe",
     "llama3": "llama3",
-    "nemotron-3-nano": "nemotron_3_nano",
+    "nemotron-3": "nemotron_3_nano",
     "nemotron-3-super": "nemotron_3_super",
     "nemotron-3-ultra": "nemotron_3_ultra",
     "nemotron-3.5": "nemotron_3_5_lightning",
@@ -66,7 +66,7 @@ _ROWS = {
     "qwen3-vl": "qwen3",
     "qwen3.5-nothink": "qwen3.5",
     "llama3": "auto",
-    **dict.fromkeys(("nemotron-3-nano", "nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"), "nemotron-3"),
+    **dict.fromkeys(("nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"), "nemotron-3"),
 }
 
 

@@ -157,9 +157,12 @@ class AsyncTurnlog:
         body = present({"mode": mode, "lease_s": lease_s})
         return await self._transport.read("POST", "/fleet/pause", body=body, slow=True)
 
-    async def resume_fleet(self) -> Object:
-        """Resume every engine and let all turns proceed. Raises EnginesFailed; the gate is open nevertheless."""
-        return await self._transport.read("POST", "/fleet/resume", slow=True)
+    async def resume_fleet(self, *, version: str | None = None) -> Object:
+        """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
+        theirs. Raises EnginesFailed; the gate is open nevertheless.
+        """
+        body = present({"version": version})
+        return await self._transport.read("POST", "/fleet/resume", body=body, slow=True)
 
     async def aclose(self) -> None:
         """Close the connections; sessions stay as they are."""

@@ -157,9 +157,12 @@ class Turnlog:
         body = present({"mode": mode, "lease_s": lease_s})
         return self._transport.read("POST", "/fleet/pause", body=body, slow=True)
 
-    def resume_fleet(self) -> Object:
-        """Resume every engine and let all turns proceed. Raises EnginesFailed; the gate is open nevertheless."""
-        return self._transport.read("POST", "/fleet/resume", slow=True)
+    def resume_fleet(self, *, version: str | None = None) -> Object:
+        """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
+        theirs. Raises EnginesFailed; the gate is open nevertheless.
+        """
+        body = present({"version": version})
+        return self._transport.read("POST", "/fleet/resume", body=body, slow=True)
 
     def close(self) -> None:
         """Close the connections; sessions stay as they are."""

@@ -1,0 +1,63 @@
+"""Which weight version a generation is sampled under, as known when it is sent.
+
+A reply that names its versions is believed. vLLM's chat names none, so the engine is asked: by each health check, and
+by the first turn after a gate has opened, since trainers change weights behind a shut gate. An engine that cannot say
+has the version that the trainer named when it resumed the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from app.domain.fleet import Gate
+from app.fleet.member import Member
+from app.fleet.state import FleetState
+from app.upstream.client import EngineClient
+from app.upstream.headers import to_control
+from app.upstream.weights import UNSET, weight_version
+
+Seen = Callable[[str, str | None, str | None], None]
+"""Takes an engine's base URL, its weight version, and the one known when it was asked."""
+
+
+class WeightVersions:
+    """Asks each engine once for all turns that wait."""
+
+    def __init__(self, fleet: FleetState, client: EngineClient, api_key: str | None) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._headers = to_control(api_key)
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    async def at_dispatch(self, member: Member, seen: Seen | None) -> str | None:
+        """The version of what is sent to this engine now; None if nobody can say.
+
+        `seen` records what the engine answers; without, it is not asked.
+        """
+        while seen is not None and member.version_asked != self._fleet.fleet.gate.closings:
+            asking = self._asking.get(member.url)
+            if asking is None:
+                asking = self._asking[member.url] = asyncio.create_task(self._ask(member, seen), name="turnlog-version")
+                asking.add_done_callback(lambda _: self._asking.pop(member.url, None))
+            # Other turns wait for it too: it goes on if this one is cancelled.
+            await asyncio.shield(asking)
+            if self._fleet.fleet.gate.is_shut:
+                break
+        stated, reported = self._fleet.fleet.gate.version, member.weight_version
+        return stated if stated is not None and reported in (None, UNSET) else reported
+
+    async def _ask(self, member: Member, seen: Seen) -> None:
+        gate, known = self._fleet.fleet.gate, member.weight_version
+        version = await weight_version(self._client, member.url, self._headers)
+        if version is None:
+            member.forget_version()
+        else:
+            seen(member.url, version, known)
+        if _is_open_since(gate, self._fleet.fleet.gate):
+            member.version_asked = gate.closings
+
+
+def _is_open_since(before: Gate, now: Gate) -> bool:
+    """Was the gate open all the time between? Behind a shut one, weights may have changed after the answer."""
+    return not before.is_shut and not now.is_shut and before.closings == now.closings

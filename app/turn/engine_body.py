@@ -1,0 +1,76 @@
+"""A turn's request as the engine that gets it can read it: engines differ in how a chat takes a prompt's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from app.domain.request import CompletionRequest
+from app.errors import Unsupported
+from app.turn.context import TurnContext
+from app.turn.engine_request import EngineRequest, EngineRequestOptions, PromptIds
+from app.turn.services import TurnServices
+from app.upstream.client import EngineError
+
+IdsOrigin = Literal["built", "client", "continued"]
+"""Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
+
+    built       from the messages: the engine renders these instead, and the turn is captured
+    client      the client's own: 400 `unsupported`
+    continued   of a generation that was aborted: it cannot go on (TakesNoIds)
+"""
+
+
+class TakesNoIds(EngineError):
+    """The generation cannot be continued at this engine."""
+
+
+class EngineBody:
+    """One request. `options` and `prompt` are as the engine that was asked last got them: `prompt` is None if that
+    engine takes no ids."""
+
+    def __init__(
+        self,
+        services: TurnServices,
+        context: TurnContext,
+        request: EngineRequest,
+        options: EngineRequestOptions,
+        messages: Sequence[bytes],
+        prompt: PromptIds | None,
+        origin: IdsOrigin,
+    ) -> None:
+        self.options = options
+        self.prompt = prompt
+        self._services = services
+        self._context = context
+        self._request = request
+        self._messages = messages
+        self._ids = prompt
+        self._origin = origin
+
+    def change(self, options: EngineRequestOptions) -> None:
+        """Ask with other options."""
+        self.options = options
+
+    async def __call__(self, engine: str) -> bytes:
+        """The body for this engine. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
+        context, request = self._context, self._request
+        if self._ids is not None and request.shape == "chat":
+            field = await self._services.engines.ids_field(engine, context.request.params.get("model"))
+            if field is None:
+                self._require_replaceable(engine)
+            self.options = msgspec.structs.replace(self.options, ids_field=field)
+            self.prompt = self._ids if field is not None else None
+        text = context.request.text if isinstance(context.request, CompletionRequest) else None
+        return await self._services.large_bodies.run(
+            context.large, lambda: request.body(self.options, self._messages, text, self.prompt)
+        )
+
+    def _require_replaceable(self, engine: str) -> None:
+        """May the engine render the messages instead? Raises TakesNoIds, Unsupported."""
+        if self._origin == "continued":
+            raise TakesNoIds(engine)
+        if self._origin == "client":
+            raise Unsupported(f"input_ids: the chat of {engine} takes no token ids; /v1/completions does")
