@@ -29,8 +29,12 @@ class Family(msgspec.Struct, frozen=True):
     stops: tuple[str, ...] | None = None
 
 
-_KEEPS_REASONING: Mapping[str, Any] = {"clear_thinking": False, "preserve_thinking": True}
-"""GLM-4.7 and later read the first, Qwen3.6 and later the second."""
+_KEEPS_REASONING: Mapping[str, Any] = {
+    "clear_thinking": False,
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+}
+"""GLM-4.7 and later read the first, Qwen3.6 and later the second, Nemotron 3 the third."""
 
 
 def _chatml(name: str) -> Family:
@@ -47,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {
         _chatml("qwen3.5"),
         _chatml("qwen3.6"),
         _chatml("qwen3.8"),
+        _chatml("nemotron-3"),
         Family("glm-4.5", _KEEPS_REASONING, "", ("<|observation|>", "<|user|>")),
     )
 }

@@ -17,6 +17,7 @@ from app.errors import InvalidRequest, StartupError
 from app.extras import install
 from app.tito import normalise
 from app.tito.compare import Comparator
+from app.tito.encoding import Encoder
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.families import Family
 from app.tito.families import family as family_of
@@ -89,6 +90,7 @@ class Prompts:
     def __init__(self, tokenizer: Any, row: Family) -> None:
         """Raises StartupError if the template's junction cannot be derived, or is not the family's."""
         self._backend = tokenizer.backend_tokenizer
+        self._encoder = Encoder(self._backend)
         self._template = Template(tokenizer)
         reads = self._template.reads()
         self._pinned = {name: value for name, value in row.pinned.items() if name in reads}
@@ -217,13 +219,10 @@ class Prompts:
         return self._template.render(shown, schemas, every, generation_prompt=generation_prompt)
 
     def _encode(self, text: str) -> array[int]:
-        """Special tokens are recognised, but none is added: templates write their own, as engines expect.
-
-        The batch call computes no offsets: it saves three fifths of the time for short text, a sixth for long.
-        """
+        """Special tokens are recognised, but none is added: templates write their own, as engines expect."""
         if not text.isascii():
             _check_text(text)
-        return array("i", self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return self._encoder.encode(text)
 
     def _known_heads(self, variant: bytes) -> frozenset[bytes]:
         return (self._heads if len(variant) <= _CACHED_BYTES else self._derive_heads)(variant)

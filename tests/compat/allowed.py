@@ -82,6 +82,8 @@ STREAMS = (
 )
 
 PINNED = Allowed("a row says what its session's creator pinned", r"GET /export.*", r"(.*/)?pinned", added)
+SAMPLING = Allowed("a row says what its logprobs are of", ROWS, r"(.*/)?sampling(/.*)?", added)
+
 PINNING = Allowed(
     "as its session does",
     r"GET /sessions/[^/?]+",
@@ -94,6 +96,7 @@ SINCE_D7078C7 = (
     *ROLLOUTS,
     *TREE,
     *PROTOCOLS,
+    SAMPLING,
     PINNED,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
@@ -129,5 +132,8 @@ SINCE_D7078C7 = (
     ),
 )
 
-ALLOWED = {"d7078c7": SINCE_D7078C7, "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, PINNED, PINNING)}
+ALLOWED = {
+    "d7078c7": SINCE_D7078C7,
+    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, PINNING),
+}
 """By the release that wrote the store."""

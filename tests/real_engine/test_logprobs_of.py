@@ -11,6 +11,8 @@ from integration.stand import serving, until
 from tests.tools.real_engine import weather
 from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
 
+pytestmark = pytest.mark.real_engine
+
 CLOSE = 1e-4
 SAYS_S = 120.0
 """Time for vLLM's first `/server_info`."""

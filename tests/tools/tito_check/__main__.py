@@ -31,14 +31,24 @@ KINDS = {
     "qwen3.6": Kind(True, True, False, True, _CHATML, "<|endoftext|>"),
     "qwen3.8": Kind(True, True, False, True, _CHATML, "<|endoftext|>"),
     "glm-4.5": Kind(True, True, True, True, ("<|user|>", "<|observation|>"), "<|endoftext|>"),
+    **dict.fromkeys(
+        ("nemotron-3", "nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"),
+        Kind(True, True, False, True, _CHATML, "<|endoftext|>"),
+    ),
     "llama3": Kind(False, False, True, False, ("<|eot_id|>", "<|eot_id|>"), "<|end_of_text|>"),
 }
 _OPENINGS = {
     "glm-4.5": ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "llama3": ("<|start_header_id|>",),
 }
-_TAILS = {"glm-4.5": "", "llama3": "<|eot_id|>"}
-_PINNED: dict[str, dict[str, Any]] = {"qwen3.6": {"preserve_thinking": True}, "qwen3.8": {"preserve_thinking": True}}
+_TAILS = {
+    "glm-4.5": "",
+    "llama3": "<|eot_id|>",
+}
+_PINNED: dict[str, dict[str, Any]] = {
+    **{name: {"preserve_thinking": True} for name in ("qwen3.6", "qwen3.8")},
+    **{name: {"truncate_history_thinking": False} for name in KINDS if name.startswith("nemotron")},
+}
 
 
 def check(folder: Path, name: str) -> Check:

@@ -89,6 +89,9 @@ class Talk:
         if text is None:
             message.pop("reasoning_content", None)
             text = canonical(message)
+        if text is None:  # the generation prompt has begun the reasoning
+            message["reasoning_content"] = self.text(40)
+            text = canonical(message)
         assert text is not None
         ids = self._spelled(text, encode)
         chance = self._rng.random()

@@ -42,6 +42,8 @@ _GLM_SPECIAL = (
 _GLM_PLAIN = (*_QWEN_PLAIN, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
+_NEMOTRON_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
 TEMPLATES = {
     "qwen2.5": "qwen2_5",
     "qwen3": "qwen3",
@@ -53,10 +55,19 @@ TEMPLATES = {
     "qwen3.8": "qwen3_8",
     "glm-4.5": "glm4moe",
     "llama3": "llama3",
+    "nemotron-3": "nemotron_3_nano",
+    "nemotron-3-super": "nemotron_3_super",
+    "nemotron-3-ultra": "nemotron_3_ultra",
+    "nemotron-3.5": "nemotron_3_5_lightning",
 }
 """Files in the package. Most are named as the row of the table that they are of; the others:"""
 
-_ROWS = {"qwen3-vl": "qwen3", "qwen3.5-nothink": "qwen3.5", "llama3": "auto"}
+_ROWS = {
+    "qwen3-vl": "qwen3",
+    "qwen3.5-nothink": "qwen3.5",
+    "llama3": "auto",
+    **dict.fromkeys(("nemotron-3-super", "nemotron-3-ultra", "nemotron-3.5"), "nemotron-3"),
+}
 
 
 def row(name: str) -> str:
@@ -81,6 +92,8 @@ def save(folder: Path, family: str) -> Path:
         return save_with(folder / family, source, _GLM_SPECIAL, _GLM_PLAIN)
     if family == "llama3":
         return save_with(folder / family, source, _LLAMA_SPECIAL, (), bos="<|begin_of_text|>")
+    if family.startswith("nemotron"):
+        return save_with(folder / family, source, _NEMOTRON_SPECIAL, _QWEN_PLAIN)
     return save_with(folder / family, source, _QWEN_SPECIAL, _QWEN_PLAIN)
 
 
