@@ -73,7 +73,7 @@ BodyFor = Callable[[str], Awaitable[bytes]]
 May raise EngineError, ProbeRefused, and AppError if the engine cannot get the request.
 """
 
-OpenStream = Callable[[str, str | None], StreamReader]
+OpenStream = Callable[[str, str | None, LogprobsOf | None], StreamReader]
 """Makes the reader of a reply that is a stream, from the engine's base URL and the weight version known of it."""
 
 AwayCause = Literal["listed", "draining", "dead", "expired"]
@@ -252,7 +252,8 @@ class Engines:
             if rid:
                 self._generating[rid] = url
             named = with_request_id(headers, rid, self._dialect_of(url))
-            stream = None if open_stream is None else open_stream(url, dispatched[url])
+            logprobs_of = self.logprobs_of(self.members.get(url) or Member(url))
+            stream = None if open_stream is None else open_stream(url, dispatched[url], logprobs_of)
             return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
 
         try:

@@ -292,6 +292,7 @@ staged_tokens = Table(
     Column("request_hash", String(64), nullable=False),
     Column("engine", Text, nullable=False),
     Column("weight_version", Text),
+    Column("logprobs_of", String(16)),
     Column("data", Content, nullable=False),
     PrimaryKeyConstraint("session_id", "fence", "number"),
 )

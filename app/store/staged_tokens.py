@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import msgspec
 from sqlalchemy import ARRAY, Connection, String, any_, bindparam, delete, exists, insert, select, update
 
+from app.domain.events import LogprobsOf
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import BaseOperation, holds
@@ -30,7 +31,7 @@ _drop_of_session = delete(staged_tokens).where(sql.of_session(staged_tokens))
 _drop_of_sessions = delete(staged_tokens).where(_rows.session_id == any_(bindparam("sids", type_=ARRAY(String))))
 _take_over = update(staged_tokens).where(_of_turn, ~_is_open).values(fence=bindparam("by"))
 _left = (
-    select(_rows.fence, _rows.number, _rows.part, _rows.engine, _rows.weight_version, _rows.data)
+    select(_rows.fence, _rows.number, _rows.part, _rows.engine, _rows.weight_version, _rows.logprobs_of, _rows.data)
     .where(sql.of_session(staged_tokens), _rows.request_hash == bindparam("request"), ~_is_open)
     .order_by(_rows.fence.desc(), _rows.number)
 )
@@ -38,12 +39,13 @@ _left = (
 
 class StagedRow(msgspec.Struct, frozen=True):
     """Bytes that an engine streamed, as a compressed frame. `part` counts the turn's generations, `number` its rows;
-    `version` is the weight version known when the generation was dispatched."""
+    `version` is the weight version known when the generation was dispatched; `logprobs_of` as in `TurnCommitted`."""
 
     number: int
     part: int
     engine: str
     version: str | None
+    logprobs_of: LogprobsOf | None
     data: bytes
 
 
@@ -90,6 +92,7 @@ class StageTokens(BaseOperation, frozen=True):
             "request_hash": self.request_hash,
             "engine": row.engine,
             "weight_version": row.version,
+            "logprobs_of": row.logprobs_of,
             "data": row.data,
         }
         tx.insert(_insert, [fields])

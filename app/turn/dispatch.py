@@ -122,8 +122,8 @@ class Dispatch:
             return None
         staged, push = self.staged, self._push
         if staged is None:
-            return lambda engine, version: ReplyStream(push)
-        return lambda engine, version: staged.stream(push, engine, version)
+            return lambda engine, version, logprobs_of: ReplyStream(push)
+        return lambda engine, version, logprobs_of: staged.stream(push, engine, version, logprobs_of)
 
     async def send(self, choice: EngineChoice, body: EngineBody) -> Answer:
         """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
+from app.domain.events import LogprobsOf
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
 from app.fleet.engines import Answer
@@ -117,9 +118,11 @@ class StagedTurn:
 
     # what the turn generates
 
-    def stream(self, push: Push | None, engine: str, version: str | None) -> StagedStream:
+    def stream(
+        self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
+    ) -> StagedStream:
         """Begin the next generation: reads the stream of this engine, whose weight version is `version` if known."""
-        self._stream = StagedStream(self, ReplyStream(push), engine, version)
+        self._stream = StagedStream(self, ReplyStream(push), engine, version, logprobs_of)
         return self._stream
 
     def grown(self, stream: StagedStream) -> None:
@@ -135,7 +138,7 @@ class StagedTurn:
         stream = self._stream
         if stream is None or not stream.reply_stream.tokens or stream.reply_stream.has_ended:
             return None
-        answer = _aborted(stream.engine, stream.version, stream.reply_stream)
+        answer = _aborted(stream.engine, stream.version, stream.logprobs_of, stream.reply_stream)
         self.counters.turns["moved"] += answer is not None
         return answer
 
@@ -155,7 +158,8 @@ class StagedTurn:
 
     async def _write(self, stream: StagedStream) -> None:
         """A row that may not have been written ends the staging of the turn: none may follow it."""
-        row = StagedRow(self._rows, self._parts, stream.engine, stream.version, codec.compress(stream.take()))
+        data = codec.compress(stream.take())
+        row = StagedRow(self._rows, self._parts, stream.engine, stream.version, stream.logprobs_of, data)
         self._rows += 1
         self._written_at = asyncio.get_running_loop().time()
         claimed = self._claimed
@@ -213,10 +217,18 @@ class StagedTurn:
 class StagedStream:
     """Reads one generation's stream, and keeps its bytes until they are written."""
 
-    def __init__(self, turn: StagedTurn, reply_stream: ReplyStream, engine: str, version: str | None) -> None:
+    def __init__(
+        self,
+        turn: StagedTurn,
+        reply_stream: ReplyStream,
+        engine: str,
+        version: str | None,
+        logprobs_of: LogprobsOf | None,
+    ) -> None:
         self.reply_stream = reply_stream
         self.engine = engine
         self.version = version
+        self.logprobs_of = logprobs_of
         self._turn = turn
         self._pieces: list[bytes] = []
         self._staged = 0
@@ -271,17 +283,17 @@ def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
             return []
         except BadStream:
             pass  # The engine's own end of it, after the tokens.
-        answer = _aborted(of_part[0].engine, of_part[0].version, stream)
+        answer = _aborted(of_part[0].engine, of_part[0].version, of_part[0].logprobs_of, stream)
         if answer is None:
             return []
         found.append(answer)
     return found
 
 
-def _aborted(engine: str, version: str | None, stream: ReplyStream) -> Answer | None:
+def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: ReplyStream) -> Answer | None:
     """None where a tool call has begun in a form that only the engine can read: both of its halves would be text."""
     has_calls, body = stream.has_calls, stream.begun()
     if has_calls and CALL not in text_of(body):
         return None
     reply = EngineReply(200, [("content-type", "application/json")], Body([body]))
-    return Answer(engine, reply, version, version)
+    return Answer(engine, reply, version, version, logprobs_of)

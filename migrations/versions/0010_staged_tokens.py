@@ -24,6 +24,7 @@ def upgrade() -> None:
         sa.Column("request_hash", sa.String(64), nullable=False),
         sa.Column("engine", sa.Text, nullable=False),
         sa.Column("weight_version", sa.Text),
+        sa.Column("logprobs_of", sa.String(16)),
         sa.Column("data", sa.LargeBinary, nullable=False),
         sa.PrimaryKeyConstraint("session_id", "fence", "number", name="pk_staged_tokens"),
     )

@@ -23,7 +23,7 @@ REQUEST = "a" * 64
 
 
 def row(number: int, data: bytes = b"tokens") -> StagedRow:
-    return StagedRow(number, 0, "http://engine", None, data)
+    return StagedRow(number, 0, "http://engine", None, "raw", data)
 
 
 async def stage(store: Store, fence: int, *numbers: int, holder: int | None = None) -> list[bool]:
