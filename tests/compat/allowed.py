@@ -81,6 +81,12 @@ STREAMS = (
     Allowed("which stands beside on_abort", r"GET /sessions/[^/?]+", r"0/session/\(order\)"),
 )
 
+SAMPLES = Allowed(
+    "a sample has what later drivers of miles read",
+    r"POST /sessions/[^/]+/samples.*",
+    r"_samples_meta/samples/\d+/(reward|spec_info)",
+    added,
+)
 PINNED = Allowed("a row says what its session's creator pinned", r"GET /export.*", r"(.*/)?pinned", added)
 SAMPLING = Allowed("a row says what its logprobs are of", ROWS, r"(.*/)?sampling(/.*)?", added)
 
@@ -98,6 +104,7 @@ SINCE_D7078C7 = (
     *PROTOCOLS,
     SAMPLING,
     PINNED,
+    SAMPLES,
     Allowed(
         "GET /sessions/{id} gives back what the session was given at its creation",
         r"GET /sessions/[^/?]+",
@@ -134,6 +141,6 @@ SINCE_D7078C7 = (
 
 ALLOWED = {
     "d7078c7": SINCE_D7078C7,
-    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, PINNING),
+    "3970f0b": (LEASE, *ROLLOUTS, *TREE, *PROTOCOLS, *STREAMS, SAMPLING, PINNED, SAMPLES, PINNING),
 }
 """By the release that wrote the store."""
