@@ -11,6 +11,7 @@ from helpers.store import Store
 from app.export import preview as export_preview
 from app.export.preview import Preview, Previews
 from app.export.query import ExportQuery
+from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from workers import codec
 from workers.codec import Facts, Wire
@@ -24,6 +25,8 @@ HASH = codec.content_hash(
 )
 """Of what `Store.take_turn` stores: one prompt token and two sampled ones."""
 
+PARAMS = StoredBlob(0, "params", 2, "h" * 64, codec.compress(b"{}"))
+
 SESSIONS = 12
 
 
@@ -33,9 +36,9 @@ async def filled(store: Store) -> Previews:
         name = f"s{number:02}"
         await store.submit(Create(name, 1.0, created(), BODY, None, None))
         if number % 3 == 0:
-            await store.take_turn(name, text=SAID, content_hash=HASH, base_messages=0)
+            await store.take_turn(name, text=SAID, content_hash=HASH, base_messages=0, blobs=[PARAMS])
         if number % 3 == 1:
-            await store.take_turn(name, text=SAID, content_hash="f" * 64)
+            await store.take_turn(name, text=SAID, content_hash="f" * 64, blobs=[PARAMS])
     return Previews(store.database, "test")
 
 

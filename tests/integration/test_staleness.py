@@ -19,7 +19,7 @@ from ops.simulator.process import SimulatorProcess
 
 
 class Unversioned(Answering):
-    """An engine before which somebody cuts the weight versions out of the replies."""
+    """An engine before which somebody cuts the weight versions out of the replies, and that has no route for them."""
 
     def __init__(self, target: str) -> None:
         super().__init__(self._passed)
@@ -27,6 +27,8 @@ class Unversioned(Answering):
         self._target = target
 
     def _passed(self, asked: Asked) -> Answer:
+        if asked.path == "/weight_info":
+            return Answer(status=404)
         reply = httpx.request(asked.method, self._target + asked.path, content=asked.body, timeout=20)
         content = reply.content
         if self.cuts and "/completions" in asked.path:
@@ -176,7 +178,7 @@ def test_a_reply_that_says_no_version_has_the_one_it_was_dispatched_with(places:
 
 
 def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
-    """vLLM has no route that says its version."""
+    """A vLLM outside its development mode has no route that says its version."""
     with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
         talk = stand.talk()
         for text in ("Hello", "And then?"):

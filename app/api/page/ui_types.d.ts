@@ -61,6 +61,7 @@ export interface Engine {
   weight_version: string | null;
   weight_version_regressed: { before: string; after: string; at: number } | null;
   sessions: boolean | null;
+  token_ids: "input_ids" | "kv_transfer_params" | "none" | null;
   logprobs_of: "raw" | "scaled" | "processed" | "logits" | null;
 }
 
