@@ -167,7 +167,10 @@ class Engines:
 
     @property
     def dialect(self) -> DialectChoice:
-        """The dialect of all engines; `auto` if one is not known yet, or if they differ."""
+        """The dialect of all engines: the operator's, else what they speak; `auto` if one is not known yet, or if they
+        differ."""
+        if self._configured != "auto":
+            return self._configured
         dialects = {member.dialect for member in self.members.values()}
         return (dialects.pop() if len(dialects) == 1 else None) or "auto"
 
@@ -236,7 +239,7 @@ class Engines:
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
         answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
-        refuses at the last moment, UpstreamInvalid for a compressed reply or a redirect.
+        refuses at the last moment, UpstreamInvalid for a redirect or another status that holds no completion.
         """
 
         dispatched: dict[str, str | None] = {}
@@ -332,7 +335,7 @@ class Engines:
         return _checked(answer.engine, answer.reply)
 
     async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
-        """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (too large)."""
+        """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large)."""
         tried = 0
         for base_url in order:
             tried += 1
@@ -355,12 +358,10 @@ class Engines:
             except CutStream as error:
                 self._needs_check(member)
                 raise UpstreamUnreachable(f"{base_url} ended its stream early: {error}") from error
-            except BadStream as error:
+            except (BadStream, Unreadable) as error:
                 raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             except TooLarge as error:
                 raise UpstreamInvalid(f"the reply of {base_url} is too large: {error}") from error
-            except Unreadable as error:
-                raise UpstreamInvalid(f"{base_url} returned a malformed reply: {error}") from error
             finally:
                 member.in_flight -= 1
         raise UpstreamUnreachable(f"none of {tried} engines can be connected to")

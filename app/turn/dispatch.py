@@ -110,7 +110,7 @@ class Dispatch:
             return None
         if (request.stream_mode or claimed.session.config.stream_mode) == "whole" or live.mode is not None:
             return None
-        dialect = self._services.engines.dialect if settings.upstream_dialect == "auto" else settings.upstream_dialect
+        dialect = self._services.engines.dialect
         if dialect != "vllm" or settings.replay or options.clients or self.on_abort == "continue":
             return None
         live.go_live(claimed.opened.turn, request.echo)

@@ -113,12 +113,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def engine_request(
     session: Session, request: Request, settings: Settings, adapter: str | None, engines: DialectChoice
 ) -> EngineRequest:
-    """The request. `adapter` is the turn's. `engines` is the dialect that the engines are known to speak."""
+    """The request. `adapter` is the turn's. `engines` is `Engines.dialect`."""
     dialect = settings.upstream_dialect
     fields = complete(request.params, dialect, settings.replay, request.shape)
     if adapter is not None:
-        fields = for_adapter(fields, adapter, engines if dialect == "auto" else dialect)
-    if settings.engine_session_ids and request.shape == "chat" and "vllm" not in (dialect, engines):
+        fields = for_adapter(fields, adapter, engines)
+    if settings.engine_session_ids and request.shape == "chat" and engines != "vllm":
         fields["session_id"] = msgspec.json.encode(engine_session_of(session.session_id))
     params = join_object(fields)
     raw_tools = request.tools if isinstance(request, ChatRequest) else None

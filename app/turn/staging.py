@@ -81,8 +81,8 @@ class Staging:
 
     def _can_stage(self, context: TurnContext, dialect: DialectChoice) -> bool:
         """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads."""
-        request, chosen = context.request, self._settings.upstream_dialect
-        if not isinstance(request, ChatRequest) or (dialect if chosen == "auto" else chosen) != "vllm":
+        request = context.request
+        if not isinstance(request, ChatRequest) or dialect != "vllm":
             return False
         if self._settings.replay or asked_for(request.params) or not can_continue(request):
             return False

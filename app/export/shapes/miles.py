@@ -74,8 +74,7 @@ def samples_body(
                     file.add(f"{name}.{index}", array)
             response = _text(row) if responses is None else responses[index]
             nulls = [name for name, array in tensors.items() if array is None]
-            found_versions = slime.weight_versions(row.sample) if versions == "names" else _version_calls(row.sample)
-            samples.append({**_sample(row, response, nulls, missing), "weight_versions": found_versions})
+            samples.append(_sample(row, response, nulls, missing, versions))
         found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(found))
         return b"".join(file.pieces(META, (meta,)))
@@ -95,7 +94,9 @@ def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
     }, {"routed_experts_missing": experts_missing, "indexer_topk_missing": positions_missing}
 
 
-def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> Fields:
+def _sample(
+    row: Row, response: str, nulls: Sequence[str], missing: Fields, versions: Literal["names", "spans"]
+) -> Fields:
     """The driver merges `metadata` into its own sample's, so ours is one key of it."""
     sample = row.sample
     ours = {**identity.fields(row), **missing, **identity.rollout(row), **identity.sampling(row)}
@@ -103,6 +104,7 @@ def _sample(row: Row, response: str, nulls: Sequence[str], missing: Fields) -> F
         "response": response,
         "response_length": sample.response_length,
         "status": sample.status,
+        "weight_versions": slime.weight_versions(sample) if versions == "names" else _version_calls(sample),
         "reward": row.reward,
         "spec_info": {},
         "prefix_cache_info": {
