@@ -11,6 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from app.api.describe import BINARY, BYTES, NDJSON, READ, Reply, describe, lines
+from app.api.disconnect import while_connected
 from app.api.parameters import PageCursor, require_known
 from app.api.state import services
 from app.errors import InvalidRequest, Unsupported
@@ -46,7 +47,7 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     """
     require_known(request, ExportParameters)
     exporter = await services(request).exporter()
-    started = await exporter.start(query, query.cursor)
+    started = await while_connected(request.receive, exporter.start(query, query.cursor))
     headers = {
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',

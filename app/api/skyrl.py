@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 from app.api.bodies import body_of
 from app.api.describe import BODY, WRITE, describe, json_reply
+from app.api.disconnect import disconnected
 from app.api.fleet import LEASE_S, MAX_NAME, reply
 from app.api.state import services
 from app.domain.patterns import NO_NUL
@@ -79,15 +80,10 @@ async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await body_of(request, LoraWait)
     opening = asyncio.ensure_future(services(request).gates.opens(order.lora_name, order.timeout_s))
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return {"paused": not (opening.done() and opening.result())}
     finally:
         opening.cancel()
         disconnect.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        continue

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.auth import TOKEN_SESSION, route_path
 from app.api.client_stream import ClientStream
+from app.api.disconnect import disconnected
 from app.api.header_sessions import HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, connection_of, peer_of, read_body
 from app.api.replies import ROLLED_BACK, error_parts, rendered, send_reply
@@ -240,8 +241,7 @@ class _TurnRequest:
             self._watch_task = asyncio.create_task(self._wait_for_disconnect(waiter))
 
     async def _wait_for_disconnect(self, waiter: Waiter) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            continue
+        await disconnected(self._receive)
         waiter.client_disconnected()
         abort_after_s = self._app.settings.abort_after_s
         if abort_after_s is not None:

@@ -305,7 +305,7 @@ def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> 
     running = threads(large)
     for _ in range(ABORTS):
         abort(large, query, 0.02)
-    until(lambda: not temporary(large))
+    until(lambda: not temporary(large) and len(open_files(large)) <= before + 2 * CONNECTIONS)
     assert threads(large) <= running + 4
     with Health(large) as health:
         assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
