@@ -18,7 +18,7 @@ from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from tests.tools.real_engine import weather
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 CHAT = "/v1/chat/completions"
 
 FIRST_TURN = ("TurnOpened", "AffinityBound", "TurnCommitted")
