@@ -6,6 +6,7 @@ nothing has to be downloaded.
 
 from __future__ import annotations
 
+import functools
 import random
 from array import array
 from dataclasses import dataclass
@@ -90,7 +91,9 @@ def _corpus() -> list[str]:
     return lines
 
 
+@functools.cache
 def _train() -> Bpe:
+    """Trained once a process: several simulators in one share it."""
     bpe = Bpe(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -105,6 +108,7 @@ def _train() -> Bpe:
     return bpe
 
 
+@functools.cache
 def _byte_of_char() -> dict[str, int]:
     """Inverse of the byte-to-character table of byte-level BPE (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

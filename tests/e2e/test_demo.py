@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from ops.server import ROOT
+
+pytestmark = pytest.mark.long
 
 
 def test_the_demo_ends_well() -> None:

@@ -14,6 +14,8 @@ from integration.stand import Stand
 from ops import guides
 from ops.server import ROOT, reserve_port
 
+pytestmark = pytest.mark.long
+
 GUIDES = sorted(path for path in (ROOT / "docs" / "guides").glob("*.md") if guides.script(path.read_text()))
 PAGES = (ROOT / "README.md", ROOT / "docs" / "client.md", *GUIDES)
 

@@ -17,7 +17,7 @@ from integration.stand import Stand, Talk, standing
 
 from e2e.programs import PROGRAMS, RUN_S, Call, Place, Program
 
-pytestmark = [pytest.mark.harness]
+pytestmark = [pytest.mark.long, pytest.mark.harness]
 
 TASK = "Task: count"
 

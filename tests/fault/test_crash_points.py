@@ -26,6 +26,8 @@ from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 TITLE = "kill -9 at a crash point"
 
 OF_PAUSES: tuple[CrashPoint, ...] = ("after_gate_shut", "before_gate_opened")

@@ -18,6 +18,8 @@ from app.store.engine import Database
 from app.store.log import Appended
 from ops.verify import verify_url
 
+pytestmark = pytest.mark.long
+
 PAGE_BYTES = 8192
 SESSIONS = 120
 NAMES = [f"session-{number:03}" for number in range(SESSIONS)]

@@ -14,6 +14,8 @@ import pytest
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 FILES = 160
 IDLE = FILES
 

@@ -14,6 +14,8 @@ from integration.stand import Stand, Talk, serving, user
 
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 SESSIONS = 150
 CLIENTS = 4
 PATIENCE_S = 30.0

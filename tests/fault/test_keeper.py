@@ -23,6 +23,8 @@ from integration.stand import until, user
 from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 AGENTS = 4
 TURNS = 8
 KILLS = 3

@@ -15,6 +15,8 @@ from integration.stand import SPOKEN, Stand, Talk, serving, until, user
 from fault.table import Tally
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 TITLE = "kill -9 in the middle of live streams"
 CLIENTS = 6
 KILLS = 6

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.amounts import cases
 
 from fault.table import Tally
 from tests.tools.mutated_replies import checks, payload_mutations, tree
@@ -21,7 +22,7 @@ from tests.tools.mutated_replies.reader import Demand, Reading, decode, read, sp
 from tests.tools.mutated_replies.rules import Malformed
 from tests.tools.mutated_replies.run import Plan, run
 
-COUNT = 200
+COUNT = cases(480)
 PLAIN = Demand(judged=False)
 JUDGED = Demand(judged=True)
 

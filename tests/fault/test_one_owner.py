@@ -22,7 +22,10 @@ from fault.verified import acknowledgement, verified
 from ops.server import ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lock beside the file is watched instead")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the lock beside the file is watched instead"),
+]
 
 ONE = "two servers on one SQLite file"
 TAKEN = "an SQLite file is deleted or replaced under its server"

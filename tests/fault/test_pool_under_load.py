@@ -22,6 +22,8 @@ from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 CLIENTS = 6
 TURNS = 5
 """Of a session, before its client begins another."""

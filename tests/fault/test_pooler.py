@@ -21,6 +21,8 @@ from fault.table import Tally
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 POOLED = "?prepared_statement_cache_size=0"
 TITLE = "behind a pooler in transaction mode, which ends transactions"
 WISH = {"latency_s": 0.01, "completion_tokens": 8}

@@ -29,16 +29,6 @@ def count(rounds: list[Round], tally: Tally) -> None:
     assert sum(one.interrupted for one in kills) > 0, "no turn was in flight at any kill"
 
 
-@pytest.mark.fault(1, TITLE)
-def test_the_only_process(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=2, clients=8, seed=1, folder=tmp_path)), tally)
-
-
-@pytest.mark.fault(1, TITLE)
-def test_one_of_several_processes(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    count(asyncio.run(run(rounds=1, clients=8, seed=2, folder=tmp_path, database_url=postgres_url, processes=2)), tally)
-
-
 @pytest.mark.long
 @pytest.mark.fault(1, TITLE)
 def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:

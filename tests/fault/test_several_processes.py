@@ -24,6 +24,8 @@ from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 WORKERS = 2
 START_S = 90.0
 SLOW = {"messages": [user("Slow")], "sim": {"latency_s": 2.0}}

@@ -22,6 +22,8 @@ from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 TITLE = "kill -9 in the middle of staged generations"
 KILLS = int(os.environ.get("STAGED_KILLS", "3"))
 """Of the server, and as many of the engine."""

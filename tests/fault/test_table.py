@@ -16,6 +16,8 @@ from fault.verified import verified
 from ops.bench.stored import fill
 from ops.verify import Acknowledged
 
+pytestmark = pytest.mark.long
+
 TESTS = """
 import pytest
 

@@ -24,6 +24,8 @@ from fault.table import RetryTable
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 
 class Way(NamedTuple):
     """How a client talks: the history of its session, and the protocol."""

@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 WORKERS = 2
 START_S = 90.0
 SCRAPES = 6

@@ -1,8 +1,9 @@
 """`python -m …` as a process that is forked from one which has imported the code already.
 
-A server needs 1.3 s of CPU to import what it is made of, and the tests start a thousand. The forked process is the
-command in all else: it has its own arguments, environment, folder, output and exit code, dies by its own signals, and
-shares nothing with the test. Commands of another tree and what Python itself reads at its start are started cold.
+A server needs 1.3 s of CPU to import what it is made of, 2 s more with a tokenizer, and the tests start a thousand.
+The forked process is the command in all else: it has its own arguments, environment, folder, output and exit code, dies
+by its own signals, and shares nothing with the test. Commands of another tree and what Python itself reads at its start
+are started cold.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -27,7 +29,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LOADED = ("app.main", "uvicorn", "uvloop", "httptools", "aiosqlite", "asyncpg", "alembic.config", "ops.verify")
+LOADED = (
+    "app.main",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "aiosqlite",
+    "asyncpg",
+    "alembic.config",
+    "ops.verify",
+    "ops.simulator.app",
+)
 READ_AT_START = ("PYTHON", "PROMETHEUS_MULTIPROC_DIR")
 """Variables of these names are read by Python or a package when it is loaded."""
 MESSAGE_BYTES = 1 << 18
@@ -178,6 +190,11 @@ def main() -> None:
     for name in LOADED:
         importlib.import_module(name)
     del sys.modules["app.main"], sys.modules["app"].main
+    # Threads of this process would not be in those that it forks, and nobody asked it for models.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+    if importlib.util.find_spec("transformers"):
+        _ = importlib.import_module("transformers").AutoTokenizer
+    importlib.import_module("ops.simulator.tokenizer").Tokenizer()
     gc.collect()
     gc.freeze()
     asked = Forker(requests).command()

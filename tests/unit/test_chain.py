@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def test_a_turn_without_items_leaves_no_comma() -> None:
     assert [chain.upto(turn) for turn in (1, 2, 3, 4)] == [b"", b"5", b"5", b"5,6"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:
     transcript, histories = PrefixBuffer(), {0: [0]}
@@ -57,7 +58,7 @@ def test_what_it_knows_is_right(parents: list[int]) -> None:
             assert transcript.upto(turn) == b"%d" % turn
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3), st.integers(0, 1)), max_size=8))
 def test_what_it_knows_of_trimmed_items_is_right(steps: list[tuple[int, int, int]]) -> None:
     chain, whole = PrefixBuffer(), {0: [""][:0]}

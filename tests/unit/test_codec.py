@@ -9,6 +9,7 @@ import random
 import msgspec
 import pytest
 import zstandard
+from helpers.amounts import cases
 from helpers.log import int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -193,7 +194,7 @@ def spelled(draw: st.DrawFn) -> tuple[list[int], bytes]:
     return ids, f"[{draw(SPACE)}{inner}{draw(SPACE)}]".encode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(spelled(), st.binary(max_size=12), st.binary(max_size=12), st.booleans())
 def test_cut_and_paste_to_the_byte(ids: tuple[list[int], bytes], before: bytes, after: bytes, twice: bool) -> None:
     numbers, text = ids

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +64,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(JSON, st.integers(0, 6), st.integers(0, 12))
 def test_it_agrees_with_a_recursion(value: Any, levels: int, limit: int) -> None:
     value = [value, nested(levels)]

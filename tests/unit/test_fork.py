@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Book, assistant, user
@@ -85,7 +86,7 @@ def written(window: int, plan: list[tuple[str, bool, bool]]) -> Script:
     return script
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(st.integers(0, 3), steps, st.data())
 def test_a_fork_is_the_line_of_its_source(window: int, plan: list[tuple[str, bool, bool]], data: st.DataObject) -> None:
     book = written(window, plan).book

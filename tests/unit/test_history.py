@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import raw, raws, user
@@ -228,7 +229,7 @@ SHAPED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(SHAPED, st.sampled_from(["tolerant", "strict", "role_content_only"]))
 def test_any_message_is_hashed_or_refused(message: Any, matcher: Matcher) -> None:
     incoming = Incoming([raw(message)], matcher)

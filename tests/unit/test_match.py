@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Book, assistant, user
@@ -211,7 +212,7 @@ def respelled(message: dict[str, Any], how: int) -> dict[str, Any]:
     ][how]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.data(), st.sampled_from([0, 1, 3]), st.sampled_from(["reject", "segment"]))
 def test_match_agrees_with_an_oracle(
     data: st.DataObject, window: int, on_divergence: Literal["reject", "segment"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.amounts import cases
 from helpers.replies import DEEP, GONE, Text, body_of, paths
 
 from app.domain.history import Incoming, canonical_hash
@@ -422,7 +423,7 @@ def test_every_place_with_every_junk_value() -> None:
 
 def test_random_changes_and_cuts() -> None:
     whole = body_of(FULL)
-    for seed in range(2000):
+    for seed in range(cases(2000)):
         random = Random(seed)
         at, length = random.randrange(len(whole)), random.randrange(5)
         junk = random.choice([b"", b'"', b"{", b"}", b"[", b"]", b",", b"\xff", b"\x00", b"1e9", b"null", b"\\ud800"])

@@ -15,6 +15,7 @@ import httpx2
 import msgspec
 import pytest
 from anthropic.types import Message
+from helpers.amounts import cases
 from helpers.replies import CHATS, DEEP, Text, body_of
 
 from app.domain.history import canonical_hash, decode_message
@@ -28,7 +29,7 @@ MESSAGES = PROTOCOLS["messages"]
 PROOF = "7_" + "0123456789ab" * 2
 ASKED = {"model": "claude-x", "max_tokens": 9, "stop_sequences": ["END"]}
 USER = {"role": "user", "content": "Hi"}
-GENERATED = 2000
+GENERATED = cases(2000)
 
 TEXTS = ["", " \n", "It rains.", 'Größe "quoted" \\ 🎉 \u2028\u0000\r\n\tx', "a\n" * 20_000, "\ufeff<tool_call>", "{}"]
 NUMBERS = ["0", "-0", "-0.0", "1e3", "1000.0", "0.1", "1E-7", "5e-324", "1e16", "1e21", "-1.5e300"]

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from helpers.amounts import cases
 from helpers.replies import CHATS, COMPLETIONS, DEEP, GONE, SHAPES, Changes, Reply, Text, body_of, paths, sglang, vllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,14 +125,14 @@ def test_every_place_with_every_junk_value(shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_mutated_json(shape: str, seed: int) -> None:
     judge(mutated(shape, Random(seed)), shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(at=st.floats(0, 1), length=st.integers(0, 4), junk=st.sampled_from(BYTES) | st.binary(max_size=3))
 def test_mutated_bytes(shape: str, at: float, length: int, junk: bytes) -> None:
     body = body_of(shape)
@@ -146,7 +147,7 @@ def test_every_cut_is_rejected(shape: str) -> None:
     assert not any(judge(body[:end], shape) for end in range(len(body)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes(body: bytes) -> None:
     assert not judge(body)

@@ -155,7 +155,7 @@ async def test_a_job_cancelled_in_the_queue_is_not_run(gate: Gate, tmp_path: Pat
         await held
 
 
-@pytest.mark.parametrize("turns", [*range(16), 40, 80])
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 12, 40, 80])
 async def test_a_cancellation_at_any_step_leaves_the_channel_in_order(turns: int) -> None:
     """Also while content is copied, in both directions: `turns` are turns of the loop."""
     body = os.urandom(6 * PIECE_BYTES)

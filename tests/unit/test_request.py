@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +84,7 @@ def test_more_choices_are_unsupported() -> None:
         parse_chat(b'{"messages":[1],"n":2}')
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(
     st.binary(max_size=30) | st.from_regex(rb'\{"(n|stream|messages|tools)":[\[\]{}"0-9a-z,.]{0,8}\}', fullmatch=True)
 )

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from helpers.amounts import cases
 from openai import OpenAI
 from openai.types.responses import Response
 from openai.types.responses.response_item_list import ResponseItemList
@@ -77,9 +78,9 @@ def text_of(item: Json) -> str:
 
 
 def test_the_stream_assembles_to_the_reply(client: OpenAI, answers: Answers) -> None:
-    """2,000 generated replies: the events are complete and in order, and say what the Response says."""
+    """The events of generated replies are complete and in order, and say what the Response says."""
     random = Random(17)
-    for turn in range(2000):
+    for turn in range(cases(2000)):
         reply = committed(engine_reply(random, turn), turn, include=random.choice([[], INCLUDE]))
         whole = json.loads(PROTOCOL.reply(reply))
         Response.model_validate(whole)

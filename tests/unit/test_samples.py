@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.amounts import cases
 from helpers.log import float64, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,7 +164,7 @@ def test_the_status_of_a_row_is_that_of_all_its_turns(reasons: list[str], status
     assert [span.finish_reason for span in sample.turns] == reasons
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.data())
 def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
     book = Book(window=3, on_divergence="segment")

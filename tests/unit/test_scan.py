@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def levels(value: Any) -> int:
     return 1 + max(map(levels, value), default=0) if isinstance(value, list) else 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(value=st.lists(VALUES, min_size=1, max_size=5), size=st.integers(1, 9), spaced=st.booleans())
 def test_an_extent_is_what_a_decoder_finds(value: list[Any], size: int, spaced: bool) -> None:
     text = json.dumps(value, separators=None if spaced else (",", ":"), ensure_ascii=False).encode()
@@ -63,7 +64,7 @@ def test_it_stops_where_there_are_too_many() -> None:
 DAMAGE = st.lists(st.tuples(st.floats(0, 1), st.sampled_from([*b',[]{}":\\1 ', None])), max_size=2)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=cases(1200), deadline=None)
 @given(
     value=st.lists(VALUES, max_size=6) | st.dictionaries(TEXT, VALUES, max_size=5),
     damage=DAMAGE,

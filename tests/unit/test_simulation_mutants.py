@@ -37,6 +37,8 @@ from app.turn.session_control import ControlledTurn, SessionControls
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
 
+pytestmark = pytest.mark.long
+
 Patch = pytest.MonkeyPatch
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from tests.tools.simulation.schedule import Simulation
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SEED, SCHEDULES = 40, 6

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.amounts import cases
 
 from ops.simulator.app import Simulator
 from ops.simulator.config import Config
@@ -40,7 +41,7 @@ def test_against_a_list_of_all_sequences() -> None:
     rng = random.Random(6)
     cache = PrefixCache(10**6)
     seen: list[list[int]] = []
-    for _ in range(2000):
+    for _ in range(cases(4000)):
         base = rng.choice(seen)[: rng.randint(0, 40)] if seen and rng.random() < 0.8 else []
         sequence = base + [rng.randrange(3) for _ in range(rng.randint(1, 12))]
         longest = max((leading(sequence, other) for other in seen), default=0)

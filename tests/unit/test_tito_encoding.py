@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -29,13 +30,13 @@ def whole(backend: Any, text: str) -> list[int]:
     return ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(600), deadline=None)
 @given(text=st.lists(PIECES, max_size=40).map("".join), piece=st.integers(1, 30))
 def test_pieces_are_the_whole(backend: Any, text: str, piece: int) -> None:
     assert Encoder(backend, piece).encode(text).tolist() == whole(backend, text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(text=st.lists(PIECES, max_size=40).map("".join), piece=st.integers(1, 30), data=st.data())
 def test_tokens_that_take_from_their_neighbours_are_not_cut_at(text: str, piece: int, data: st.DataObject) -> None:
     odd = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
