@@ -156,7 +156,7 @@ def heard_right(scene: Scene, agent: Agent) -> None:
 
 
 @pytest.mark.fault(11, FOUND)
-@pytest.mark.parametrize("count", [TRIES, pytest.param(MANY, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [TRIES, pytest.param(MANY, marks=pytest.mark.untimed)])
 def test_damage_is_one_sessions_and_is_told(scene: Scene, tally: Tally, count: int) -> None:
     rng = random.Random(f"damage {count}")
     for number in range(count):
@@ -225,7 +225,7 @@ def found_otherwise(path: Path) -> bool:
 
 
 @pytest.mark.fault(11, "a flipped bit in SQLite's file")
-@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.untimed)])
 def test_a_flipped_bit_in_the_file_exports_nothing_wrong(
     at_rest: Path, tmp_path: Path, tally: Tally, count: int
 ) -> None:

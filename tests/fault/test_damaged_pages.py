@@ -50,7 +50,7 @@ pytestmark = pytest.mark.long
 T = TypeVar("T")
 
 
-@pytest.mark.parametrize("how", [HOWS[0], *(pytest.param(how, marks=pytest.mark.long) for how in HOWS[1:])])
+@pytest.mark.parametrize("how", [HOWS[0], *(pytest.param(how, marks=pytest.mark.untimed) for how in HOWS[1:])])
 @pytest.mark.parametrize("replay", [False, True])
 def test_six_damaged_pages_are_their_sessions_business(whole: Whole, tmp_path: Path, how: How, replay: bool) -> None:
     rng = random.Random(f"six {how}")
@@ -93,7 +93,7 @@ def hit(request: pytest.FixtureRequest, whole: Whole, tmp_path_factory: pytest.T
     return Damaged(whole, tmp_path_factory.mktemp("six"), numbers, request.param, rng)
 
 
-@pytest.mark.parametrize("hit", ["zeros", pytest.param("flipped", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("hit", ["zeros", pytest.param("flipped", marks=pytest.mark.untimed)], indirect=True)
 @pytest.mark.parametrize("format", [*CONTAINERS[1:], *DOCUMENTS])
 def test_every_format_gives_the_others(whole: Whole, hit: Damaged, format: str) -> None:
     """Some look at content that others do not."""
@@ -103,11 +103,11 @@ def test_every_format_gives_the_others(whole: Whole, hit: Damaged, format: str) 
     assert {row["session_id"] for row in rows} == set(whole.session_ids)
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.untimed) for seed in (1, 2))]
 """So many times is the same kind of damage done to other bytes."""
 
 
-@pytest.mark.parametrize("how", ["zeros", pytest.param("random", marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", ["zeros", pytest.param("random", marks=pytest.mark.untimed)])
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_damaged_list_is_gone_around(whole: Whole, tmp_path: Path, where: str, how: How, seed: int) -> None:

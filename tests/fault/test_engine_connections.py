@@ -109,7 +109,7 @@ def test_what_an_engines_connection_does_costs_its_own_turn_alone(behind: Stand,
     every_way(behind, raw, tally, 13)
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
 @pytest.mark.parametrize("seed", range(5))
 def test_it_does_so_in_any_order(behind: Stand, raw: RawEngine, tally: Tally, seed: int) -> None:

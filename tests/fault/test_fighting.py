@@ -299,7 +299,7 @@ def test_what_one_process_closed_is_closed_at_the_others(
         assert error_of(response) == (404, "session_closed")
 
 
-@pytest.mark.long
+@pytest.mark.untimed
 @pytest.mark.fault(8, TITLE)
 @pytest.mark.parametrize("processes", [2, 4])
 def test_their_replies_are_linearizable_in_many_fights(

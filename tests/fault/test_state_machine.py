@@ -512,4 +512,4 @@ async def no_sweep(recovery: Recovery) -> None:
 @pytest.mark.long
 @pytest.mark.fault(15, TITLE)
 def test_any_order_of_many_rules(url: str | None, tally: Tally) -> None:
-    explore(url, tally, 100 if url is None else 25, 50)
+    explore(url, tally, 40 if url is None else 10, 50)

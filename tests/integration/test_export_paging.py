@@ -22,8 +22,9 @@ def corpus(sglang: SimulatorProcess, places: Places) -> Iterator[Corpus]:
         yield made
 
 
-@pytest.mark.parametrize("explain", ["true", "false"])
-@pytest.mark.parametrize("query", [{}, {"status": "completed"}, {"max_seq_len": 120}])
+@pytest.mark.parametrize(
+    ("query", "explain"), [({}, "true"), ({"status": "completed"}, "false"), ({"max_seq_len": 120}, "true")]
+)
 @pytest.mark.parametrize("shape", [*SHAPES, *DOCUMENTS])
 def test_every_rows_cursor_gives_what_is_behind_it(
     corpus: Corpus, shape: str, query: dict[str, Any], explain: str

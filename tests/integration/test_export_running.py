@@ -108,7 +108,7 @@ BY_DEFAULT = ("ndjson", "parquet")
 
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(one, marks=() if one in BY_DEFAULT else pytest.mark.long) for one in (*CONTAINERS, *DOCUMENTS)],
+    [pytest.param(one, marks=() if one in BY_DEFAULT else pytest.mark.untimed) for one in (*CONTAINERS, *DOCUMENTS)],
 )
 def test_the_same_cursor_gives_the_same_bytes_while_others_write(own: Stand, format: str) -> None:
     talks = [own.talk(group_id=f"g{number % 3}") for number in range(8)]
@@ -218,7 +218,14 @@ def resident(stand: Stand) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("format", "shape"),
-    [*((format, "turnlog") for format in (*CONTAINERS, *DOCUMENTS)), ("parquet", "verl"), ("ndjson", "atropos")],
+    [
+        ("ndjson", "turnlog"),
+        ("parquet", "verl"),
+        *(
+            pytest.param(format, shape, marks=pytest.mark.untimed)
+            for format, shape in [*((one, "turnlog") for one in (*CONTAINERS[1:], *DOCUMENTS)), ("ndjson", "atropos")]
+        ),
+    ],
 )
 def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
     large: Stand, format: str, shape: str

@@ -129,7 +129,7 @@ class Walk:
         return " ".join(self._rng.choices(WORDS, k=self._rng.randint(1, 4)))
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.untimed) for seed in range(3, 6))])
 def test_whatever_happens_the_tokens_are_exact(walked: Stand, seed: int) -> None:
     assert walked.sim.post("/sim/reset").status_code == 200
     walk = Walk(walked, seed)

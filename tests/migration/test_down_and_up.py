@@ -130,7 +130,7 @@ def shown(stand: Stand, keepers: list[Keeper]) -> dict[str, bytes]:
 
 
 @pytest.mark.fault(10, "the schema goes down and up again with data")
-@pytest.mark.parametrize("payloads", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("payloads", [False, pytest.param(True, marks=pytest.mark.untimed)])
 def test_what_the_log_tells_is_there_after_down_and_up(
     empty_url: str, payloads: bool, tmp_path: Path, tally: Tally, caplog: pytest.LogCaptureFixture
 ) -> None:

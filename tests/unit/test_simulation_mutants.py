@@ -297,7 +297,7 @@ def simulation() -> Iterator[Simulation]:
 
 @pytest.mark.parametrize(
     "mutant",
-    [*MUTANTS, *(pytest.param(mutant, marks=pytest.mark.long) for mutant in RARER)],
+    [*MUTANTS, *(pytest.param(mutant, marks=pytest.mark.untimed) for mutant in RARER)],
     ids=lambda mutant: mutant.__name__,
 )
 def test_a_mutant_is_found(simulation: Simulation, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
