@@ -45,7 +45,7 @@ _TAILS = {
     "glm-4.5": "",
     "llama3": "<|eot_id|>",
 }
-_PINNED: dict[str, dict[str, Any]] = {
+PINNED: dict[str, dict[str, Any]] = {
     **{name: {"preserve_thinking": True} for name in ("qwen3.6", "qwen3.8")},
     **{name: {"truncate_history_thinking": False} for name in KINDS if name.startswith("nemotron")},
 }
@@ -60,7 +60,7 @@ def check(folder: Path, name: str) -> Check:
     tail = tokenizer.encode(_TAILS.get(name, "<|im_end|>\n"), add_special_tokens=False)
     kind = KINDS[name]
     stops = () if tail else tokenizer.convert_tokens_to_ids(list(kind.end_tokens))
-    return Check(prompts, tokenizer, kind, Layout(frozenset(openings), tail, frozenset(stops)), _PINNED.get(name, {}))
+    return Check(prompts, tokenizer, kind, Layout(frozenset(openings), tail, frozenset(stops)), PINNED.get(name, {}))
 
 
 def main() -> int:

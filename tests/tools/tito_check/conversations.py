@@ -84,7 +84,7 @@ class Talk:
 
     def reply(self, canonical: Callable[[Message], str | None], encode: Encode) -> Reply:
         """`canonical` gives what the template writes for a message behind the generation prompt, None if it cannot."""
-        message = self._message()
+        message = self.message()
         text = canonical(message)
         if text is None:
             message.pop("reasoning_content", None)
@@ -110,7 +110,7 @@ class Talk:
         calls = [self._call() for _ in range(self._rng.randint(1, 2))]
         return [{"role": "assistant", "content": None, "tool_calls": calls}, *map(self._result, calls)]
 
-    def _message(self) -> Message:
+    def message(self) -> Message:
         message: Message = {"role": "assistant", "content": self.text(30)}
         if self._kind.reasoning and self._rng.random() < 0.6:
             message["reasoning_content"] = self.text(40)

@@ -21,14 +21,14 @@ class Engine:
     def ids(
         self, messages: list[Message], tools: list[Any] | None, arguments: dict[str, Any], *, prompt: bool = True
     ) -> list[int]:
-        shown = [self._shown(message) for message in messages]
-        schemas = [_dumped(tool) for tool in tools] if tools else None
+        shown = [self.shown(message) for message in messages]
+        schemas = [dumped(tool) for tool in tools] if tools else None
         ids: list[int] = self._tokenizer.apply_chat_template(
             shown, tools=schemas, add_generation_prompt=prompt, tokenize=True, return_dict=False, **arguments
         )
         return ids
 
-    def _shown(self, message: Message) -> Message:
+    def shown(self, message: Message) -> Message:
         shown = {key: value for key, value in message.items() if value is not None}
         content = message.get("content")
         if content is None:
@@ -45,7 +45,7 @@ def _parsed(call: Message) -> Message:
     return {**call, "function": function}
 
 
-def _dumped(tool: Message) -> Message:
+def dumped(tool: Message) -> Message:
     function = {"description": None, "parameters": None, **tool["function"]}
     order = [*tool["function"], *(key for key in ("description", "parameters") if key not in tool["function"])]
     return {"type": "function", "function": {key: function[key] for key in order}, "defer_loading": None}

@@ -27,7 +27,15 @@ _CORPUS = [
     "the a of to and in is it you that he was for on are with as his they be at one have this from or had by",
 ]
 
-_QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_QWEN_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
 _QWEN_PLAIN = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 _GLM_SPECIAL = (
     "<|endoftext|>",
@@ -40,7 +48,14 @@ _GLM_SPECIAL = (
     "<|observation|>",
 )
 _GLM_PLAIN = (*_QWEN_PLAIN, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_LLAMA_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+)
 
 _NEMOTRON_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
