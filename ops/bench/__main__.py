@@ -11,7 +11,7 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, latency, live, load, postgres, protocols, replies, staging, startup, tree, turns
+from ops.bench import export, latency, live, load, postgres, prompts, protocols, replies, staging, startup, tree, turns
 
 BENCHMARKS = {
     "turns": turns,
@@ -25,6 +25,7 @@ BENCHMARKS = {
     "startup": startup,
     "tree": tree,
     "protocols": protocols,
+    "prompts": prompts,
 }
 
 
