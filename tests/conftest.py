@@ -24,8 +24,11 @@ pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept", "helpers.pro
 
 BOTH = ("sqlite", "postgresql")
 
-REPEATED = ("compat", "fault", "integration", "migration")
+REPEATED = ("compat", "contract", "fault", "integration", "migration")
 """Folders whose tests run on PostgreSQL in the long lane, and on SQLite in the quick one."""
+
+QUICK_ON_BOTH = ("test_store_operations", "test_store_races")
+"""Modules of these folders that the quick lane runs on both."""
 
 LANES = {
     "real_engine": "the tests before a real engine, vLLM on the CPU",
@@ -67,8 +70,10 @@ def lane_of(item: pytest.Item) -> str | None:
 
 
 def _repeats_on_postgres(item: pytest.Item) -> bool:
-    """Does it test the service on PostgreSQL as well as on SQLite? The quick run has both for the store alone."""
+    """Does the quick lane have the test on SQLite, so that it may run on PostgreSQL in the long one?"""
     if item.config.getoption("store") is not None or item.path.parent.name not in REPEATED:
+        return False
+    if item.path.stem in QUICK_ON_BOTH:
         return False
     callspec = getattr(item, "callspec", None)
     return callspec is not None and "postgresql" in callspec.params.values()

@@ -31,7 +31,11 @@ from ops.verify import verify_url
 STORES = sorted((Path(__file__).parent / "stores").glob("*.tar.xz"))
 
 
-@pytest.fixture(scope="module", params=STORES, ids=[path.name.partition(".")[0] for path in STORES])
+@pytest.fixture(
+    scope="module",
+    params=[STORES[0], *(pytest.param(path, marks=pytest.mark.long) for path in STORES[1:])],
+    ids=[path.name.partition(".")[0] for path in STORES],
+)
 def release(request: pytest.FixtureRequest) -> Path:
     path: Path = request.param
     return path

@@ -57,6 +57,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "setting"), [(case, setting) for case, (_, settings) in CASES.items() for setting in settings]
 )

@@ -54,6 +54,7 @@ def signed_in(watched: Watched, place: str = "#/") -> None:
     page.wait_for_selector("#connection[data-state=live]")
 
 
+@pytest.mark.long
 def test_sign_in_and_out(watched: Watched) -> None:
     page = watched.page
     page.goto(f"{watched.base_url}/ui#/groups")

@@ -170,6 +170,7 @@ def leave_and_return(stand: Stand, tally: Tally, seed: int, tries: int) -> None:
     verified(stand, acknowledged, tally)
 
 
+@pytest.mark.long
 @pytest.mark.fault(7, "a client hangs up during its upload, while it waits, during the reply")
 @pytest.mark.parametrize("patience", ["stand", "impatient"])
 def test_whenever_a_client_leaves_its_retry_has_the_one_turn(

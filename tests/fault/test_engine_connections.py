@@ -104,6 +104,7 @@ def test_a_reply_that_nobody_asked_for_is_nobodys(behind: Stand, way: str) -> No
         Client(behind, way).run()
 
 
+@pytest.mark.long
 @pytest.mark.fault(13, "an engine's connection drips, sends too much, resets, redirects, never ends")
 def test_what_an_engines_connection_does_costs_its_own_turn_alone(behind: Stand, raw: RawEngine, tally: Tally) -> None:
     every_way(behind, raw, tally, 13)

@@ -22,7 +22,7 @@ from tests.tools.mutated_replies.reader import Demand, Reading, decode, read, sp
 from tests.tools.mutated_replies.rules import Malformed
 from tests.tools.mutated_replies.run import Plan, run
 
-COUNT = cases(480)
+COUNT = cases(1000)
 PLAIN = Demand(judged=False)
 JUDGED = Demand(judged=True)
 

@@ -74,6 +74,7 @@ async def left_behind(url: str) -> tuple[int, int]:
         await database.close()
 
 
+@pytest.mark.long
 @pytest.mark.fault(14, TITLE)
 def test_what_is_in_flight_lands_and_no_claim_is_left(
     tmp_path: Path, database_url: str, engine: SimulatorProcess, tally: Tally

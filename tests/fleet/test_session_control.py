@@ -213,6 +213,7 @@ def test_an_operator_must_allow_engines_to_hold_sessions(fleet: Fleet) -> None:
     assert name.told() == []
 
 
+@pytest.mark.long
 def test_a_name_expires_once_when_nobody_uses_it_any_more(holding: Fleet) -> None:
     """One is used again, one by a turn that takes longer than its timeout, one not."""
     timeout, pause = 2, 1.0
@@ -347,6 +348,7 @@ def test_a_lost_engine_is_replaced_and_the_next_turn_is_the_same_there(holding: 
     assert name.paths() == [OPEN]
 
 
+@pytest.mark.long
 def test_what_was_bound_and_what_was_to_be_told_outlives_the_processes(holding: Fleet) -> None:
     first, second = holding.apis
     servers = holding.processes.servers

@@ -27,6 +27,7 @@ def own(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> I
         yield made
 
 
+@pytest.mark.long
 def test_a_log_is_followed_over_restarts_without_a_gap_or_a_repetition(own: Stand, tmp_path: Path) -> None:
     talk = own.talk()
     talk.say("Before")

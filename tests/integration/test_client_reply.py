@@ -27,7 +27,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
     return found
 
 
-@pytest.fixture(scope="module", params=["", "pool"])
+@pytest.fixture(scope="module", params=["", pytest.param("pool", marks=pytest.mark.long)])
 def line(request: pytest.FixtureRequest, mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
     environment = {"TURNLOG_REPLAY": ",".join(KINDS), "TURNLOG_CLIENT_REPLY": mode}
     if request.param:

@@ -37,6 +37,7 @@ def idle(stand: Stand, talk: Talk) -> None:
     stand.server.start()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("close", [deleted, erased, killed, idle])
 def test_a_closed_sessions_engine_is_told_once(places: Places, close: Callable[[Stand, Talk], None]) -> None:
     with standing(places.new("session-ids"), environment=ENVIRONMENT) as stand:

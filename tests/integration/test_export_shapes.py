@@ -250,6 +250,7 @@ def test_what_is_too_long_is_left_out_with_the_reason(corpus: Corpus, shape: str
     assert segments == live
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["completed", "truncated", "aborted"])
 @pytest.mark.parametrize("shape", SINGLE)
 def test_the_status_filter_is_the_rows(corpus: Corpus, shape: str, status: str) -> None:

@@ -95,6 +95,7 @@ async def rows_of(store: Store, wish: ExportQuery, cursor: str | None = None) ->
     return read(wish.format, b"".join([piece async for piece in started.pieces]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", SINGLE)
 async def test_trimmed_tokens_are_in_no_shape_and_all_stay_in_step(store: Store, shape: str) -> None:
     await add(store, "glm", TRIMMED)

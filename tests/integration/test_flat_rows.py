@@ -122,6 +122,7 @@ def test_what_makes_no_whole_rows_is_malformed(line: tuple[Recorded, tuple[int, 
     talk.say("Two")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "warned"),
     [

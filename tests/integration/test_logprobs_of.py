@@ -14,6 +14,7 @@ def said(stand: Stand) -> str | None:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "setting", "expected"),
     [

@@ -32,6 +32,7 @@ def test_the_limit_on_bodies_holds_on_every_route(tight: Stand) -> None:
     assert error_of(tight.http.put(f"{talk.path}/reward", content=large)) == (413, "request_too_large")
 
 
+@pytest.mark.long
 @pytest.mark.threat("request that blocks the event loop")
 def test_a_request_that_holds_too_much_is_refused_on_every_route(stand: Stand) -> None:
     talk = stand.talk()

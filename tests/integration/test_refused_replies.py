@@ -42,6 +42,7 @@ def kept(talk: Session, fence: int) -> tuple[int, bytes, str]:
     return response.status_code, response.content, response.headers.get("x-turnlog-reply-bytes", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("fault", "nested"), [("bad_experts_base64", False), ("wrong_experts_rows", True)])
 def test_a_spoiled_payload_is_502_and_its_reply_is_kept(line: Recorded, fault: str, nested: bool) -> None:
     talk = line.talk()

@@ -78,6 +78,7 @@ def converse(stand: Stand) -> Diary:
     return diary
 
 
+@pytest.mark.long
 def test_each_fold_is_what_the_server_reported_then(
     store_of_stand: str, said: Lines, tmp_path: Path, clean_environment: Environment
 ) -> None:

@@ -286,6 +286,7 @@ def test_without_its_parent_a_session_stands_for_itself(used: Stand) -> None:
     assert [(row["reward"], row["group_id"], row["rollout_id"]) for row in child.rows()] == [(0.5, group, parent)]
 
 
+@pytest.mark.long
 def test_a_rollout_is_closed_for_being_idle_only_as_a_whole(sglang: SimulatorProcess, places: Places) -> None:
     with serving(places.new("idle"), sglang.base_url, environment={**SESSIONS, "TURNLOG_IDLE_CLOSE_S": "1.5"}) as stand:
         root, one, _ = rollout(stand)

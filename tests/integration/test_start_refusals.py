@@ -92,6 +92,7 @@ def refusals(url: str, folder: Path) -> dict[str, str]:
 UNUSABLE = (in_a_file, a_folder, nowhere, not_writable, no_database, unreachable)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc and /sys, and names errors as Linux does")
 @pytest.mark.parametrize("make", UNUSABLE, ids=lambda make: make.__name__)
 def test_a_database_that_cannot_be_opened(tmp_path: Path, make: Callable[[Path], Wrong]) -> None:
@@ -129,6 +130,7 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
     assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
 
 
+@pytest.mark.long
 def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
     process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
     try:

@@ -255,6 +255,7 @@ def test_a_session_in_a_header_and_a_stream_are_built_alike(tito: Stand) -> None
     require_consistent(tito, talk)
 
 
+@pytest.mark.long
 def test_ten_thousand_tokens_of_history_go_on_exactly(tito: Stand) -> None:
     talk = tito.talk()
     for turn in range(4):

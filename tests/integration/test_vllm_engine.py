@@ -59,6 +59,7 @@ SKYRL = ("/skyrl/v1/abort_lora_requests", "/skyrl/v1/resume_lora_requests", {"lo
 OWN = ("/adapters/math/pause", "/adapters/math/resume", {})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("route", ["chat", "completions"])
 @pytest.mark.parametrize(("pause", "resume", "body"), [SKYRL, OWN], ids=["skyrl", "own"])
 def test_a_paused_adapters_generation_is_ended_and_goes_on(

@@ -17,6 +17,7 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
+from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -119,7 +120,7 @@ def same(given: Any, found: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["ndjson", "msgpack", "parquet"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(rows=ROWS)
 def test_round_trip(format: str, rows: list[dict[str, Any]]) -> None:
     """What a reader gets is what was given."""
@@ -136,7 +137,7 @@ def test_round_trip(format: str, rows: list[dict[str, Any]]) -> None:
             same(value, got, name)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(rows=ROWS)
 def test_round_trip_of_safetensors(rows: list[dict[str, Any]]) -> None:
     """Arrays and bytes are tensors of the same type and shape, by their path; all else is in the JSON."""

@@ -121,6 +121,7 @@ def test_lru_is_bounded() -> None:
     assert cache.get(19) == "x"
 
 
+@pytest.mark.long
 def test_as_a_process() -> None:
     """Delivery faults, Nagle off, and the helper itself."""
     with SimulatorProcess("--seed", "5", "--weight-version", "41") as process:
