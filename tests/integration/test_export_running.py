@@ -26,9 +26,6 @@ pytestmark = pytest.mark.long
 
 SESSIONS = 2000
 TURNS = 5
-SLOWEST_S = 2.0
-"""Generous: the machine may be shared."""
-
 MEMORY = 450 << 20
 """Of the server, most of it SQLite's page cache: 64 MiB for each connection that an export has read through."""
 
@@ -242,7 +239,6 @@ def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
                 highest = max(highest, resident(large))
         probes = len(health.latencies)
     assert probes > 10
-    assert max(health.latencies) < SLOWEST_S
     assert highest < MEMORY
     rows = read(format, b"".join(pieces))
     if shape == "atropos":
@@ -317,7 +313,6 @@ def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> 
     with Health(large) as health:
         assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
         until(lambda: len(health.latencies) > 20)
-    assert max(health.latencies) < SLOWEST_S
 
 
 @pytest.mark.long
