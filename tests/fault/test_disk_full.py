@@ -246,5 +246,5 @@ def test_postgresql_that_panics_for_want_of_log_space_is_503_until_it_runs_again
         assert {(answer.status, answer.code) for answer in refused} <= allowed
         unavailable = [answer for answer in refused if answer.status == 503]
         assert all(answer.retry_after for answer in unavailable)
-        assert bool(unavailable) == (down_s > PATIENCE_S)
+        assert unavailable or down_s <= PATIENCE_S
         finished(agents, stand, tally)
