@@ -25,6 +25,7 @@ from app.api.auth import Guard, route_path
 from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.error_handlers import handle_faults
+from app.api.ng_rollout import without_prefix
 from app.api.page import files as ui_files
 from app.api.page import live as ui_live
 from app.api.page import routes as ui
@@ -149,7 +150,7 @@ class Turnlog(FastAPI):
             bound_connections(receive, self._connection_limit)
             await self._live(receive, send)
         elif scope["type"] == "http":
-            await self._requests(scope, receive, send)
+            await self._requests(without_prefix(scope), receive, send)
         else:
             await super().__call__(scope, receive, send)
 

@@ -20,7 +20,14 @@ from ops.server import OwnProcess
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)
 settings.load_profile("turnlog")
 
-pytest_plugins = ("fault.table", "helpers.threats", "helpers.kept", "helpers.programs", "real_engine.table")
+pytest_plugins = (
+    "fault.table",
+    "helpers.threats",
+    "helpers.fed",
+    "helpers.kept",
+    "helpers.programs",
+    "real_engine.table",
+)
 
 BOTH = ("sqlite", "postgresql")
 

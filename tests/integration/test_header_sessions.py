@@ -312,3 +312,24 @@ def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Sta
     comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
     assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
     assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("capture", ["", "/training-token-capture"])
+def test_gyms_prefix_names_the_session(stand: Stand, capture: str) -> None:
+    """Whatever session the harness names itself; its agents stay its agents."""
+    rollout = f"task_3-{fresh()}"
+    body = {"model": "simulator", "messages": [user("Work")]}
+    for agent in ({}, {"x-claude-code-agent-id": "one"}, {"x-turnlog-agent-id": "two"}):
+        headers = {"x-claude-code-session-id": "another", "x-turnlog-session-id": "other", **agent}
+        path = f"/ng-rollout/{rollout}{capture}/v1/chat/completions"
+        response = stand.http.post(path, json=body, headers=headers)
+        assert response.status_code == 200, response.text
+    assert [turn.get("agent_id") for turn in session_of(stand, rollout).committed()] == [None, "one", "two"]
+    assert stand.http.get("/sessions/other").status_code == 404
+    models = stand.http.get(f"/ng-rollout/{rollout}{capture}/v1/models")
+    assert models.json() == stand.http.get("/v1/models").json()
+
+
+@pytest.mark.parametrize("path", ["/ng-rollout//v1/models", "/ng-rollout/-a/v1/models", "/ng-rollout/a/health"])
+def test_no_other_path_has_gyms_prefix(stand: Stand, path: str) -> None:
+    assert stand.http.get(path).status_code == 404
