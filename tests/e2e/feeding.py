@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,3 +47,13 @@ def acknowledged(stand: Stand) -> list[RowId]:
     """Their rows."""
     groups = closed(stand)
     return [one for one, row in made(stand).items() if row["uid"] in groups]
+
+
+def produce(arguments: list[str], log: str) -> None:
+    """In the producer's process: its counts go to the log."""
+    with open(log, "a") as said, open(f"{log}.errors", "a") as errors:
+        os.dup2(said.fileno(), 1)
+        os.dup2(errors.fileno(), 2)
+    from turnlog.feeds import transfer_queue  # its packages are not there for every test
+
+    raise SystemExit(transfer_queue.main(arguments))

@@ -1,0 +1,57 @@
+"""A rollout that a trainer asks for by a name: played once, also if the trainer or Turnlog dies meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog.errors import Conflict, NotFound
+
+REWARD = {"verl": "reward_score", "skyrl": "rewards"}
+"""A row's column with the reward, by shape."""
+
+_LONGEST = 100
+
+
+def name_of(*parts: object) -> str:
+    """A name that can begin a session's id: the parts, and where they do not fit, a hash of them."""
+    named = ":".join(map(str, parts))
+    if re.fullmatch(rf"[A-Za-z0-9._:-]{{1,{_LONGEST}}}", named):
+        return named
+    return hashlib.sha256(named.encode()).hexdigest()
+
+
+async def played(
+    turnlog: AsyncTurnlog,
+    name: str,
+    play: Callable[[AsyncSession], Awaitable[None]],
+    *,
+    shape: Literal["verl", "skyrl"],
+    **fields: Any,
+) -> list[dict[str, Any]]:
+    """The rows of the rollout `name`, for which `play` makes its turns and sets its reward.
+
+    A session that was rewarded before its process died is not played again: its rows are returned. One that was not is
+    closed and left, and another is played. One process at a time may ask for a name. `fields` are those of
+    `create_session`. Raises what `play` raises, and TurnlogError.
+    """
+    for number in itertools.count():
+        session_id = f"{name}.{number}"
+        try:
+            session = await turnlog.create_session(session_id=session_id, **fields)
+            is_new = not (await session.get())["records"]
+        except (Conflict, NotFound):  # closed
+            session, is_new = turnlog.attach(session_id), False
+        if is_new:
+            async with session:
+                await play(session)
+        else:
+            await session.close()
+        rows = [row async for row in turnlog.export(session_id=session_id, shape=shape)]
+        if is_new or any(row[REWARD[shape]] is not None for row in rows):
+            return rows
+    raise AssertionError("unreachable")

@@ -1,0 +1,46 @@
+"""verl's agent loop (0.9) on Turnlog: `run` plays a rollout and returns its rows as `AgentLoopOutput`s."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+from turnlog.client import AsyncSession, AsyncTurnlog
+from turnlog.feeds.rollouts import name_of, played
+
+
+class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
+    """Write `play`, and register the class under a name of your own.
+
+    url: Turnlog's address; by default `TURNLOG_URL`.
+    A rollout is named by verl's `uid`, `session_id` and `global_steps`: asked for again, it is not played again.
+    """
+
+    url: ClassVar[str | None] = None
+
+    @abstractmethod
+    async def play(self, session: AsyncSession, sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+        """Run the agent at `session.base_url` and set the reward. `fields` are the data set's and verl's own."""
+
+    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> list[AgentLoopOutput]:
+        """An output for each row of the rollout. Raises what `play` raises, and TurnlogError."""
+        uid = str(fields["uid"])
+        attempt = fields.get("session_id", 0)
+
+        async def play(session: AsyncSession) -> None:
+            await self.play(session, sampling_params, fields)
+
+        async with AsyncTurnlog(self.url) as turnlog:
+            rows = await played(
+                turnlog,
+                name_of(uid, attempt, fields.get("global_steps", 0)),
+                play,
+                shape="verl",
+                group_id=uid,
+                attempt=attempt,
+                on_divergence="segment",
+            )
+        return [AgentLoopOutput(**row) for row in rows]
