@@ -72,6 +72,11 @@ class Trainer:
         tq.kv_clear(keys=batch.keys, partition_id="train")
         return True
 
+    def waiting(self) -> int:
+        """Groups that it has not taken."""
+        self._buffer._sync_metadata_from_transfer_queue()
+        return len(self._buffer.finished_keys["train"])
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
@@ -214,9 +219,10 @@ async def _die_everywhere(stand: Stand, trainer: Trainer, until: Any, eager: boo
                     deaths += 1
                 while eager and trainer.step():
                     pass
-        survivor = transfer_queue.TransferQueueProducer(turnlog, consumer="trainer", until=until)
+        survivor = transfer_queue.TransferQueueProducer(turnlog, consumer="trainer", until=until, size=1, limit=2)
+        before_limit = trainer.waiting()
         while await survivor.step() or trainer.step():
-            pass
+            assert trainer.waiting() <= max(2, before_limit)
         await survivor.step()
     return deaths
 

@@ -38,6 +38,9 @@ from turnlog.feeds.verl import Columns
 RECEIPT = "turnlog:receipt:"
 """Begins the keys of receipts. It has no `_`, so verl takes a receipt for no group's row."""
 
+MAX_SIZE = 1000
+"""Groups that Turnlog hands out at once."""
+
 Row = Mapping[str, Any]
 Result = TypeVar("Result")
 
@@ -86,7 +89,8 @@ class TransferQueueProducer:
     consumer: the name by which Turnlog leases groups; one producer at a time may have it.
     until: when a group is acknowledged; see the module.
     columns: a row's columns in the queue; by default verl's.
-    size: groups put at a time. lease_s: for how long Turnlog gives them to no other consumer.
+    size: groups put at a time. limit: groups in the queue that the trainer has not taken; at so many none is put.
+    lease_s: for how long Turnlog gives them to no other consumer.
     timeout_s: how long the queue may take for one request. TransferQueue itself waits for a dead queue for ever.
     """
 
@@ -99,6 +103,7 @@ class TransferQueueProducer:
         until: Literal["put", "cleared"] = "put",
         columns: Callable[[Row], Columns] = verl.columns,
         size: int = 8,
+        limit: int | None = None,
         attempts: int = 1,
         lease_s: float = 600.0,
         timeout_s: float = 60.0,
@@ -110,6 +115,7 @@ class TransferQueueProducer:
         self._until = until
         self._columns = columns
         self._size = size
+        self._limit = limit
         self._attempts = attempts
         self._lease_s = lease_s
         self._timeout_s = timeout_s
@@ -132,8 +138,10 @@ class TransferQueueProducer:
         """
         waiting = await self._settle()
         listing = await self._listing()
+        untaken = sum(bool(tag.get("is_prompt")) for tag in listing.values())
+        is_full = self._limit is not None and untaken >= self._limit
         put = 0
-        for group in await self._lease(len(waiting)):
+        for group in await self._lease(len(waiting), 0 if is_full else self._size):
             if group["group_id"] in waiting:
                 self.counts.found += 1
             elif group["rows"]:
@@ -146,14 +154,19 @@ class TransferQueueProducer:
             await self._settle()
         return put
 
-    async def _lease(self, waiting: int) -> list[dict[str, Any]]:
-        """New groups. Groups that wait for the trainer are leased again when a third of their lease has passed."""
+    async def _lease(self, waiting: int, new: int) -> list[dict[str, Any]]:
+        """Up to `new` new groups. Groups that wait for the trainer are leased again when a third of their lease has
+        passed.
+        """
         renew = not waiting or time.monotonic() >= self._renew_at
+        size = min(new + (waiting if renew else 0), MAX_SIZE)
+        if not size:
+            return []
         if renew:
             self._renew_at = time.monotonic() + self._lease_s / 3
         return await self._turnlog.hand_out(
             self._consumer,
-            size=self._size + (waiting if renew else 0),
+            size=size,
             attempts=self._attempts,
             lease_s=self._lease_s,
             shape="verl",
@@ -233,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--partition", default="train")
     parser.add_argument("--until", choices=("put", "cleared"), default="put", help="when groups are acknowledged")
     parser.add_argument("--size", type=int, default=8, help="groups put at a time")
+    parser.add_argument("--limit", type=int, help="put none while the trainer has so many to take")
     parser.add_argument("--attempts", type=int, default=1, help="only groups with at least so many sessions")
     parser.add_argument("--lease-s", type=float, default=600.0)
     parser.add_argument("--timeout-s", type=float, default=60.0, help="how long the queue may take for a request")
