@@ -45,6 +45,7 @@ class Owner:
     """Holds the ports while it lives."""
 
 
+@pytest.mark.untimed
 def test_the_first_five_minutes(tmp_path: Path) -> None:
     """All blocks of the page but the installation, in one shell."""
     owner = Owner()

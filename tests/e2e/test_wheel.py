@@ -166,6 +166,7 @@ def test_it_serves_beside_packages_of_the_same_names(
     assert {name: (installed.packages / name / "__init__.py").read_text() for name in SERVER} == theirs
 
 
+@pytest.mark.untimed
 def test_the_client_needs_none_of_the_servers_packages(wheel: Path, tmp_path: Path, stand: Stand) -> None:
     """Installed as somebody does who plays rollouts; what it needs comes from the index."""
     alone = Environment(tmp_path)

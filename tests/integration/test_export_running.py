@@ -185,8 +185,8 @@ class Health:
     def __init__(self, stand: Stand) -> None:
         self._stand = stand
         self._stopped = threading.Event()
-        self._run = stand.meanwhile(self._probe)
         self.latencies: list[float] = []
+        self._run = stand.meanwhile(self._probe)
 
     def _probe(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._stand.server.port, timeout=30)

@@ -47,6 +47,7 @@ def test_a_seed_gives_the_same_trace(simulation: Simulation) -> None:
     assert len(there) > 10_000
 
 
+@pytest.mark.untimed
 def test_a_trace_changes_nothing(simulation: Simulation) -> None:
     for seed in range(SEED, SEED + SCHEDULES):
         traced, plain = simulation.run(seed, trace=True), simulation.run(seed)
@@ -54,6 +55,7 @@ def test_a_trace_changes_nothing(simulation: Simulation) -> None:
         assert (plain.turns, plain.mishaps, plain.seconds) == (traced.turns, traced.mishaps, traced.seconds)
 
 
+@pytest.mark.untimed
 def test_other_seeds_do_other_things(simulation: Simulation) -> None:
     traces = [simulation.run(seed, trace=True).trace for seed in range(SEED, SEED + SCHEDULES)]
     assert len({"\n".join(trace) for trace in traces}) == SCHEDULES
