@@ -137,7 +137,7 @@ def listing(path: Path) -> dict[str, list[Page]]:
     }
 
 
-RARE = tuple(pytest.param(where, marks=pytest.mark.long) for where in ("order's end", "times", "inner"))
+RARE = tuple(pytest.param(where, marks=pytest.mark.untimed) for where in ("order's end", "times", "inner"))
 WHERE = ("order", "heads", "key", "all", *RARE)
 
 

@@ -108,9 +108,7 @@ def test_a_salvaged_copy_has_the_others_and_says_what_is_missing(
         stand.talk(session_id="zz-fresh").say("Hello")
 
 
-@pytest.mark.parametrize(
-    "where", [*WHERE[:4], *(pytest.param(where, marks=pytest.mark.untimed) for where in WHERE[4:])]
-)
+@pytest.mark.parametrize("where", WHERE)
 def test_a_damaged_list_costs_a_salvaged_store_nothing(whole: Whole, tmp_path: Path, where: str) -> None:
     """Heads and orders follow from the log."""
     damaged = damaged_list(whole, tmp_path, where, "random", 1)
