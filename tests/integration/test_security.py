@@ -158,6 +158,9 @@ def test_another_session_looks_like_none_whatever_became_of_it(guarded: Guarded)
         assert len(seen) == 1
         [(status, _, _)] = seen
         assert status == 404
+    seen = {appearance(mine.chat_at(f"/ng-rollout/{name}{CHAT}"), name) for name in names}
+    assert [status for status, _, _ in seen] == [404]
+    assert mine.chat_at(f"/ng-rollout/{mine.id}{CHAT}").status_code == 200
     assert error_of(guarded.admin.get(f"/sessions/{names[3]}")) == (404, "session_not_found")
 
 
