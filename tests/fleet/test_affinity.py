@@ -55,7 +55,7 @@ def let_go(api: Api, *held_turns: tuple[Talk, Future[httpx.Response]]) -> None:
 def test_two_concurrent_first_turns_make_one_binding(fleet: Fleet) -> None:
     first, second = fleet.apis
     talk = first.talk()
-    sim = {"latency_s": 0.5}
+    sim = {"latency_s": 2.0}
     turns = [
         fleet.meanwhile(api.known(talk.id).chat, [user(f"Hello {number}")], sim=sim)
         for number, api in enumerate([first, second] * 3)

@@ -241,7 +241,7 @@ def test_marked_retries_get_the_committed_reply(every: Stand) -> None:
 def test_a_second_completion_at_once_is_busy_and_a_marked_one_joins(every: Stand) -> None:
     writing = Writing(every)
     key = {"idempotency-key": "k"}
-    slow = {"sim": {"latency_s": 0.5}}
+    slow = {"sim": {"latency_s": 1.0}}
     call = every.meanwhile(writing.ask, "Once", headers=key, **slow)
     until(lambda: writing.asked())
     assert error_of(writing.ask("Other")) == (409, "session_busy")
@@ -361,7 +361,7 @@ def test_the_order_of_refusals_is_that_of_a_turn(stand: Stand) -> None:
     assert error_of(unknown) == (404, "session_not_found")
     writing = Writing(stand)
     writing.write("Once")
-    call = stand.meanwhile(writing.write, " slowly", sim={"latency_s": 0.5})
+    call = stand.meanwhile(writing.write, " slowly", sim={"latency_s": 1.0})
     until(lambda: len(writing.asked()) == 2)
     assert error_of(stand.http.post(writing.url, content="{")) == (400, "invalid_request")
     assert error_of(writing.ask("Other")) == (409, "session_busy")

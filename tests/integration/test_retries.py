@@ -59,7 +59,7 @@ def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, 
     talk = stand.talk()
 
     def send(headers: dict[str, str]) -> Future[httpx.Response]:
-        return stand.meanwhile(talk.chat, [user("Slow")], headers=headers, sim={"latency_s": 0.5})
+        return stand.meanwhile(talk.chat, [user("Slow")], headers=headers, sim={"latency_s": 1.0})
 
     calls = [send(first)]
     stand.until_generating(talk)
@@ -72,7 +72,7 @@ def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, 
 
 def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 0.5})
+    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 1.0})
     stand.until_generating(talk)
     assert error_of(talk.chat([user("Other")], headers=KEY)) == (422, "idempotency_mismatch")
     assert call.result().status_code == 200
@@ -80,7 +80,7 @@ def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) ->
 
 def test_a_retry_with_another_body_does_not_join(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 0.5})
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 1.0})
     stand.until_generating(talk)
     assert error_of(talk.chat([user("Other")], headers=RETRY)) == (409, "session_busy")
     assert call.result().status_code == 200
@@ -99,7 +99,7 @@ def test_a_retry_that_joined_a_turn_that_then_failed_generates(stand: Stand) -> 
     stand.sim.post("/sim/faults", json={"fault": "not_json"})
     calls = []
     for _ in range(2):
-        calls.append(stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 0.4}))
+        calls.append(stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 1.0}))
         stand.until_generating(talk)
     assert [call.result().status_code for call in calls] == [502, 200]
     assert (talk.generations(), len(talk.committed())) == (2, 1)

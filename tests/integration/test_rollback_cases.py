@@ -193,7 +193,7 @@ def test_a_rollback_and_its_copy_at_once_roll_back_once(either: Stand) -> None:
     for text in ("One", "Two", "Three"):
         talk.say(text, sim=PLAIN)
     sent = [*talk.messages[:4], user("Instead")]
-    calls = [either.meanwhile(talk.chat, sent, sim={**PLAIN, "latency_s": 0.3}) for _ in range(6)]
+    calls = [either.meanwhile(talk.chat, sent, sim={**PLAIN, "latency_s": 2.0}) for _ in range(6)]
     assert sorted(call.result().status_code for call in calls) == [200] + [409] * 5
     assert path(talk) == [1, 2, 4]
     assert talk.types().count("RolledBack") == 1
@@ -204,7 +204,7 @@ def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: St
     talk = either.talk()
     for text in ("One", "Two"):
         talk.say(text, sim=PLAIN)
-    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": 0.4})
+    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": 1.0})
     either.until_generating(talk, 3)
     busy = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
     assert error_of(busy) == (409, "session_busy")

@@ -8,7 +8,7 @@ import pytest
 
 from integration.stand import FIRST_TURN, LATER_TURN, WEATHER, Stand, Talk, error_of, until, user
 
-SLOW = {"latency_s": 0.5}
+SLOW = {"latency_s": 1.5}
 
 
 def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
