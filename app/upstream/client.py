@@ -42,6 +42,7 @@ PATHS = (
     *("/abort_requests", "/inference/v1/abort_requests"),
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
+    "/workers",
 )
 """All paths that are ever requested from an engine. No part of a client's request becomes part of a path."""
 

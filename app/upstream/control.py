@@ -8,7 +8,8 @@
                               each alone                      or /inference/v1/abort_requests (scale-out)
 
 vLLM makes a request's id of the route's name and the header `X-Request-Id`. If the dialect is unknown, SGLang's route
-is tried and, if it is missing, vLLM's.
+is tried and, if it is missing, vLLM's. A router has no route to abort a generation: its workers are told, as
+`GET /workers` names them (SGLang's gateway, docs.sglang.io/advanced_features/router.html).
 """
 
 from __future__ import annotations
@@ -39,6 +40,20 @@ _ABORT_VLLM = ("/abort_requests", "/inference/v1/abort_requests")
 _PAUSE_VLLM = {"abort": "abort", "in_place": "keep", "retract": "keep"}
 
 
+class _NoRoute(Exception):
+    """The engine cannot abort one generation; the message says why."""
+
+
+class _Worker(msgspec.Struct):
+    url: str
+
+
+class _Workers(msgspec.Struct):
+    """What a router answers to `GET /workers`."""
+
+    workers: list[_Worker]
+
+
 class EngineControl:
     """`dialect` is the operator's setting for all engines; `known`, below, the dialect observed of one.
 
@@ -61,17 +76,49 @@ class EngineControl:
         return await self._in_dialect(url, ("/continue_generation", {}), "/resume", known, RESUME_S)
 
     async def abort(self, url: str, rids: Sequence[str], known: Dialect | None = None) -> dict[str, str | None]:
-        """Abort these generations; unknown ones are ignored."""
-        dialect = known if self._dialect == "auto" else self._dialect
+        """Abort these generations; unknown ones are ignored. A router's workers are all told, since only one of them
+        has the generation."""
         if not rids:
             return {}  # vLLM would take an empty list for all of its requests.
+        try:
+            return await self._abort(url, rids, known)
+        except _NoRoute as error:
+            why = str(error)
+        told = await asyncio.gather(*(self._abort_at(worker, rids, known) for worker in await self._workers(url)))
+        if not told:
+            return dict.fromkeys(rids, why)
+        return {rid: next((f"worker {name}: {one[rid]}" for name, one in told if one[rid]), None) for rid in rids}
+
+    async def _abort(self, url: str, rids: Sequence[str], known: Dialect | None) -> dict[str, str | None]:
+        """The error of each, if any. Raises _NoRoute."""
+        dialect = known if self._dialect == "auto" else self._dialect
         if dialect == "vllm":
             return dict.fromkeys(rids, await self._abort_vllm(url, rids))
         statuses = await self._abort_sglang(url, rids)
-        if dialect is None and all(status == 404 for status, _ in statuses):
+        if all(status == 404 for status, _ in statuses):
+            if dialect is not None:
+                raise _NoRoute("it has no /abort_request")
             return dict.fromkeys(rids, await self._abort_vllm(url, rids))
-        errors = ["it has no /abort_request" if status == 404 else error for status, error in statuses]
-        return dict(zip(rids, errors, strict=True))
+        return dict(zip(rids, (error for _, error in statuses), strict=True))
+
+    async def _abort_at(
+        self, worker: str, rids: Sequence[str], known: Dialect | None
+    ) -> tuple[str, dict[str, str | None]]:
+        """A worker and the errors that it answers."""
+        try:
+            return worker, await self._abort(worker, rids, known)
+        except _NoRoute as error:
+            return worker, dict.fromkeys(rids, str(error))
+
+    async def _workers(self, url: str) -> list[str]:
+        """The URLs of a router's workers; none if it is no router, or does not answer."""
+        try:
+            async with asyncio.timeout(ABORT_S):
+                reply = await self._client.get(url + "/workers", self._headers)
+            found = msgspec.json.decode(reply.body.joined(), type=_Workers) if reply.status == 200 else _Workers([])
+        except (EngineError, TimeoutError, msgspec.MsgspecError, UnicodeError):
+            return []
+        return [one.url.rstrip("/") for one in found.workers if one.url.startswith(("http://", "https://"))]
 
     async def _abort_sglang(self, url: str, rids: Sequence[str]) -> list[tuple[int | None, str | None]]:
         """Status and error for each. If one gets no answer, the remaining ones are not sent: each would wait as
@@ -91,7 +138,7 @@ class EngineControl:
         return await asyncio.gather(*map(one, rids))
 
     async def _abort_vllm(self, url: str, rids: Sequence[str]) -> str | None:
-        """The error, if any, which is the same for all: they are one request."""
+        """The error, if any, which is the same for all: they are one request. Raises _NoRoute."""
         body = {"request_ids": [request_id for rid in rids for request_id in vllm_request_ids(rid)]}
         refused: list[str] = []
         for path in _ABORT_VLLM:
@@ -99,7 +146,7 @@ class EngineControl:
             if status not in (403, 404, 405):
                 return error
             refused.append(f"{path} answers {status}")
-        return f"it aborts no single generation ({', '.join(refused)}); vLLM does with VLLM_SERVER_DEV_MODE=1"
+        raise _NoRoute(f"it aborts no single generation ({', '.join(refused)}); vLLM does with VLLM_SERVER_DEV_MODE=1")
 
     async def _in_dialect(
         self, url: str, sglang: tuple[str, object], vllm: str, known: Dialect | None, within_s: float

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering, Asked
 
 from app.domain.fleet import PauseMode
 from app.upstream.client import EngineClient
@@ -135,6 +137,32 @@ async def test_what_an_engine_refuses_is_told(urls: dict[str, str], client: Engi
             assert await control.resume(url) is not None
             assert not is_paused(url)
             assert (await control.abort(url, ["turnlog-1"]))["turnlog-1"] is not None
+
+
+@pytest.mark.parametrize("dialect", ["auto", "sglang"])
+async def test_a_routers_workers_are_told(urls: dict[str, str], client: EngineClient, dialect: Any) -> None:
+    """A router has no route to abort a generation; which worker has it, only the router knows."""
+    workers = [urls["sglang"] + "/"] if dialect == "sglang" else list(urls.values())
+    listed = [*workers, "grpc://elsewhere:1"]
+
+    def answer(asked: Asked) -> Answer:
+        if asked.path != "/workers":
+            return Answer(status=404)
+        return Answer(json.dumps({"workers": [{"url": url, "healthy": True} for url in listed], "total": 2}).encode())
+
+    with Answering(answer) as router:
+        control = EngineControl(client, dialect, None)
+        assert await control.abort(router.base_url, ["turnlog-1", "turnlog-2"]) == {
+            "turnlog-1": None,
+            "turnlog-2": None,
+        }
+        for worker in workers:
+            assert [path for path, _ in asked(worker.rstrip("/"))], "it was told nothing"
+        listed.append(gone := f"http://127.0.0.1:{free_port()}")
+        found = await control.abort(router.base_url, ["turnlog-1"])
+        assert str(found["turnlog-1"]).startswith(f"worker {gone}: /abort_request")
+        listed.clear()
+        assert (await control.abort(router.base_url, ["turnlog-1"]))["turnlog-1"] is not None
 
 
 async def test_an_engine_that_is_not_there_is_told(client: EngineClient) -> None:
