@@ -102,6 +102,7 @@ NEWEST = "3970f0b"
 """Nothing that was there is changed on purpose in the rows of the store of this release."""
 
 
+@pytest.mark.long
 def test_an_old_store_says_what_it_said(release: Path, old: Archive, url: str, tmp_path: Path) -> None:
     report = asyncio.run(verify_url(url))
     assert report.problems == []

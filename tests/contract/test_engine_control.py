@@ -68,6 +68,7 @@ async def test_an_engine_pauses_and_goes_on(
         assert not is_paused(url)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("in_place", "stop"), ("retract", "stop")])
 async def test_what_runs_ends_or_goes_on_as_the_mode_says(
@@ -99,6 +100,7 @@ VLLM_ROUTES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("deployed", "route"), VLLM_ROUTES)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_vllm_ends_a_generation_by_the_id_that_its_header_gave(

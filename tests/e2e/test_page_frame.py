@@ -83,6 +83,7 @@ def test_sign_in_and_out(watched: Watched) -> None:
     page.wait_for_selector("#token")
 
 
+@pytest.mark.long
 def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) -> None:
     signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
     page = watched.page

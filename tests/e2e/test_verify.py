@@ -203,6 +203,7 @@ def test_groups_that_nobody_has_asked_for_yet_are_counted(sound: Made) -> None:
     assert sound.noted.summary().endswith(" 2 groups (2 not compared: they have just changed): 0 problems")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found(sound: Made, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "damaged.db"

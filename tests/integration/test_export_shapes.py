@@ -25,6 +25,7 @@ def corpus(sglang: SimulatorProcess, places: Places) -> Iterator[Corpus]:
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["parquet", "safetensors", "msgpack"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_container_holds_what_ndjson_does(corpus: Corpus, shape: str, format: str) -> None:

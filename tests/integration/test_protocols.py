@@ -334,6 +334,7 @@ def test_a_client_may_normalise_the_arguments_that_it_got_as_objects(stand: Stan
     assert sent["function"]["arguments"] == '{"at":1,"b":"x"}'
 
 
+@pytest.mark.long
 def test_images_pass_to_the_engine(stand: Stand) -> None:
     url = "data:image/png;base64,AAAA"
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

@@ -15,6 +15,8 @@ from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows,
 from integration.stand import WEATHER, Stand, error_of, user
 from ops.simulator.process import SimulatorProcess
 
+pytestmark = pytest.mark.long
+
 Row = dict[str, Any]
 SHAPES = {EXPERTS: (4, 2), POSITIONS: (16,)}
 """Of a row: base64 tells none, and only that of the experts is a setting."""

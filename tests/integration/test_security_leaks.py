@@ -112,6 +112,7 @@ def looked_at(guarded: Guarded, session: Client) -> Iterator[httpx.Response]:
     yield session.ask("GET", f"{session.path}/events")
 
 
+@pytest.mark.long
 @pytest.mark.threat("content or secret in logs, errors, events, metrics")
 def test_what_is_secret_is_nowhere(guarded: Guarded) -> None:
     session = guarded.client(metadata={"what": "a canary's metadata"})

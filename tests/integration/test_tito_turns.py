@@ -207,6 +207,7 @@ def test_tools_that_are_none_are_400_and_hold_nothing(tito: Stand, tools: Any) -
     talk.say("Hello")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "content", [[{"type": "image_url", "image_url": {"url": "data:,x"}}], {"a": 1}, [1], [{"type": "text"}]]
 )
