@@ -130,7 +130,7 @@ class Settings(BaseSettings):
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
     moe_topk: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
-    client_reply: Literal["auto", "verbatim", "lean"] = "auto"
+    client_reply: Literal["auto", "verbatim", "lean", "asked"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
     max_request_bytes: Size = Field(default=64 * MIB, ge=1024)

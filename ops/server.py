@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -66,7 +67,7 @@ class OwnProcess:
     """Starts and stops a program that serves HTTP in a separate process. A context manager.
 
     The port stays the same after a restart, so that clients find the server again. Output goes to `log_path`. With
-    `group`, the process leads a process group, and its children are killed with it if it does not stop.
+    `group`, the process leads a process group, and its children are killed with it.
     """
 
     spawn: ClassVar[Callable[..., subprocess.Popen[bytes]]] = subprocess.Popen
@@ -145,14 +146,21 @@ class OwnProcess:
         process, self._process = self._process, None
         if process is None:
             return None
+        if signal_number == signal.SIGKILL:
+            return self._killed(process)
         process.send_signal(signal_number)
         try:
             return process.wait(self._stop_s)
         except subprocess.TimeoutExpired:
-            if self._group:
+            return self._killed(process)
+
+    def _killed(self, process: subprocess.Popen[bytes]) -> int:
+        """Kill the process, and its group if it leads one: children outlive a leader that is killed alone."""
+        if self._group:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            return process.wait()
+        process.kill()
+        return process.wait()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -17,6 +17,7 @@ from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.tree_nodes import node_tree
 from app.store import bulk, reads
 from app.store.bulk import StoredSession
 from app.store.reads import Connection
@@ -85,7 +86,7 @@ class SessionSamples:
         )
         from app.export.shapes import miles
 
-        return miles.samples_body(rows, metadata, reason, responses, self._versions)
+        return miles.samples_body(rows, metadata, reason, responses, self._versions, metadata.get("tree"))
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
         """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.
@@ -102,6 +103,8 @@ class SessionSamples:
         }
         if prompts is not None:
             found["tito_session_mismatch"] = await self._mismatch(live, session, tokens)
+        if session.history == "tree":
+            found["tree"] = await node_tree(self._cache.database, session)
         return found
 
     async def metadata_given(self, session: Session) -> msgspec.Raw:

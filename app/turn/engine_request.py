@@ -30,7 +30,7 @@ from app.upstream.dialects import (
 )
 from app.upstream.token_in import IdsField
 from workers import codec
-from workers.parse import REPLAY, KnownTokens
+from workers.parse import KnownTokens
 
 
 class PromptIds(msgspec.Struct, frozen=True):
@@ -149,8 +149,10 @@ def options_for(
         return EngineRequestOptions(rid, b"", clients_first_row(request.params), clients)
     before = claimed.session.payload(plan.parent, "routed_experts")
     starts_new = not plan.base_messages or (prompt is not None and prompt.known is None)
-    if not settings.replay_incremental or before is None or starts_new:
+    if not settings.replay_incremental:
         return EngineRequestOptions(rid, b"", 0, clients)
+    if before is None or starts_new:
+        return EngineRequestOptions(rid, from_row(0, settings.upstream_dialect), 0, clients)
     return EngineRequestOptions(rid, from_row(before.stop, settings.upstream_dialect), before.stop, clients)
 
 
@@ -175,11 +177,6 @@ def _adapter_in_model(model: Any, fleet: Fleet) -> str | None:
     if not isinstance(model, str):
         return None
     return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
-
-
-def shown_kinds(clients: Collection[str], settings: Settings) -> Collection[str]:
-    """The payload kinds that the client's reply keeps, of those that it asked for."""
-    return {"auto": clients, "verbatim": REPLAY, "lean": ()}[settings.client_reply]
 
 
 def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -43,10 +43,11 @@ from app.protocols.base import StoredTurn, WireProtocol
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
 from app.store.log_sessions import Settled
+from app.turn.client_reply import shown, shown_kinds
 from app.turn.commits import Commits
 from app.turn.context import ClaimedTurn, Request, RequestHistory, TemplateInputs, TurnContext
 from app.turn.dispatch import EngineRefusal, GeneratedTurn
-from app.turn.engine_request import adapter_of, shown_kinds
+from app.turn.engine_request import adapter_of
 from app.turn.generation import Generation
 from app.turn.in_flight import Identity, InFlightTurn, Sender, TurnCancelled, TurnReply, Waiter
 from app.turn.large_bodies import large_bytes
@@ -230,11 +231,13 @@ class Turns:
         session = require_open(await cache.current(session_id), session_id).session
         if not cache.database.is_sqlite:
             await writer.submit(Settled(session_id))
-        kinds = shown_kinds(asked_for(request.params), self._services.settings)
+        mode = self._services.settings.client_reply
+        kinds = shown_kinds(asked_for(request.params), mode)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         waiter.grow(len(body))
         superseded = session.superseded_by(number)
-        return TurnReply(status, headers, [body], turn=number, replayed=True, rolled_back=superseded)
+        parts = shown([body], request.params, mode)
+        return TurnReply(status, headers, parts, turn=number, replayed=True, rolled_back=superseded)
 
     # gate and claim
 
@@ -312,7 +315,7 @@ class Turns:
         stages.enter(TurnStage.COMMIT)
         await self._commits.commit(context, claimed, generated)
         stages.enter(TurnStage.REPLY)
-        return self._reply(claimed, generated)
+        return self._reply(context.request, claimed, generated)
 
     async def _cancelled(self, flight: InFlightTurn, claimed: ClaimedTurn) -> AppError:
         """The turn was cancelled: tell the engine, release the claim, and return the error."""
@@ -330,15 +333,16 @@ class Turns:
 
     # reply
 
-    def _reply(self, claimed: ClaimedTurn, generated: GeneratedTurn) -> TurnReply:
-        """The engine's reply without the payloads that the client did not ask for."""
-        shown: Collection[str] = shown_kinds(generated.options.clients, self._services.settings)
+    def _reply(self, request: Request, claimed: ClaimedTurn, generated: GeneratedTurn) -> TurnReply:
+        """The engine's reply without what the client did not ask for."""
+        mode = self._services.settings.client_reply
+        kinds = shown_kinds(generated.options.clients, mode)
         result = generated.reply.result
-        hidden = [(place.start, place.end) for place in result.places if place.kind not in shown]
+        hidden = [(place.start, place.end) for place in result.places if place.kind not in kinds]
         return TurnReply(
             200,
             generated.headers,
-            generated.body.without(hidden),
+            shown(generated.body.without(hidden), request.params, mode),
             turn=claimed.opened.turn,
             is_aborted=result.finish_reason == "abort",
             rolled_back=len(claimed.plan.discarded),

@@ -1,4 +1,4 @@
-"""What a client is given of a reply that holds replay payloads: the engine's bytes, less what it did not ask for."""
+"""What a client is given of a reply: the engine's bytes, less what it did not ask for."""
 
 from __future__ import annotations
 
@@ -146,3 +146,28 @@ def test_what_comes_unasked_is_not_shown(bare: Recorded, mode: Mode) -> None:
     reply = bare.talk().say("Hello", sim={"experts": {"unasked": True}, "indexer_topk": {}})
     assert all(text_of(bare.sent, kind) for kind in KINDS)
     assert reply.content == given(mode, bare.sent, ())
+
+
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def only_asked(request: pytest.FixtureRequest, places: Places) -> Iterator[Recorded]:
+    engine: SimulatorProcess = request.getfixturevalue(request.param)
+    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": "asked"}
+    with recorded(places.new("asked"), engine.base_url, environment) as made:
+        yield made
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"logprobs": False, "return_routed_experts": True}])
+def test_only_what_was_asked_for_is_given(only_asked: Recorded, asked: dict[str, bool]) -> None:
+    talk = only_asked.talk()
+    reply = talk.say("Hello", **asked)
+    expected = json.loads(given("auto", only_asked.sent, (EXPERTS,) if asked.get(RETURN[EXPERTS]) else ()))
+    if not asked.get("logprobs"):
+        for home in (expected["choices"][0], expected["choices"][0].get("meta_info", {})):
+            home.update({name: None for name in home if name.endswith("logprobs")})
+    assert reply.json() == expected
+    assert (text_of(reply.content, EXPERTS) not in (None, b"null")) == (RETURN[EXPERTS] in asked)
+    assert talk.chat([user("Hello")], headers=RETRY, **asked).content == reply.content
+    [row] = talk.rows()
+    assert all(
+        logprob < 0 for logprob, is_sampled in zip(row["logprobs"], row["sampled_mask"], strict=True) if is_sampled
+    )

@@ -263,6 +263,32 @@ def test_each_live_segment_is_a_sample(routed: Stand) -> None:
     check(tensors, meta, talk.rows(max_seq_len=longer - 1, truncate="token"))
 
 
+def test_a_tree_has_nodes_and_leaves_by_the_ids_that_agents_saw(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    first = talk.say("One").json()["id"]
+    begun = talk.messages
+    replies = [first, talk.say("Two").json()["id"]]
+    talk.messages = begun
+    replies += [talk.say("Instead", max_tokens=1, sim={"completion_tokens": 1}).json()["id"]]
+    _, meta = post(stand, talk)
+    assert meta["session_metadata"] == talk.state()["metadata"]
+    tree, rows = meta["session_metadata"]["tree"], talk.rows()
+    assert [(node["id"], node["parent"], node["seq"]) for node in tree["nodes"]] == [(1, None, 0), (2, 1, 1), (3, 1, 2)]
+    assert [node["response_id"] for node in tree["nodes"]] == replies
+    assert [node["truncated"] for node in tree["nodes"]] == [
+        row["turns"][-1]["finish_reason"] == "length" for row in (rows[0], *rows)
+    ]
+    for leaf, row, sample in zip(tree["leaves"], rows, meta["samples"], strict=True):
+        assert sample["metadata"]["leaf"] == leaf
+        assert leaf["path_node_ids"] == [turn["turn"] for turn in row["turns"]]
+        node = next(node for node in tree["nodes"] if node["id"] == leaf["node_id"])
+        last = row["turns"][-1]
+        assert (node["completion_span"], node["num_tokens"]) == (
+            [last["output_start"], last["end"]],
+            len(row["tokens"]),
+        )
+
+
 def test_rolled_back_turns_are_in_no_sample(stand: Stand) -> None:
     talk = stand.talk()
     talk.say("One")

@@ -104,7 +104,9 @@ class Chat(ToolLoop):
             asked["tools"] = [weather.TOOL]
         if self.streams:
             with self._sdk.chat.completions.stream(**asked) as stream:
-                reply: Any = stream.get_final_completion()
+                for _ in stream:
+                    pass
+                reply: Any = stream.current_completion_snapshot  # Also of a reply that was cut at its length.
         else:
             reply = self._sdk.chat.completions.create(**asked)
         message = reply.choices[0].message

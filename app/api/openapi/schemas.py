@@ -118,8 +118,8 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "SessionMetadata": record(
         "`accumulated_token_ids` are those of the newest turn, prompt and output. `tito_session_mismatch` is present "
-        "if the server has a tokenizer.",
-        optional=["tito_session_mismatch"],
+        "if the server has a tokenizer, `tree` if the session's history is one.",
+        optional=["tito_session_mismatch", "tree"],
         accumulated_token_ids=listed({"type": "integer"}),
         max_trim_tokens=COUNT,
         status=TEXT,
@@ -128,6 +128,11 @@ _BY_HAND: Mapping[str, Schema] = {
         attempt=nullable(COUNT),
         reward=nullable(NUMBER),
         tito_session_mismatch=nullable(listed(ANYTHING)),
+        tree=record(
+            "The turns in the order of their commits, and those whose tokens no other continues.",
+            nodes=listed(ANYTHING),
+            leaves=listed(ANYTHING),
+        ),
     ),
     "Event": {
         **record("An event of a session's log, and its own fields.", seq=COUNT, type=TEXT, at=NUMBER),

@@ -20,6 +20,7 @@ from app.export.columns import Columns
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Fields, Row, Value
 from app.export.shapes import identity, routing, slime
+from app.sessions.tree_nodes import NodeTree
 from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
@@ -58,12 +59,14 @@ def samples_body(
     empty_reason: str | None,
     responses: Sequence[str] | None = None,
     versions: Literal["names", "spans"] = "names",
+    tree: NodeTree | None = None,
 ) -> bytes:
     """`empty_reason`, where there are no rows: `no_records` or `all_truncated`; else None.
 
     `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
     line after the other, stands in their place, without what came between them. `versions`: weight versions as names,
-    or by call with the positions of their tokens in the sample, as later drivers read them.
+    or by call with the positions of their tokens in the sample, as later drivers read them. `tree`, where a session has
+    one, has the leaf that each sample ends in.
     """
     with closing(TensorFile()) as file, closing(Spool()) as meta:
         samples = []
@@ -74,7 +77,7 @@ def samples_body(
                     file.add(f"{name}.{index}", array)
             response = _text(row) if responses is None else responses[index]
             nulls = [name for name, array in tensors.items() if array is None]
-            samples.append(_sample(row, response, nulls, missing, versions))
+            samples.append(_sample(row, response, nulls, missing, versions, tree))
         found = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(found))
         return b"".join(file.pieces(META, (meta,)))
@@ -95,9 +98,14 @@ def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
 
 
 def _sample(
-    row: Row, response: str, nulls: Sequence[str], missing: Fields, versions: Literal["names", "spans"]
+    row: Row,
+    response: str,
+    nulls: Sequence[str],
+    missing: Fields,
+    versions: Literal["names", "spans"],
+    tree: NodeTree | None,
 ) -> Fields:
-    """The driver merges `metadata` into its own sample's, so ours is one key of it."""
+    """The driver merges `metadata` into its own sample's, so ours is one key of it; `leaf` is what its pickers read."""
     sample = row.sample
     ours = {**identity.fields(row), **missing, **identity.rollout(row), **identity.sampling(row)}
     return {
@@ -111,7 +119,10 @@ def _sample(
             "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
             "total_prompt_tokens": sum(span.output_start for span in sample.turns),
         },
-        "metadata": {"turnlog": {name: value for name, value in ours.items() if value is not None}},
+        "metadata": {
+            "turnlog": {name: value for name, value in ours.items() if value is not None},
+            **({} if tree is None else {"leaf": tree.leaf(row.turns[-1].event.turn)}),
+        },
         "nulls": nulls,
     }
 
