@@ -15,6 +15,7 @@ from app.domain.proofs import Proofs
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates
+from app.fleet.native import NativeRoutes
 from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
@@ -125,6 +126,7 @@ class Assembly:
             incarnation=incarnation,
             lease_s=self._recovery.lease_to_judge_by,
         )
+        self.native = NativeRoutes(client, self.engines, settings.upstream_api_key)
         self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
         self.turns = self._turns(pool, settings, clock)
@@ -154,6 +156,7 @@ class Assembly:
                 placement=Placement(self.engines, self.cache, settings, clock),
                 validator=ReplyValidator(pool, settings),
                 staging=self.staging,
+                native=self.native,
                 token_in=self.token_in,
                 controls=self._controls,
                 large_bodies=LargeBodies(),

@@ -46,7 +46,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Shape(msgspec.Struct, frozen=True):
     """What is known of the turn: `prompt_tokens` without earlier generations' output, and the client's stop strings.
 
-    `keeps_stop`: stop strings stay in the text. `has_tools`: tools were offered.
+    `keeps_stop`: stop strings stay in the text. `has_tools`: tools were offered. `is_raw`: the
+    messages have the whole text as content, and so has the joined one.
     """
 
     dialect: Dialect
@@ -55,6 +56,7 @@ class Shape(msgspec.Struct, frozen=True):
     stops: Sequence[str] = ()
     keeps_stop: bool = False
     has_tools: bool = False
+    is_raw: bool = False
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -217,6 +219,7 @@ class _Joint:
             stop=self._stop,
             keeps_stop=self._shape.keeps_stop,
             has_tools=self._shape.has_tools,
+            is_raw=self._shape.is_raw,
             name=bytes(self._first.root.get("id", b"")),
         )
         choice["message"] = _raw(_object(message))

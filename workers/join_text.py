@@ -194,6 +194,7 @@ def joined_message(
     stop: Stop | None,
     keeps_stop: bool,
     has_tools: bool,
+    is_raw: bool = False,
     name: bytes,
 ) -> tuple[Fields, bool]:
     """The joined message, and whether it has tool calls. New calls' ids are derived from `name`."""
@@ -203,13 +204,15 @@ def joined_message(
         whole += _rebuilt(part, whole) if raw is None else raw
     if stop is not None:
         whole = stop.cut(whole, keeps=keeps_stop)
+    if is_raw:
+        return {**parts[0].fields, "content": _encoded(whole.decode("utf-8", "replace"))}, False
     reasoning, content = _parted(whole.decode("utf-8", "replace"), parts)
     engine_calls = [call for part in parts for call in part.calls]
     calls: list[dict[str, Any]] = []
     if has_tools or engine_calls:
         content, calls = _called(content, parts, engine_calls, name)
     message = {**parts[0].fields, **{key: raw for key, raw in parts[-1].fields.items() if key not in parts[0].fields}}
-    message["content"] = msgspec.Raw(msgspec.json.encode(content))
+    message["content"] = _encoded(content)
     named = [key for key in REASONING if key in message]
     for key in named or REASONING[: bool(reasoning)]:
         message[key] = msgspec.Raw(msgspec.json.encode(reasoning or None))
@@ -218,6 +221,10 @@ def joined_message(
     elif engine_calls:
         message.pop("tool_calls", None)
     return message, bool(calls)
+
+
+def _encoded(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def _rebuilt(part: MessageParts, before: bytes) -> bytes:

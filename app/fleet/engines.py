@@ -95,7 +95,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     `known` is the engine's weight version known when the request was sent. `dispatched` is the version of what was
     requested: its adapter's if known, else the engine's, else the one that a trainer named for the fleet. `logprobs_of`
-    as in `TurnCommitted`.
+    as in `TurnCommitted`. `is_native`: it is of SGLang's `/generate`, and its message has the whole text as content.
     """
 
     engine: str
@@ -103,6 +103,7 @@ class Answer(msgspec.Struct, frozen=True):
     dispatched: str | None = None
     known: str | None = None
     logprobs_of: LogprobsOf | None = None
+    is_native: bool = False
 
 
 class Engines:
@@ -233,12 +234,14 @@ class Engines:
         version: str | None = None,
         may_send: Callable[[], bool] | None = None,
         open_stream: OpenStream | None = None,
+        path: Callable[[], str] | None = None,
     ) -> Answer:
         """Send a generation to the first engine that can be connected to; its answer, whatever its status.
 
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
-        answer is the whole reply all the same. Raises as `_first_reached` and `body_for`, Withheld if `may_send`
+        answer is the whole reply all the same. `path` is the route for the body that was made last, if not the shape's.
+        Raises as `first_reached` and `body_for`, Withheld if `may_send`
         refuses at the last moment, UpstreamInvalid for a redirect or another status that holds no completion.
         """
 
@@ -257,10 +260,11 @@ class Engines:
             named = with_request_id(headers, rid, self._dialect_of(url))
             logprobs_of = self.logprobs_of(self.members.get(url) or Member(url))
             stream = None if open_stream is None else open_stream(url, dispatched[url], logprobs_of)
-            return await self._client.post(url + PATHS[shape], body, named, grow, may_send, stream)
+            route = PATHS[shape] if path is None else path()
+            return await self._client.post(url + route, body, named, grow, may_send, stream)
 
         try:
-            answer = await self._first_reached(choice.order, ask)
+            answer = await self.first_reached(choice.order, ask)
         except (AppError, EngineError, Withheld):
             self._generating.pop(rid, None)
             raise
@@ -325,16 +329,16 @@ class Engines:
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
-        answer = await self._first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
+        answer = await self.first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
         return _checked(answer.engine, answer.reply)
 
     async def count_tokens(self, session_id: str, body: bytes, headers: Headers) -> EngineReply:
         """POST /v1/messages/count_tokens, which not every engine has. Raises as `generate`."""
         order = self.order(session_id)
-        answer = await self._first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
+        answer = await self.first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
         return _checked(answer.engine, answer.reply)
 
-    async def _first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
+    async def first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> Answer:
         """Raises UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large)."""
         tried = 0
         for base_url in order:

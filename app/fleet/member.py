@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import LogprobsOf, is_number
+from app.upstream.generate import ServerInfo
 from app.upstream.token_in import IdsField
 
 log = logging.getLogger("turnlog.engines")
@@ -38,7 +39,7 @@ class Member(msgspec.Struct):
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
     the session routes?), `dialect`, `logprobs_of` and `token_ids` (the field of a chat that it takes a prompt's ids
-    from) are unknown again.
+    from) and `server_info` (of SGLang, if it was asked) are unknown again.
 
     `has_aborted`: it aborted a generation that could not be continued; a warning was logged. `needs_check`: it failed a
     turn and was not checked since.
@@ -58,6 +59,7 @@ class Member(msgspec.Struct):
     dialect: Literal["sglang", "vllm"] | None = None
     sessions: bool | None = None
     token_ids: IdsField | Literal["none"] | None = None
+    server_info: ServerInfo | None = None
     logprobs_of: LogprobsOf | None = None
     logprobs_asked: bool = False
     generation: int = 0
@@ -104,7 +106,7 @@ class Member(msgspec.Struct):
         if self.is_refusing:
             self.is_refusing = False
             self.generation += 1
-            self.dialect = self.sessions = self.token_ids = self.logprobs_of = None
+            self.dialect = self.sessions = self.token_ids = self.logprobs_of = self.server_info = None
             self.version_asked = None
             self.logprobs_asked = False
 

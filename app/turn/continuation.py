@@ -101,6 +101,7 @@ class Continuation:
             prompt_tokens=result.base + result.suffix_tokens,
             stops=_stops(request),
             keeps_stop=any(self._param(name) is True for name in ("no_stop_trim", "include_stop_str_in_output")),
+            is_raw=first.answer.is_native,
             has_tools=isinstance(request, ChatRequest)
             and bool(value_of(request.tools, "tools"))
             and self._param("tool_choice") != "none",

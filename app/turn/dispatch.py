@@ -10,7 +10,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import OnAbort
 from app.domain.reply import ValidatedReply
-from app.domain.request import ChatRequest
+from app.domain.request import ChatRequest, value_of
 from app.fleet.engines import Answer, EngineChoice, OpenStream
 from app.sessions.cache import require_open
 from app.turn.context import ClaimedTurn, TurnContext
@@ -80,7 +80,10 @@ class Dispatch:
         origin: IdsOrigin = "built" if context.request.ids is None else "client"
         if self.staged is not None:
             options = msgspec.structs.replace(options, own=STREAM)
-        return EngineBody(self._services, context, turn.request, options, turn.messages, turn.prompt, origin)
+        native = self.staged is not None and self.staged.is_native
+        return EngineBody(
+            self._services, context, turn.request, options, turn.messages, turn.prompt, origin, wants_native=native
+        )
 
     async def ask(self, choice: EngineChoice, body: EngineBody) -> Answer:
         """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`.
@@ -95,6 +98,9 @@ class Dispatch:
             answer = await self.send(choice, body)
         finally:
             self._push = None
+        if self.staged is not None and self.staged.is_native and not body.is_native:
+            self.staged.counters.turns["not_staged"] += 1
+            self.staged = None
         if answer.reply.status == 400 and body.options.own not in (b"", STREAM):
             # If the prompt drifted, it may be shorter than the row asked for; engines refuse that.
             body.change(msgspec.structs.replace(body.options, own=b"", first_row=0))
@@ -145,12 +151,27 @@ class Dispatch:
                     version=context.gate.version,
                     may_send=self._may_send,
                     open_stream=self._open_stream(body),
+                    path=lambda: body.path,
                 )
             except Withheld:
                 continue
             context.stages.enter(TurnStage.VALIDATE)
             reach("after_engine")
+            return msgspec.structs.replace(answer, is_native=body.is_native and answer.reply.status == 200)
+
+    @property
+    def has_ended(self) -> bool:
+        """Has the engine ended what it streams itself, so that it is the whole reply?"""
+        return self.staged is not None and self.staged.has_ended
+
+    async def as_chat(self, answer: Answer, request: EngineRequest, prompt: PromptIds | None) -> Answer:
+        """The answer as a chat's, if it is not one. Raises as `NativeRoutes.chat`."""
+        if not answer.is_native or prompt is None:
             return answer
+        params = self._context.request.params
+        offers = value_of(params.get("tool_choice"), "tool_choice") != "none"
+        session_id, tools = self._context.session_id, request.tools if offers else None
+        return await self._services.native.chat(answer, session_id, params, tools, prompt.text)
 
     def _may_send(self) -> bool:
         """Check the gates at the last moment, when a connection is ready."""

@@ -82,7 +82,7 @@ class Generation:
         with context.flight.cancellable():
             prompt = await self._prompt(request)
         dialect = services.engines.dialect
-        self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect)
+        self._dispatch.staged = services.staging.turn(context, self._claimed, request, dialect, prompt)
         return PreparedTurn(request, messages, new, prompt)
 
     async def _placed(self) -> EngineChoice:
@@ -98,6 +98,8 @@ class Generation:
         with self._context.flight.cancellable():
             choice = await self._placed()
             answer, is_cut = await self._answer(self._dispatch.ask(choice, body))
+            if not is_cut and self._dispatch.has_ended:
+                answer = await self._dispatch.as_chat(answer, turn.request, body.prompt)
         part = await self._validate(answer, turn.new, body.options, body.prompt, is_cut=is_cut)
         if isinstance(part, EngineRefusal):
             return part
@@ -105,9 +107,13 @@ class Generation:
         if part.reply.result.finish_reason != "abort":
             return generated
         try:
-            return await self._after_abort(generated, part, turn)
+            outcome = await self._after_abort(generated, part, turn)
         except TakesNoIds as engine:
             raise UpstreamUnreachable(f"{part.answer.engine} died, and {engine} takes no token ids") from engine
+        if outcome is not generated or not part.answer.is_native:
+            return outcome
+        part = await self._as_chat(part, turn, body.options, body.prompt)
+        return _whole(turn, part, body.options, body.prompt, choice)
 
     async def _answer(self, sent: Awaitable[Answer]) -> tuple[Answer, bool]:
         """The engine's answer, or what had come of it when the engine died; True then.
@@ -211,6 +217,13 @@ class Generation:
         self._services.engines.seen(answer.engine, version, answer.known, validated.result.dialect)
         return GeneratedPart(answer, validated, is_cut)
 
+    async def _as_chat(
+        self, part: GeneratedPart, turn: PreparedTurn, options: EngineRequestOptions, prompt: PromptIds | None
+    ) -> GeneratedPart:
+        """An aborted part that is returned. Raises as `Dispatch.as_chat`, `ReplyValidator.validate`."""
+        answer = await self._dispatch.as_chat(part.answer, turn.request, prompt)
+        return GeneratedPart(answer, await self._validate_body(answer, turn.new, options, prompt), part.is_cut)
+
     async def _validate_body(
         self, answer: Answer, new: Sequence[bytes], options: EngineRequestOptions, prompt: PromptIds | None
     ) -> ValidatedReply:
@@ -278,7 +291,7 @@ class Generation:
             return choice
         if continuation.newest is continuation.first and not continuation.is_complete:
             return generated
-        answer = await continuation.join()
+        answer = await self._dispatch.as_chat(await continuation.join(), turn.request, generated.prompt)
         self._context.waiter.grow(len(answer.reply.body))
         validated = await self._validate_body(answer, generated.new, generated.options, generated.prompt)
         reply = msgspec.structs.replace(validated, parts=continuation.parts(), weight_versions=continuation.versions())
@@ -347,7 +360,10 @@ class Generation:
             context.stages.enter(TurnStage.PREPARE)
             await self._dispatch.require_still_open()
             choice = await self._place_again(choice, continuation.newest.answer.engine)
-            body = EngineBody(self._services, context, request, options, turn.messages, prompt, "continued")
+            native = continuation.first.answer.is_native
+            body = EngineBody(
+                self._services, context, request, options, turn.messages, prompt, "continued", wants_native=native
+            )
             answer, is_cut = await self._answer(self._dispatch.send(choice, body))
         return await self._validate(answer, (), body.options, body.prompt, is_cut=is_cut), choice
 

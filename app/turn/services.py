@@ -7,6 +7,7 @@ import msgspec
 from app.domain.proofs import Proofs
 from app.fleet.engines import Engines
 from app.fleet.gates import Gates
+from app.fleet.native import NativeRoutes
 from app.fleet.state import FleetState
 from app.sessions.cache import SessionCache
 from app.sessions.lifecycle import Clock
@@ -35,6 +36,7 @@ class TurnServices(msgspec.Struct, frozen=True):
     placement: Placement
     validator: ReplyValidator
     staging: Staging
+    native: NativeRoutes
     token_in: TokenIn
     controls: SessionControls
     large_bodies: LargeBodies

@@ -28,16 +28,20 @@ from app.store.ports import Database, Writer
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.continuation import can_continue
-from app.turn.engine_request import EngineRequest
+from app.turn.engine_request import EngineRequest, PromptIds
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import DialectChoice, asked_for
+from app.upstream.generate import can_translate
+from app.upstream.generate_stream import GenerateStream
 from app.upstream.streams import BadStream, Push, ReplyStream
 from workers import codec
 from workers.codec import CorruptContent
 from workers.join_text import CALL, text_of
 
 log = logging.getLogger("turnlog.staging")
+
+AnyStream = ReplyStream | GenerateStream
 
 OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
 """`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
@@ -66,23 +70,39 @@ class Staging:
         return self._settings.stage_tokens_s > 0
 
     def turn(
-        self, context: TurnContext, claimed: ClaimedTurn, request: EngineRequest, dialect: DialectChoice
+        self,
+        context: TurnContext,
+        claimed: ClaimedTurn,
+        request: EngineRequest,
+        dialect: DialectChoice,
+        prompt: PromptIds | None,
     ) -> StagedTurn | None:
         """None if tokens are not staged, or if the turn cannot be continued."""
         if not self.is_on:
             return None
-        if not self._can_stage(context, dialect):
+        if not self._can_stage(context, request, dialect, prompt):
             self.counters.turns["not_staged"] += 1
             return None
         digest = _request_hash(context, claimed, request)
         return StagedTurn(
-            claimed, digest, self._database, self._writer, self._incarnation(), self._settings, self.counters
+            claimed,
+            digest,
+            self._database,
+            self._writer,
+            self._incarnation(),
+            self._settings,
+            self.counters,
+            is_native=dialect == "sglang",
         )
 
-    def _can_stage(self, context: TurnContext, dialect: DialectChoice) -> bool:
+    def _can_stage(
+        self, context: TurnContext, sent: EngineRequest, dialect: DialectChoice, prompt: PromptIds | None
+    ) -> bool:
         """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads."""
         request = context.request
-        if not isinstance(request, ChatRequest) or dialect != "vllm":
+        if not isinstance(request, ChatRequest) or dialect == "auto":
+            return False
+        if dialect == "sglang" and (prompt is None or not can_translate(request.params, sent.tools)):
             return False
         if self._settings.replay or asked_for(request.params) or not can_continue(request):
             return False
@@ -90,7 +110,7 @@ class Staging:
 
 
 class StagedTurn:
-    """The staged tokens of one turn."""
+    """The staged tokens of one turn. `is_native`: they come from SGLang's `/generate`."""
 
     def __init__(
         self,
@@ -101,8 +121,11 @@ class StagedTurn:
         incarnation: int,
         settings: Settings,
         counters: StagingCounters,
+        *,
+        is_native: bool,
     ) -> None:
         self.counters = counters
+        self.is_native = is_native
         self._claimed = claimed
         self._session_id = claimed.session.session_id
         self._request_hash = request_hash
@@ -116,13 +139,20 @@ class StagedTurn:
         self._written_at = asyncio.get_running_loop().time()
         self._is_lost = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Has the engine ended the newest generation, and not aborted it?"""
+        stream = None if self._stream is None else self._stream.reply_stream
+        return stream is not None and stream.has_ended and not stream.was_aborted
+
     # what the turn generates
 
     def stream(
         self, push: Push | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
     ) -> StagedStream:
         """Begin the next generation: reads the stream of this engine, whose weight version is `version` if known."""
-        self._stream = StagedStream(self, ReplyStream(push), engine, version, logprobs_of)
+        reader = GenerateStream() if self.is_native else ReplyStream(push)
+        self._stream = StagedStream(self, reader, engine, version, logprobs_of)
         return self._stream
 
     def grown(self, stream: StagedStream) -> None:
@@ -191,7 +221,7 @@ class StagedTurn:
         if not await self._writer.submit(take_over):
             return []
         rows = list(_contiguous(left.rows))
-        found = await asyncio.to_thread(_answers, rows)
+        found = await asyncio.to_thread(_answers, rows, self.is_native)
         if len(rows) < len(left.rows) or not found:
             await self.drop(f"what was staged under fence {left.fence} cannot be continued")
             return []
@@ -220,7 +250,7 @@ class StagedStream:
     def __init__(
         self,
         turn: StagedTurn,
-        reply_stream: ReplyStream,
+        reply_stream: AnyStream,
         engine: str,
         version: str | None,
         logprobs_of: LogprobsOf | None,
@@ -270,12 +300,12 @@ def _contiguous(rows: Sequence[StagedRow]) -> Iterator[StagedRow]:
     return (row for number, row in enumerate(rows) if row.number == number)
 
 
-def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
+def _answers(rows: Sequence[StagedRow], is_native: bool) -> list[Answer]:
     """The generations in these rows; none if one of them cannot be read or continued."""
     found = []
     for _, part in itertools.groupby(rows, lambda row: row.part):
         of_part = list(part)
-        stream = ReplyStream()
+        stream: AnyStream = GenerateStream() if is_native else ReplyStream()
         try:
             for row in of_part:
                 stream.feed(codec.decompress(row.data))
@@ -290,10 +320,10 @@ def _answers(rows: Sequence[StagedRow]) -> list[Answer]:
     return found
 
 
-def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: ReplyStream) -> Answer | None:
+def _aborted(engine: str, version: str | None, logprobs_of: LogprobsOf | None, stream: AnyStream) -> Answer | None:
     """None where a tool call has begun in a form that only the engine can read: both of its halves would be text."""
     has_calls, body = stream.has_calls, stream.begun()
     if has_calls and CALL not in text_of(body):
         return None
     reply = EngineReply(200, [("content-type", "application/json")], Body([body]))
-    return Answer(engine, reply, version, version, logprobs_of)
+    return Answer(engine, reply, version, version, logprobs_of, isinstance(stream, GenerateStream))

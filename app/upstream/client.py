@@ -43,6 +43,7 @@ PATHS = (
     *("/abort_request", "/pause_generation", "/continue_generation", "/pause", "/resume"),
     *("/open_session", "/close_session"),
     "/workers",
+    *("/generate", "/separate_reasoning", "/parse_function_call"),
 )
 """All paths that are ever requested from an engine. No part of a client's request becomes part of a path."""
 

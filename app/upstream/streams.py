@@ -99,36 +99,13 @@ _ONCE = (b'"choices":', b'"delta":', b'"token_ids":', b'"content":[')
 _UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
-class ReplyStream:
-    """One stream. `push` gets each delta as soon as it has come. `tokens` is how many have come."""
+class EventReader:
+    """Splits a stream into the data of its events."""
 
-    def __init__(self, push: Push | None = None) -> None:
-        self.tokens = 0
-        self._push = push
+    def __init__(self) -> None:
         self._line: list[bytes] = []
         self._data: list[bytes] = []
-        self._root: dict[str, bytes] = {}
-        self._begun = b""
-        self._choice: dict[str, bytes] = {}
-        self._message: dict[str, Any] = {"role": "assistant"}
-        self._texts: dict[str, list[str]] = {}
-        self._calls: list[dict[str, Any]] = []
-        self._lists: dict[str, list[bytes]] = {"token_ids": [], "logprobs": []}
         self._is_done = False
-
-    @property
-    def is_live(self) -> bool:
-        return self._push is not None
-
-    @property
-    def has_ended(self) -> bool:
-        """Has the last token come?"""
-        return "finish_reason" in self._choice
-
-    @property
-    def was_aborted(self) -> bool:
-        """Has the engine said that it was?"""
-        return self._choice.get("finish_reason") == b'"abort"'
 
     def feed(self, piece: bytes) -> None:
         """The next bytes of the body, cut anywhere. Raises BadStream."""
@@ -144,12 +121,60 @@ class ReplyStream:
         if rest:
             self._line.append(rest)
 
-    def reply(self) -> bytes:
-        """The whole reply. Raises BadStream if the stream has ended before."""
+    def _event(self, data: bytes) -> None:
+        if self._is_done:
+            raise BadStream("the stream went on after its end")
+        if data == b"[DONE]":
+            self._is_done = True
+            return
+        try:
+            self._read(data)
+        except (*_UNREADABLE, Rejected) as error:
+            raise BadStream(f"a chunk of the stream cannot be read: {error}") from error
+
+    def _read(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def _require_whole(self, has_ended: bool) -> None:
+        """Raises BadStream if the stream has ended before its end."""
         if not self._is_done or self._data or self._line:
             raise CutStream("the stream ended before its end")
-        if not self.has_ended:
+        if not has_ended:
             raise BadStream("the stream ended without a finish reason")
+
+
+class ReplyStream(EventReader):
+    """One stream. `push` gets each delta as soon as it has come. `tokens` is how many have come."""
+
+    def __init__(self, push: Push | None = None) -> None:
+        super().__init__()
+        self.tokens = 0
+        self._push = push
+        self._root: dict[str, bytes] = {}
+        self._begun = b""
+        self._choice: dict[str, bytes] = {}
+        self._message: dict[str, Any] = {"role": "assistant"}
+        self._texts: dict[str, list[str]] = {}
+        self._calls: list[dict[str, Any]] = []
+        self._lists: dict[str, list[bytes]] = {"token_ids": [], "logprobs": []}
+
+    @property
+    def is_live(self) -> bool:
+        return self._push is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Has the last token come?"""
+        return "finish_reason" in self._choice
+
+    @property
+    def was_aborted(self) -> bool:
+        """Has the engine said that it was?"""
+        return self._choice.get("finish_reason") == b'"abort"'
+
+    def reply(self) -> bytes:
+        """The whole reply. Raises BadStream if the stream has ended before."""
+        self._require_whole(self.has_ended)
         return self._whole(self._root, self._choice)
 
     @property
@@ -176,17 +201,9 @@ class ReplyStream:
         }
         return join_object({**root, "choices": b"[" + join_object(choice) + b"]"})
 
-    def _event(self, data: bytes) -> None:
-        if self._is_done:
-            raise BadStream("the stream went on after its end")
-        if data == b"[DONE]":
-            self._is_done = True
-            return
-        try:
-            if not self._is_plain(data):
-                self._chunk(_fields(data, "a chunk"))
-        except (*_UNREADABLE, Rejected) as error:
-            raise BadStream(f"a chunk of the stream cannot be read: {error}") from error
+    def _read(self, data: bytes) -> None:
+        if not self._is_plain(data):
+            self._chunk(_fields(data, "a chunk"))
 
     def _is_plain(self, data: bytes) -> bool:
         """Read a chunk between the first and the last, if it is one."""

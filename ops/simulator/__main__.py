@@ -69,6 +69,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-token-in", action="store_true", help="ignore the ids of a chat's prompt, as older builds do"
     )
+    parser.add_argument(
+        "--incremental-streaming-output",
+        action="store_true",
+        help="SGLang: an event of /generate has what is new",
+    )
     parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args()
@@ -91,6 +96,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         cache_tokens=arguments.cache_tokens,
         prefill_s=arguments.prefill_us_per_token / 1e6,
         token_in=not arguments.no_token_in,
+        incremental=arguments.incremental_streaming_output,
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(

@@ -25,6 +25,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 _CHAT = "/v1/chat/completions"
 _COMPLETIONS = "/v1/completions"
+_GENERATE = "/generate"
 
 
 class Simulator:
@@ -36,6 +37,8 @@ class Simulator:
         self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
         self.control = Control(self.engine, self.requests)
         self._generating = {_CHAT: self.engine.chat, _COMPLETIONS: self.engine.complete}
+        if self.config.dialect == "sglang":
+            self._generating[_GENERATE] = self.engine.generate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

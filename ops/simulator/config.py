@@ -19,7 +19,8 @@ class Config:
     token that is not in it. ``adapters`` are the loaded LoRA adapters. If there are any, other names are refused as the
     engine does; if there are none, every name is accepted. With ``token_in`` a chat takes its prompt's ids from the
     dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
-    0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs.
+    0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
+    ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so.
     """
 
     dialect: Dialect = "sglang"
@@ -38,5 +39,6 @@ class Config:
     prefill_s: float = 0.0
     token_in: bool = True
     logprobs_mode: str | None = None
+    incremental: bool = False
     keep_requests: int = 256
     keep_request_bytes: int = 64 * 2**20

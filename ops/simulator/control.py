@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from ops.simulator import native
 from ops.simulator.behaviour import FAILURES, Behaviour, Handler, Outcome, Query
 from ops.simulator.counting import count
 from ops.simulator.engine import Engine
@@ -74,6 +75,9 @@ class Control:
             ("POST", "/update_weight_version"): self._update_weight_version,
             ("GET", "/model_info"): self._model_info,
             ("GET", "/get_model_info"): self._model_info,
+            ("GET", "/server_info"): self._server_info,
+            ("POST", "/separate_reasoning"): self._separate_reasoning,
+            ("POST", "/parse_function_call"): self._parse_function_call,
         }
         self._vllm: VllmControl | None = None
         if engine.config.dialect == "vllm":
@@ -130,6 +134,23 @@ class Control:
             return json_reply({"input_tokens": count(self._engine.template, body)})
         except BadRequest as error:
             return self._engine.error(str(error), error.status)
+
+    async def _server_info(self, body: bytes, query: Query) -> Reply:
+        """Of SGLang's arguments those that say how it samples, streams and parses."""
+        return json_reply(
+            {
+                "sampling_defaults": "openai",
+                "incremental_streaming_output": self._engine.config.incremental,
+                "reasoning_parser": "simulator",
+                "tool_call_parser": "simulator",
+            }
+        )
+
+    async def _separate_reasoning(self, body: bytes, query: Query) -> Reply:
+        return native.separate_reasoning(body)
+
+    async def _parse_function_call(self, body: bytes, query: Query) -> Reply:
+        return native.parse_function_call(body)
 
     async def _model_info(self, body: bytes, query: Query) -> Reply:
         config = self._engine.config

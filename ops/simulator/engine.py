@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from ops.simulator import completion, sglang, vllm
+from ops.simulator import completion, native, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
 from ops.simulator.generate import Draft, Policy
@@ -72,6 +72,7 @@ class Engine:
         self.latency_s = config.latency_s
         self._dialect: Wire = vllm if config.dialect == "vllm" else sglang
         self._decode = msgspec.json.Decoder(ChatRequest).decode
+        self._decode_generate = msgspec.json.Decoder(native.GenerateRequest).decode
         self._decode_completion = msgspec.json.Decoder(CompletionRequest).decode
         self._decode_any = msgspec.json.Decoder(Request).decode
         self._decode_ids = msgspec.json.Decoder(list[int]).decode
@@ -121,6 +122,26 @@ class Engine:
         draft = generation.draft
         over_s *= len(draft.ids) / max(draft.before + len(draft.ids), 1)
         reply = replace(self._dialect.stream(generation, self.writer), over_s=over_s)
+        return reply if order is None else spoil_stream(reply, order)
+
+    async def generate(self, body: bytes, hung_up: HungUp, request_id: str | None = None) -> Reply | None:
+        """Answer a request of SGLang's own route; as :meth:`chat`, whose answer to the same ids has the same tokens."""
+        try:
+            request = self._decode_generate(body).as_chat()
+            self._check(request)
+            order = self.faults.take(request.sim)
+            prompt = self._ids_of(bytes(request.input_ids))
+            conversation = self.template.reread(self.tokenizer.decode(list(prompt.ids())))
+        except _REFUSALS as error:
+            return self._refused(error)
+        request = self._named(request, request_id)
+        over_s = self._latency_of(request)
+        generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
+        if not isinstance(generation, Generation):
+            return generation
+        draft = generation.draft
+        over_s *= len(draft.ids) / max(draft.before + len(draft.ids), 1)
+        reply = replace(native.stream(generation, self.writer), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
     def _planned(self, request: ChatRequest, conversation: Conversation) -> ChatRequest:
@@ -242,15 +263,15 @@ class Engine:
 
     def _prompt(self, request: ChatRequest, conversation: Conversation) -> Encoded:
         raw = request.prompt_ids(self.config.dialect) if self.config.token_in else b""
-        if not raw:
-            prompt = self.template.prompt(conversation)
-        else:
-            ids = self._decode_ids(raw)
-            if not ids or min(ids) < 0 or max(ids) > MAX_ID:
-                raise BadRequest("a prompt's ids must be a non-empty list of token ids")
-            prompt = Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
+        prompt = self._ids_of(raw) if raw else self.template.prompt(conversation)
         self._check_start(request, prompt)
         return prompt
+
+    def _ids_of(self, raw: bytes) -> Encoded:
+        ids = self._decode_ids(raw)
+        if not ids or min(ids) < 0 or max(ids) > MAX_ID:
+            raise BadRequest("a prompt's ids must be a non-empty list of token ids")
+        return Encoded(raw.strip()[1:-1], array("i", ids).tobytes(), len(ids))
 
     def _draft(
         self, conversation: Conversation, request: R, prompt: Encoded, order: FaultOrder | None

@@ -107,8 +107,12 @@ class ReplyWriter:
 
     def triples(self, draft: Draft, numbers: list[bytes]) -> bytes:
         """``[[logprob, id, text], …]`` as in SGLang's ``meta_info``."""
+        return self.triples_of(draft.ids, numbers)
+
+    def triples_of(self, ids: list[int], numbers: list[bytes]) -> bytes:
+        """The same of some of the ids."""
         tails = self._triple_tails
-        pairs = zip(numbers, draft.ids, strict=True)
+        pairs = zip(numbers, ids, strict=True)
         return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
 
     def content_logprobs(self, draft: Draft, numbers: list[bytes]) -> bytes:

@@ -75,7 +75,8 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     return Reply(writer.padded(parts, generation.sim.body_bytes))
 
 
-def _finish(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[str, object]:
+def finish_of(generation: Generation[ChatRequest], writer: ReplyWriter) -> dict[str, object]:
+    """The finish reason in ``meta_info``."""
     finish = generation.draft.finish
     if finish == "length":
         return {"type": "length", "length": generation.completion_tokens}
@@ -93,7 +94,7 @@ def _meta_info(
 ) -> list[bytes]:
     facts = {
         "id": generation.id,
-        "finish_reason": _finish(generation, writer),
+        "finish_reason": finish_of(generation, writer),
         "prompt_tokens": generation.prompt.count,
         "completion_tokens": generation.completion_tokens,
         "cached_tokens": generation.cached_tokens,

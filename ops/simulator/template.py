@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from ops.simulator.tokenizer import IM_END, IM_START, Encoded, Tokenizer
 from ops.simulator.wire import BadRequest, SentMessage, SentToolCall, Tool
 
 GENERATION_PROMPT = f"{IM_START}assistant\n"
+_RENDERED = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", re.DOTALL)
 _TURN_END = f"{IM_END}\n"
 _TOOL_TURN_START = f"{IM_START}user"
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -130,6 +132,22 @@ class Template:
             elif message.role == "tool":
                 results += 1
         return Conversation(rendered, self._toolbox(bytes(tools)), whole.digest(), task, results)
+
+    def reread(self, prompt: str) -> Conversation:
+        """The conversation that was rendered to this prompt; what follows the last generation prompt is left out.
+
+        Results of tools are read as a user's messages.
+        """
+        tools, messages = msgspec.Raw(b""), []
+        for role, content in _RENDERED.findall(prompt.rpartition(GENERATION_PROMPT)[0]):
+            text, offered, rest = content.partition(TOOLS_INTRO)
+            if role == "system" and offered:
+                lines = rest.removesuffix(TOOLS_OUTRO).strip().split("\n")
+                tools = msgspec.Raw(f"[{','.join(lines)}]".encode())
+                if not text:
+                    continue
+            messages.append(msgspec.Raw(msgspec.json.encode({"role": role, "content": text})))
+        return self.read(messages, tools)
 
     def prompt(self, conversation: Conversation) -> Encoded:
         """The ids of the prompt, including the generation prompt."""

@@ -1,0 +1,94 @@
+"""Turns of SGLang that are staged: `/generate` with ids in, and a reply that is its chat's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from integration.interrupting import ASKED, as_said, interrupted
+from integration.places import Places
+from integration.stand import WEATHER, Stand, serving
+from integration.tito import checked, output_of
+from ops.simulator.process import SimulatorProcess
+
+CALLS = [{"name": "get_weather", "arguments": '{"city": "Zürich"}'}]
+CHAT, NATIVE = "/v1/chat/completions", "/generate"
+
+
+@pytest.fixture(scope="module")
+def streaming() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess("--seed", "11", "--incremental-streaming-output") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def staging(streaming: SimulatorProcess, tokenizer: str, places: Places) -> Iterator[Stand]:
+    environment = {
+        "TURNLOG_TOKENIZER": tokenizer,
+        "TURNLOG_UPSTREAM_DIALECT": "sglang",
+        "TURNLOG_STAGE_TOKENS_S": "0.01",
+    }
+    with checked(places.new("staging"), streaming.base_url, environment=environment) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def unstaged(streaming: SimulatorProcess, tokenizer: str, places: Places) -> Iterator[Stand]:
+    environment = {"TURNLOG_TOKENIZER": tokenizer, "TURNLOG_UPSTREAM_DIALECT": "sglang"}
+    with serving(places.new("unstaged"), streaming.base_url, environment=environment) as made:
+        yield made
+
+
+def asked(stand: Stand) -> list[str]:
+    """The routes of the generations that the engine was asked for."""
+    return [one["path"] for one in stand.sim.get("/sim/requests").json() if one["path"] in (CHAT, NATIVE)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"sim": {"reasoning": False}}, id="prose"),
+        pytest.param({"sim": {"reasoning": True, "completion_tokens": 60}}, id="reasoning"),
+        pytest.param({"tools": [WEATHER], "sim": {"calls": CALLS, "text": "So", "reasoning": True}}, id="calls"),
+        pytest.param({"max_tokens": 5, "sim": {"reasoning": False}}, id="length"),
+        pytest.param({"stop": [" more th"], "sim": {"text": "we have more than that", "chunk_tokens": 1}}, id="stop"),
+    ],
+)
+def test_a_staged_reply_is_the_chats(staging: Stand, unstaged: Stand, body: dict[str, Any]) -> None:
+    found = []
+    for stand, path in ((unstaged, CHAT), (staging, NATIVE)):
+        assert stand.sim.post("/sim/reset").status_code == 200
+        talk = stand.talk()
+        response = talk.say("Hello there, what do you think?", temperature=0, **body)
+        assert asked(stand)[-1] == path
+        found.append(as_said(response))
+        talk.say("And then?", temperature=0)
+        assert len(talk.rows()) == 1
+    chat, native = found
+    [one], [other] = chat["choices"], native["choices"]
+    assert other["finish_reason"] == one["finish_reason"]
+    assert output_of(native) == output_of(chat)
+    assert native == chat
+
+
+@pytest.mark.parametrize(
+    "body", [{"logit_bias": {"5": 1}}, {"seed": 7}, {"return_routed_experts": True}, {"top_logprobs": 2}]
+)
+def test_what_only_the_chat_takes_goes_through_it(staging: Stand, body: dict[str, Any]) -> None:
+    talk = staging.talk()
+    talk.say("Hello", **body)
+    assert asked(staging)[-1] == CHAT
+
+
+@pytest.mark.parametrize("at", [[5], [20, 10]])
+def test_an_interrupted_one_goes_on_by_the_same_route(staging: Stand, at: list[int]) -> None:
+    body: dict[str, Any] = {"tools": [WEATHER], "temperature": 0, "sim": {"completion_tokens": 60, "reasoning": True}}
+    talk = staging.talk()
+    joined = interrupted(staging, talk, at, **body)
+    assert asked(staging)[-len(at) - 1 :] == [NATIVE] * (len(at) + 1)
+    assert [part[1:] for part in talk.committed()[0]["parts"]][-1][-1] == len(output_of(joined.json()))
+    assert staging.sim.post("/sim/reset").status_code == 200
+    whole = staging.talk().chat([ASKED], **body)
+    assert as_said(joined) == as_said(whole)
