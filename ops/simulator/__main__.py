@@ -74,6 +74,9 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="SGLang: an event of /generate has what is new",
     )
+    parser.add_argument(
+        "--sampling-defaults", choices=("openai", "model"), default="openai", help="SGLang's, as it says"
+    )
     parser.add_argument("--keep-requests", type=int, default=256, help="requests kept for /sim/requests")
     parser.add_argument("--experts", type=_shape, default=(4, 2, 64), metavar="LAYERS,TOP_K,EXPERTS")
     return parser.parse_args()
@@ -97,6 +100,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         prefill_s=arguments.prefill_us_per_token / 1e6,
         token_in=not arguments.no_token_in,
         incremental=arguments.incremental_streaming_output,
+        sampling_defaults=arguments.sampling_defaults,
     )
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(

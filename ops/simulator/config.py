@@ -20,7 +20,8 @@ class Config:
     engine does; if there are none, every name is accepted. With ``token_in`` a chat takes its prompt's ids from the
     dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
     0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
-    ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so.
+    ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It also
+    says ``sampling_defaults``: where a chat takes the parameters that a request does not name.
     """
 
     dialect: Dialect = "sglang"
@@ -40,5 +41,6 @@ class Config:
     token_in: bool = True
     logprobs_mode: str | None = None
     incremental: bool = False
+    sampling_defaults: str = "openai"
     keep_requests: int = 256
     keep_request_bytes: int = 64 * 2**20

@@ -139,7 +139,7 @@ class Control:
         """Of SGLang's arguments those that say how it samples, streams and parses."""
         return json_reply(
             {
-                "sampling_defaults": "openai",
+                "sampling_defaults": self._engine.config.sampling_defaults,
                 "incremental_streaming_output": self._engine.config.incremental,
                 "reasoning_parser": "simulator",
                 "tool_call_parser": "simulator",

@@ -135,7 +135,8 @@ class Engine:
         except _REFUSALS as error:
             return self._refused(error)
         request = self._named(request, request_id)
-        over_s = self._latency_of(request)
+        # A generation that a test aborts at a token is held, and delivered at once.
+        over_s = 0.0 if request.sim and request.sim.abort_at else self._latency_of(request)
         generation = await self._generate(request, prompt, conversation, order, hung_up, over_s)
         if not isinstance(generation, Generation):
             return generation

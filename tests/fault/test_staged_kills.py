@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from integration.tito import output_of
 
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
+from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -32,6 +35,8 @@ TOKENS = 40_000 if KILLS >= 20 else 6_000
 LATENCY_S = 80.0 if KILLS >= 20 else 12.0
 INTERVAL_S = 0.25
 PATIENCE_S = 600.0
+TOKEN_MARKS = (b'"top_logprobs":', b'"output_ids":')
+"""What a stream has once a token: vLLM's, and SGLang's with one in each event."""
 
 
 class Wire:
@@ -74,7 +79,7 @@ class Wire:
                 target.sendall(piece)
                 if counts:
                     *lines, rest = (rest + piece).split(b"\n")
-                    self.tokens += sum(line.count(b'"top_logprobs":') for line in lines)
+                    self.tokens += sum(line.count(mark) for line in lines for mark in TOKEN_MARKS)
         except OSError:
             rest = b""
         for end in (source, target):
@@ -114,14 +119,22 @@ class Staged:
         until(lambda: asked.done() or self.wire.tokens > before, PATIENCE_S)
 
 
-@pytest.fixture
-def staged(database_url: str, tmp_path: Path) -> Iterator[Staged]:
-    arguments = ("--seed", "23", "--dialect", "vllm", "--reasoning", "0")
-    engine = SimulatorProcess(*arguments)
+ENGINES = {
+    "vllm": ("--dialect", "vllm"),
+    "sglang": ("--dialect", "sglang", "--incremental-streaming-output"),
+}
+
+
+@pytest.fixture(params=list(ENGINES))
+def staged(request: pytest.FixtureRequest, database_url: str, tmp_path: Path) -> Iterator[Staged]:
+    engine = SimulatorProcess("--seed", "23", "--reasoning", "0", *ENGINES[request.param])
     wire = Wire(engine.port)
+    tokenizer = tmp_path / "tokenizer"
+    subprocess.run([sys.executable, "-m", "ops.simulator.tokenizer_files", str(tokenizer)], cwd=ROOT, check=True)
     environment = {
         "TURNLOG_DATABASE_URL": database_url,
-        "TURNLOG_UPSTREAM_DIALECT": "vllm",
+        "TURNLOG_UPSTREAM_DIALECT": request.param,
+        "TURNLOG_TOKENIZER": str(tokenizer) if request.param == "sglang" else "",
         "TURNLOG_STAGE_TOKENS_S": str(INTERVAL_S),
         "TURNLOG_LEASE_S": "1",
     }
@@ -136,7 +149,7 @@ def said(response: httpx.Response) -> tuple[Any, ...]:
     """What the engine generated, with the logprobs."""
     [choice] = response.json()["choices"]
     message = {name: value for name, value in choice["message"].items() if value is not None}
-    return message, choice["finish_reason"], choice["token_ids"], choice["logprobs"]
+    return message, choice["finish_reason"], output_of(response.json()), choice["logprobs"]
 
 
 @pytest.mark.fault(1, TITLE)

@@ -9,7 +9,7 @@ import pytest
 
 from integration.interrupting import ASKED, as_said, interrupted
 from integration.places import Places
-from integration.stand import WEATHER, Stand, serving
+from integration.stand import WEATHER, Stand, engine_requests, serving
 from integration.tito import checked, output_of
 from ops.simulator.process import SimulatorProcess
 
@@ -43,7 +43,7 @@ def unstaged(streaming: SimulatorProcess, tokenizer: str, places: Places) -> Ite
 
 def asked(stand: Stand) -> list[str]:
     """The routes of the generations that the engine was asked for."""
-    return [one["path"] for one in stand.sim.get("/sim/requests").json() if one["path"] in (CHAT, NATIVE)]
+    return [one["path"] for one in engine_requests(stand.sim, None, None) if one["path"] in (CHAT, NATIVE)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_a_staged_reply_is_the_chats(staging: Stand, unstaged: Stand, body: dict
         response = talk.say("Hello there, what do you think?", temperature=0, **body)
         assert asked(stand)[-1] == path
         found.append(as_said(response))
-        talk.say("And then?", temperature=0)
+        for token in found[-1]["choices"][0]["logprobs"]["content"]:
+            del token["bytes"]  # SGLang's are those of the token's text, the simulator's chat has the token's own.
+        talk.say("And then?", temperature=0, **({"tools": body["tools"]} if "tools" in body else {}))
         assert len(talk.rows()) == 1
     chat, native = found
     [one], [other] = chat["choices"], native["choices"]
@@ -92,3 +94,28 @@ def test_an_interrupted_one_goes_on_by_the_same_route(staging: Stand, at: list[i
     assert staging.sim.post("/sim/reset").status_code == 200
     whole = staging.talk().chat([ASKED], **body)
     assert as_said(joined) == as_said(whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "path"),
+    [
+        pytest.param((), {"temperature": 1, "top_p": 1, "top_k": 5}, CHAT, id="its stream repeats what it has sent"),
+        pytest.param(("--incremental-streaming-output", "--sampling-defaults", "model"), {}, CHAT, id="own defaults"),
+        pytest.param(
+            ("--incremental-streaming-output", "--sampling-defaults", "model"),
+            {"temperature": 1, "top_p": 1, "top_k": 5, "min_p": 0, "repetition_penalty": 1},
+            NATIVE,
+            id="all are named",
+        ),
+    ],
+)
+def test_an_engine_whose_chat_would_differ_is_not_staged(
+    arguments: tuple[str, ...], named: dict[str, Any], path: str, tokenizer: str, places: Places
+) -> None:
+    environment = {"TURNLOG_TOKENIZER": tokenizer, "TURNLOG_UPSTREAM_DIALECT": "sglang", "TURNLOG_STAGE_TOKENS_S": "1"}
+    with (
+        SimulatorProcess(*arguments) as engine,
+        serving(places.new("unfit"), engine.base_url, environment=environment) as stand,
+    ):
+        stand.talk().say("Hello", **named)
+        assert asked(stand)[-1] == path
