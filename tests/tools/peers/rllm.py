@@ -3,8 +3,10 @@ in its place.
 
 The tests, their engine and their client are those of the checkout. Where they build the gateway's application, an
 application is built that passes requests on to a Turnlog process. It spells what the gateway spells in another way:
-a session in the path is created on first use, `sampling_params` are pinned `params`, a trace is a record of a session,
-and a weight version is told by resuming the fleet. Routes of the gateway's own workers have no counterpart.
+a session in the path is created on first use, a call without one gets its own, `sampling_params` are pinned `params`, a
+trace is a turn of a session's rows, and a weight version is told by resuming the fleet. Routes of the gateway's own
+workers have no counterpart. The tests need `pytest-asyncio` and `litellm`, in an environment of their own: with the
+former, Turnlog's own tests do not start.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import re
 import sys
 import tempfile
+import uuid
 import weakref
 from pathlib import Path
 from typing import Any
@@ -71,7 +74,7 @@ class Place:
 
     def __init__(self, engines: list[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        environment = {"TURNLOG_HISTORY": "tree", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
+        environment = {"TURNLOG_HISTORY": "tree", "TURNLOG_UPSTREAM_DIALECT": "vllm", "TURNLOG_CLIENT_REPLY": "asked"}
         self._server = ServerProcess(Path(self._folder.name), upstreams=engines, environment=environment)
         self._server.migrate().start()
         weakref.finalize(self, self._server.kill)
@@ -85,6 +88,8 @@ class Place:
         path = request.url.path
         if turn := _TURN.fullmatch(path):
             headers["x-turnlog-session-id"], path = turn["session"], turn["route"]
+        elif request.method == "POST":
+            headers["x-turnlog-session-id"] = uuid.uuid4().hex
         body = await request.body()
         reply = await self.ask(request.method, path, params=request.query_params, headers=headers, content=body)
         kept = {name: value for name, value in reply.headers.items() if name not in _OF_THE_CONNECTION}
@@ -95,7 +100,14 @@ class Place:
         if "sampling_params" in body:
             body["params"] = body.pop("sampling_params")
         reply = await self.ask("POST", "/sessions", json=body)
-        return JSONResponse(reply.json(), reply.status_code)
+        found = reply.json()
+        if reply.is_success:
+            found["url"] = str(request.base_url).rstrip("/") + found["base_url"]
+        return JSONResponse(found, reply.status_code)
+
+    async def sessions(self, request: Request) -> Response:
+        reply = await self.ask("GET", "/sessions")
+        return JSONResponse(reply.json()["sessions"], reply.status_code)
 
     async def session(self, request: Request) -> Response:
         """What was given at create is one level up in the gateway's reply."""
@@ -136,6 +148,7 @@ def application(config: Any) -> Starlette:
     return Starlette(
         routes=[
             Route("/sessions", place.create, methods=["POST"]),
+            Route("/sessions", place.sessions),
             Route("/sessions/{session:path}/traces", place.session_traces),
             Route("/traces/{trace}", place.one_trace),
             Route("/admin/weight_version", place.weight_version, methods=["POST"]),
