@@ -241,8 +241,9 @@ class Engines:
         `grow` reserves memory for its bytes. `rid` is the id to abort it by; if this call is cancelled, `abort` it.
         `version` is the adapter's weight version, if known. `open_stream` is for a reply that the engine streams; the
         answer is the whole reply all the same. `path` is the route for the body that was made last, if not the shape's.
-        Raises as `first_reached` and `body_for`, Withheld if `may_send`
-        refuses at the last moment, UpstreamInvalid for a redirect or another status that holds no completion.
+
+        Raises as `first_reached` and `body_for`, Withheld if `may_send` refuses at the last moment, UpstreamInvalid for
+        a redirect or another status that holds no completion.
         """
 
         dispatched: dict[str, str | None] = {}

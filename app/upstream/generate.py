@@ -7,8 +7,6 @@ template or a grammar, keeps the turn a chat.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
-
 import msgspec
 
 from app.domain.request import join_object
@@ -53,7 +51,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """Of an engine's `/server_info`: how it streams, what it samples with, and what its chat parses replies with."""
 
     incremental_streaming_output: bool = False
-    sampling_defaults: Literal["model", "openai"] | str = "model"
+    sampling_defaults: str = "model"
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
 
