@@ -7,6 +7,7 @@ template or a grammar, keeps the turn a chat.
 from __future__ import annotations
 
 from collections.abc import Mapping
+
 import msgspec
 
 from app.domain.request import join_object
