@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from fault.verified import acknowledgement, verified
-from integration.stand import Stand, Talk, serving, user
+from integration.stand import Stand, Talk, serving, until, user
 from integration.tito import output_of
 
 from tests.tools.real_engine.process import SERVED_AS, EngineProcess, rescored
@@ -54,6 +54,13 @@ def ask(stand: Stand, talk: Talk) -> httpx.Response:
         time.sleep(0.05)
 
 
+def staged_turns(stand: Stand) -> float:
+    """How many turns of this process have tokens that a retry can go on from."""
+    text = stand.http.get("/metrics").text
+    found = [line for line in text.splitlines() if line.startswith('turnlog_turns_staged_total{outcome="staged"')]
+    return sum(float(line.split()[-1]) for line in found)
+
+
 @pytest.mark.parametrize("killed", ["server", "engine"])
 def test_a_generation_outlives_kills(engine: EngineProcess, model: Path, tmp_path: Path, killed: str) -> None:
     rng = random.Random(killed)
@@ -62,8 +69,9 @@ def test_a_generation_outlives_kills(engine: EngineProcess, model: Path, tmp_pat
         began = time.monotonic()
         whole = ask(stand, stand.talk())
         took = time.monotonic() - began
-        talk = stand.talk()
+        talk, before = stand.talk(), staged_turns(stand)
         asked = stand.meanwhile(ask, stand, talk)
+        until(lambda: staged_turns(stand) > before, PATIENCE_S)
         kills = 0
         for _ in range(KILLS):
             time.sleep(rng.uniform(0.3, 1.0) * took / (KILLS + 1))
