@@ -46,14 +46,15 @@ def children(of: int | None = None) -> set[int]:
     """Process ids of this process's worker children, or another's; a test session has other children, too."""
     parent = of or os.getpid()
     found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        process = Path("/proc", pid)
         try:
-            ppid = stat.read_text().rpartition(")")[2].split()[1]
-            is_worker = b"workers.child" in (stat.parent / "cmdline").read_bytes()
+            ppid = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            is_worker = b"workers.child" in (process / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(ppid) == parent and is_worker:
-            found.add(int(stat.parent.name))
+            found.add(int(pid))
     return found
 
 
