@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from integration.patient import answered
 from integration.stand import Stand, Talk, serving, until, user
 from integration.tito import output_of
 
@@ -94,25 +95,9 @@ class Staged:
         self.stand, self.engine, self.wire = stand, engine, wire
 
     def ask(self, talk: Talk, **fields: Any) -> httpx.Response:
-        """One turn, sent again until it is answered, as clients do."""
-        deadline = time.monotonic() + PATIENCE_S
         sim = {"completion_tokens": TOKENS, "latency_s": LATENCY_S, "reasoning": False, "chunk_tokens": 1}
-        while True:
-            assert time.monotonic() < deadline, "never answered"
-            try:
-                response = httpx.post(
-                    self.stand.base_url + talk.chat_path,
-                    json=talk.body([user("Go")], temperature=0, max_tokens=TOKENS + 8, sim=sim, **fields),
-                    headers={"idempotency-key": talk.id},
-                    timeout=PATIENCE_S,
-                )
-            except httpx.TransportError:
-                time.sleep(0.02)
-                continue
-            if response.status_code == 200:
-                return response
-            assert response.status_code >= 500, response.text[:300]
-            time.sleep(0.02)
+        body = talk.body([user("Go")], temperature=0, max_tokens=TOKENS + 8, sim=sim, **fields)
+        return answered(self.stand, talk, body, PATIENCE_S)
 
     def until_generating(self, asked: Future[httpx.Response]) -> None:
         before = self.wire.tokens

@@ -48,7 +48,10 @@ def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
         found.doubled += max(len(exported), len(client.talk.committed())) - len(set(exported))
         for row, span in spans:
             said = records[span["turn"]]
-            assert said == replies[said["id"]], f"turn {span['turn']} is recorded otherwise than it was said"
+            if span["parts"]:
+                found.joined += 1
+            else:
+                assert said == replies[said["id"]], f"turn {span['turn']} is recorded otherwise than it was said"
             _count(found, row, span, said)
             sampled += span["end"] - span["output_start"]
         rows += own

@@ -11,11 +11,13 @@ from helpers.tables import Table
 
 @dataclass
 class Found:
-    """What a test counted: `difference` is the largest of an exported logprob to the model's own, in nats."""
+    """What a test counted: `joined` turns were aborted and continued; `difference` is the largest of an exported logprob
+    to the model's own, in nats."""
 
     sessions: int = 0
     turns: int = 0
     kills: int = 0
+    joined: int = 0
     lost: int = 0
     doubled: int = 0
     rows: int = 0

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+import httpx
 import pytest
-from integration.stand import until
+from integration.stand import Stand, until
 
 from real_engine.clients import Chat, Client, Ids, Messages, Responses, Text, ToolLoop
 from real_engine.compared import Lane, compare
 from real_engine.table import Found
+from tests.tools.real_engine.process import EngineProcess
 
 pytestmark = pytest.mark.real_engine
 
@@ -38,6 +40,27 @@ def test_tools(lane: Lane, protocol: type[ToolLoop], found: Found) -> None:
     assert found.rows == found.sessions if lane.builds_prompts else found.rows > found.sessions
 
 
+@pytest.mark.parametrize("lane", ["tito"], indirect=True)
+def test_tools_over_updates(lane: Lane, engine: EngineProcess, found: Found) -> None:
+    """What a pause aborts goes on after the update, beside kills of the server."""
+    until(lambda: lane.stand.http.get("/engines").json()["engines"][0]["weight_version"] is not None, PATIENCE_S)
+    clients = [Chat(lane.stand, number) for number in range(CONVERSATIONS)]
+    run_over_kills(lane, clients, found, partial(update, lane.stand, engine))
+    require_equal(lane, clients, found)
+    rows = [row for client in clients for row in client.talk.rows()]
+    assert found.rows == found.sessions
+    assert found.joined > 0, "no pause met a turn in flight"
+    assert {str(version) for row in rows for version in row["weight_versions"] if version >= 0} >= {"1", str(KILLS)}
+
+
+def update(stand: Stand, engine: EngineProcess, number: int) -> None:
+    """Update the weights' version behind a pause, which aborts what is in flight."""
+    assert stand.http.post("/fleet/pause").status_code == 200
+    updated = httpx.post(engine.base_url + "/update_weight_version", json={"new_version": str(number)})
+    assert updated.status_code == 200, updated.text
+    assert stand.http.post("/fleet/resume").status_code == 200
+
+
 def test_plain_chats(lane: Lane, found: Found) -> None:
     clients = [Chat(lane.stand, number, plain=True) for number in range(4)]
     run_over_kills(lane, clients, found)
@@ -55,11 +78,17 @@ def test_completions(lane: Lane, found: Found) -> None:
         assert row["tokens"] == client.ids
 
 
-def run_over_kills(lane: Lane, clients: Sequence[Client], found: Found) -> None:
-    """Kill the server while the clients' turns are in flight; the clients go on by themselves."""
+def run_over_kills(
+    lane: Lane, clients: Sequence[Client], found: Found, meanwhile: Callable[[int], None] | None = None
+) -> None:
+    """Kill the server while the clients' turns are in flight; the clients go on by themselves. `meanwhile` is done
+    between two kills, also with turns in flight; it gets their number, from 1."""
     runs = [lane.stand.meanwhile(client.run) for client in clients]
-    for _ in range(KILLS):
+    for number in range(1, KILLS + 1):
         until(partial(has_begun, lane, runs, len(lane.proxy.requests) + BETWEEN), PATIENCE_S)
+        if meanwhile is not None:
+            meanwhile(number)
+            until(partial(has_begun, lane, runs, len(lane.proxy.requests) + BETWEEN), PATIENCE_S)
         lane.stand.server.kill()
         found.kills += 1
         lane.stand.server.start()

@@ -6,11 +6,11 @@ import os
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from fault.verified import acknowledgement, verified
+from integration.patient import answered
 from integration.stand import Stand, Talk, serving, until, user
 from integration.tito import output_of
 
@@ -27,31 +27,9 @@ PATIENCE_S = 900.0
 
 
 def ask(stand: Stand, talk: Talk) -> httpx.Response:
-    """One turn, sent again until it is answered."""
-    deadline = time.monotonic() + PATIENCE_S
-    asked: dict[str, Any] = {
-        "model": SERVED_AS,
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "min_tokens": TOKENS,
-        "ignore_eos": True,
-    }
-    while True:
-        assert time.monotonic() < deadline, "never answered"
-        try:
-            response = httpx.post(
-                stand.base_url + talk.chat_path,
-                json=talk.body([user("Tell me everything.")], **asked),
-                headers={"idempotency-key": talk.id},
-                timeout=PATIENCE_S,
-            )
-        except httpx.TransportError:
-            time.sleep(0.05)
-            continue
-        if response.status_code == 200:
-            return response
-        assert response.status_code >= 500, response.text[:300]
-        time.sleep(0.05)
+    limits = {"max_tokens": TOKENS, "min_tokens": TOKENS, "ignore_eos": True}
+    body = talk.body([user("Tell me everything.")], model=SERVED_AS, temperature=0, **limits)
+    return answered(stand, talk, body, PATIENCE_S)
 
 
 def staged_turns(stand: Stand) -> float:
