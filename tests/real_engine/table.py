@@ -11,8 +11,8 @@ from helpers.tables import Table
 
 @dataclass
 class Found:
-    """What a test counted: `joined` turns were aborted and continued; `difference` is the largest of an exported logprob
-    to the model's own, in nats."""
+    """What a test counted: `joined` turns were aborted and continued; `difference` is the largest of an exported
+    logprob to the model's own, in nats."""
 
     sessions: int = 0
     turns: int = 0
