@@ -29,8 +29,8 @@ class Lane:
     builds_prompts: bool
 
     def replies(self) -> dict[str, Reply]:
-        """What the engine said, by the id of its reply."""
-        return {reply["id"]: reply for reply in map(json.loads, self.proxy.replies)}
+        """What the engine generated, by the id of its reply; a pause's reply has none."""
+        return {reply["id"]: reply for reply in map(json.loads, self.proxy.replies) if "id" in reply}
 
 
 def compare(lane: Lane, clients: Sequence[Client], found: Found) -> None:
