@@ -20,11 +20,13 @@ from app.fleet.pauses import Pauses
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
 from app.sessions.cache import SessionCache
+from app.sessions.checkpoints import Checkpoints
 from app.sessions.followers import Followers
 from app.sessions.forks import Forks
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery
+from app.sessions.restores import Restores
 from app.settings import Settings
 from app.store.ports import Database
 from app.store.writer import Writer
@@ -141,6 +143,22 @@ class Assembly:
         self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
+        self.checkpoints = Checkpoints(
+            database=database,
+            writer=self.writer,
+            fleet=self.fleet,
+            gates=self.gates,
+            restores=Restores(
+                database=database,
+                writer=self.writer,
+                cache=self.cache,
+                followers=self.followers,
+                sessions=self.sessions,
+                clock=clock,
+            ),
+            incarnation=incarnation,
+            lease_left=lease_left or self._recovery.lease_left,
+        )
         self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
 
     def _turns(self, pool: Workers, settings: Settings, clock: Clock) -> Turns:
@@ -182,12 +200,14 @@ class Assembly:
         self._recovery.start()
         self._claims.start()
         self._controls.start()
+        self.checkpoints.start()
 
     async def drain(self) -> None:
         """Wait at most DRAIN_S for the turns in flight, then send engines what is still due."""
         async with AsyncExitStack() as ends:
             ends.push_async_callback(self._controls.stop)
             ends.push_async_callback(self.turns.drain, DRAIN_S)
+            ends.push_async_callback(self.checkpoints.stop)
             ends.push_async_callback(self.janitor.stop)
 
     async def stop(self) -> None:

@@ -13,6 +13,9 @@ cost 0.2).
     after_components     erasing a session: after each step that deletes the components of a few rewards
     after_fork           after each new session of a fork
     after_erase          the rows are deleted; SQLite's log file is not truncated yet
+    after_held           turns are held for a restore; nothing has been taken back yet
+    after_session_restored   after each session; after_groups_restored: after each step of some groups
+    after_restore_finished   the epoch is raised; turns are still held
     after_gate_shut      the pause is on disk; no engine has been paused yet
     before_gate_opened   the engines have been resumed; the pause is still on disk
 """
@@ -58,6 +61,14 @@ CrashPoint = Literal[
     "after_components",
     "in_erase",
     "after_erase",
+    "in_checkpoint",
+    "after_checkpoint",
+    "after_held",
+    "in_restore",
+    "after_session_restored",
+    "after_groups_restored",
+    "in_restore_finished",
+    "after_restore_finished",
     "after_gate_shut",
     "before_gate_opened",
 ]

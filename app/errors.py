@@ -150,6 +150,28 @@ class SessionBusy(AppError):
     meaning = "another turn of the session is in flight"
 
 
+class Restored(AppError):
+    """The store was taken back to a checkpoint: the session, or a turn that the request carries, is set aside."""
+
+    status, code, type, retry = 409, "restored", "conflict_error", False
+    meaning = "the session, or a turn in the request's history, is later than the checkpoint that was restored"
+
+    def __init__(self, session_id: str, turn: int | None = None) -> None:
+        what = f"session {session_id}" if turn is None else f"turn {turn} of session {session_id}"
+        super().__init__(f"{what} is set aside: the store was taken back to an earlier checkpoint")
+
+
+class CheckpointExists(AppError):
+    status, code, type, retry = 409, "checkpoint_exists", "conflict_error", False
+    meaning = "another checkpoint has this name"
+
+
+class CheckpointBusy(AppError):
+    status, code, type, retry = 409, "checkpoint_busy", "conflict_error", True
+    meaning = "the store is being taken back to a checkpoint, or turns are draining for one; retry later"
+    retry_after_s = 2
+
+
 class ClaimLost(AppError):
     """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 

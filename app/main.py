@@ -17,7 +17,20 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
-from app.api import counting, exports, forks, groups, models, responses, service, sessions, signin, skyrl, trees
+from app.api import (
+    checkpoints,
+    counting,
+    exports,
+    forks,
+    groups,
+    models,
+    responses,
+    service,
+    sessions,
+    signin,
+    skyrl,
+    trees,
+)
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
@@ -216,6 +229,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(fleet_routes.router)
+    app.include_router(checkpoints.router)
     app.include_router(skyrl.router)
     app.include_router(engine_routes.router)
     app.include_router(signin.router)

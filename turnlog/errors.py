@@ -12,6 +12,7 @@ TurnlogError
 ├── NotFound             404, 410
 │   └── SessionClosed    404 session_closed: closed or erased
 ├── Conflict             409
+│   └── Restored         409 restored: later than the checkpoint to which the store was taken back
 ├── EnginesFailed        502 engines_failed: the gate is as requested; `body` gives the result at each engine
 └── Unavailable          429 and any other 5xx: `retry_after_s` is when to retry, if the server says so
 """
@@ -80,6 +81,10 @@ class Conflict(TurnlogError):
     pass
 
 
+class Restored(Conflict):
+    pass
+
+
 class EnginesFailed(TurnlogError):
     pass
 
@@ -90,6 +95,7 @@ class Unavailable(TurnlogError):
 
 _BY_CODE: Mapping[tuple[int, str], type[TurnlogError]] = {
     (404, "session_closed"): SessionClosed,
+    (409, "restored"): Restored,
     (502, "engines_failed"): EnginesFailed,
 }
 

@@ -90,6 +90,15 @@ class IncomingPrompt:
         self._messages = plan.base_messages + bool(self._new)
         return plan
 
+    def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
+        """As `Incoming.aside_turn`."""
+        found = [session.aside[number] for number in self._continued(list(session.aside))]
+        deepest = max(found, key=lambda turn: self._stored(turn).size, default=None)
+        if deepest is None:
+            return None
+        live = [self._stored(session.turn(number)).size for number in self._continued(list(session.turns))]
+        return deepest.number if self._stored(deepest).size > max(live, default=0) else None
+
     def _attached(self, session: Session, agent_id: str | None) -> Plan:
         """After the turn with the longest text that begins the prompt: of several the same agent's, else the newest."""
         continued = self._continued([turn for turn in session.turns if turn.shape == "completions"])

@@ -28,7 +28,7 @@ from app.domain.reply import ValidatedReply
 from app.domain.session import Session, fold
 from app.domain.tree import Branch, NewTurn, TreeIndex, branch_of
 from app.domain.turns import Turn
-from app.errors import InvalidRequest, SessionClosed, SessionNotFound
+from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
 from workers import codec
 
 
@@ -117,20 +117,22 @@ def commit_turn(
     timing: Timing | None = None,
     max_replay_bytes: int | None = None,
     uses: retention.ChunkUses | None = None,
+    pinned_upto: int = 0,
 ) -> list[Event]:
     """The events that commit the turn. `binding` is a new binding to its engine.
 
-    A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window. They hold for
+    A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window, but for what
+    checkpoints pin (`pinned_upto`). They hold for
     `session` alone, of which `index` and `uses` are: in a tree, where another turn may commit first, they are decided
     again.
     """
     committed = _committed(session, index, opened, fence, plan, incoming, reply, blobs, timing)
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
-    if session.payloads or reply.payloads:
+    if session.every_payload or reply.payloads:
         before = msgspec.structs.replace(session, turns=session.turns.tentative())
         after = fold(session.session_id, _numbered(session, events), before)
-        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses)
+        tombstoned = None if after is None else retention.tombstones(after, index, max_replay_bytes, uses, pinned_upto)
         events += [] if tombstoned is None else [tombstoned]
     return events
 
@@ -214,11 +216,13 @@ def _numbered(session: Session, events: list[Event]) -> Iterator[Recorded]:
 def assign_reward(
     session: Session | None, session_id: str, reward: float, components: dict[str, float], turn: int | None
 ) -> RewardAssigned:
-    """Raises SessionNotFound, SessionClosed (erased), InvalidRequest (not finite, no such turn)."""
+    """Raises SessionNotFound, SessionClosed (erased), Restored, InvalidRequest (not finite, no such turn)."""
     if session is None:
         raise SessionNotFound(f"session {session_id} does not exist")
     if session.status == "erased":
         raise SessionClosed(f"session {session_id} is erased")
+    if session.status == "set_aside":
+        raise Restored(session_id)
     for name, value in (
         ("reward", reward),
         *((f"components.{key}", value) for key, value in components.items()),

@@ -318,12 +318,13 @@ class TurnAbandoned(Event, frozen=True):
     """The open turn ended without a reply.
 
     Its process is dead (`owner_dead`) or could not release it (`not_released`), or it was cancelled because the session
-    was closed (`session_closed`) or the client disconnected (`disconnect`).
+    was closed (`session_closed`), the client disconnected (`disconnect`) or the store was taken back to a checkpoint
+    (`restored`, since version 2).
     """
 
     turn: int
     fence: int
-    reason: Literal["owner_dead", "not_released", "session_closed", "disconnect"]
+    reason: Literal["owner_dead", "not_released", "session_closed", "disconnect", "restored"]
 
 
 class ReplyUndelivered(Event, frozen=True):
@@ -404,6 +405,25 @@ class SessionClosed(Event, frozen=True):
     reason: Literal["deleted", "idle", "root"] = "deleted"
 
 
+class SessionRestored(Event, frozen=True):
+    """The session is again what it was after event `to_seq`: the store was taken back to checkpoint `checkpoint`.
+
+    `to_seq` 0: the session was created later; its `status` is then `set_aside`. `aside` are all turns that are set
+    aside from now on: they stay in the log, but no request matches them and no row has them. No turn is open, and no
+    reward is assigned; those of that time follow as `RewardAssigned`. `history`, `closed_at`, `is_reclaimed` and
+    `deliveries` are the state's of that time. Numbers of turns and branches that were given out stay so.
+    """
+
+    checkpoint: str
+    to_seq: int
+    status: Literal["open", "closed", "set_aside"] = "open"
+    aside: tuple[int, ...] = ()
+    history: History | None = None
+    closed_at: float | None = None
+    is_reclaimed: bool = False
+    deliveries: dict[int, bool] = {}
+
+
 class SessionErased(Event, frozen=True):
     """The content is deleted. The events and the id stay, so that the id is never used again."""
 
@@ -424,6 +444,7 @@ TYPES: dict[str, type[Event]] = {
         AffinityBound,
         AffinityReleased,
         SessionClosed,
+        SessionRestored,
         SessionErased,
     )
 }
@@ -434,12 +455,13 @@ VERSIONS: dict[str, int] = {
     "TurnOpened": 4,
     "TurnCommitted": 7,
     "TurnRejected": 2,
+    "TurnAbandoned": 2,
     "BlobsTombstoned": 2,
     "RewardAssigned": 2,
     "SessionClosed": 3,
 }
 
-EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed")
+EXPORTED = ("TurnCommitted", "RewardAssigned", "SessionClosed", "SessionRestored")
 """Events after which a session's export rows may differ from before."""
 
 

@@ -92,6 +92,34 @@ class FleetResumed(FleetEvent, frozen=True):
         return "fleet"
 
 
+class TurnsHeld(FleetEvent, frozen=True):
+    """All turns are held back for a checkpoint, until `TurnsFreed`; engines are not told.
+
+    `drain`: it is about to be made; turns with a claim go on. `restore`: the store is being taken back to it, and
+    `before` names the checkpoint that keeps the present state. Process `incarnation` does it; if that is dead, another
+    one frees the turns after a `drain` and finishes a `restore`.
+    """
+
+    checkpoint: str
+    reason: Literal["drain", "restore"]
+    incarnation: int
+    before: str | None = None
+
+    @property
+    def key(self) -> str:
+        return "checkpoint"
+
+
+class TurnsFreed(FleetEvent, frozen=True):
+    """The turns that were held back for a checkpoint go on."""
+
+    checkpoint: str
+
+    @property
+    def key(self) -> str:
+        return "checkpoint"
+
+
 class VersionRegressed(FleetEvent, frozen=True):
     """An engine's weight version went from `before` back to `after`: an old checkpoint, or an update that failed."""
 
@@ -113,6 +141,8 @@ TYPES: dict[str, type[FleetEvent]] = {
         FleetPaused,
         FleetResumed,
         VersionRegressed,
+        TurnsHeld,
+        TurnsFreed,
     )
 }
 
@@ -161,13 +191,17 @@ class Fleet(msgspec.Struct, frozen=True):
     adapters: dict[str, Gate] = {}
     gate: Gate = OPEN
     regressed: dict[str, Regression] = {}
+    held: TurnsHeld | None = None
 
     def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
         """The gates that a turn of this adapter must pass: the fleet's and its own."""
         return self.gate, OPEN if adapter is None else self.adapters.get(adapter, OPEN)
 
-    def is_shut(self, adapter: str | None) -> bool:
+    def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
+        """Must a turn of this adapter wait? A turn that `has_claim` goes on while others drain."""
         if self.gate.until is not None:
+            return True
+        if self.held is not None and not (has_claim and self.held.reason == "drain"):
             return True
         own = None if adapter is None else self.adapters.get(adapter)
         return own is not None and own.until is not None
@@ -180,7 +214,9 @@ class Fleet(msgspec.Struct, frozen=True):
     def was_shut_after(self, moment: float) -> bool:
         """Was any gate shut after `moment` (seconds since the epoch), or is it now?"""
         gates = [gate for gate in (self.gate, *self.adapters.values()) if gate.closings]
-        return any(gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates)
+        return self.held is not None or any(
+            gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates
+        )
 
     def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
         """The engines: those in the settings and those that an operator added, without removed ones."""
@@ -209,6 +245,10 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
         case VersionRegressed():
             found = Regression(event.before, event.after, placed.at)
             changes = {"regressed": {**fleet.regressed, event.engine: found}}
+        case TurnsHeld():
+            changes = {"held": event}
+        case TurnsFreed():
+            changes = {"held": None}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)
 
 

@@ -72,7 +72,7 @@ def is_complete(rollouts: int, unfinished: int) -> bool:
 
 
 def outcome(attempts: Iterable[Attempt]) -> GroupOutcome:
-    counted = [one for one in attempts if one.status != "erased"]
+    counted = [one for one in attempts if one.status not in ("erased", "set_aside")]
     rewards = [one.reward for one in counted if one.reward is not None]
     return GroupOutcome(
         rollouts=len(counted),
@@ -132,7 +132,8 @@ def oldest_version(log: Iterable[Event]) -> int | None:
     """The smallest weight version of a sampled token of a live turn; None where none is a number.
 
     Copied turns that are not in the session's loss do not count: their age is another session's. `log` holds at least
-    the SessionCreated, TurnCommitted and RolledBack events of a session, in order.
+    the SessionCreated, TurnCommitted and RolledBack events of a session, in order, without those that a restore took
+    back (`restore.in_effect`).
     """
     live: dict[int, int] = {}
     context = 0

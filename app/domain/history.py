@@ -220,6 +220,15 @@ class Incoming:
         parent = self._deepest(session, index, agent_id)
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 
+    def aside_turn(self, session: Session, index: TreeIndex) -> int | None:
+        """The turn that is set aside and whose whole history begins the request; None if that of one that is not is as
+        long. `index` has both."""
+        for history in self._histories(index):
+            found = list(index.ending_with(history))
+            if found:
+                return None if any(number in session.turns for number in found) else found[0]
+        return None
+
     def _deepest(self, session: Session, index: TreeIndex, agent_id: str | None) -> Turn | None:
         """The deepest turn whose whole history begins the request, as `index` has it now.
 

@@ -47,7 +47,11 @@ class ChunkUses:
 
 
 def tombstones(
-    session: Session, index: TreeIndex, max_bytes: int | None = None, uses: ChunkUses | None = None
+    session: Session,
+    index: TreeIndex,
+    max_bytes: int | None = None,
+    uses: ChunkUses | None = None,
+    pinned_upto: int = 0,
 ) -> BlobsTombstoned | None:
     """The payloads that leave the window with the commit of the newest turn, if any.
 
@@ -55,19 +59,24 @@ def tombstones(
     turn. What a turn in flight continues is kept too: its payload may share chunks. If all payloads together exceed
     `max_bytes`, those of the leaves that were idle longest are dropped as well.
 
+    A checkpoint pins what could be read when it was made: the payloads of turns that were committed up to event
+    `pinned_upto`. Those of turns that are set aside are dropped as soon as no checkpoint pins them.
+
     `index` and `uses` are those before the commit; the uses are counted where they are not given.
     """
     newest = session.leaf
     own = () if newest is None else session.payloads.get(newest.number, ())
     if uses is None:
-        uses = ChunkUses(payloads for payloads in session.payloads.values() if payloads is not own)
+        uses = ChunkUses(payloads for payloads in session.every_payload.values() if payloads is not own)
     uses.add(own)
-    dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None)
-    freed = [key for turn in dropped for key in uses.remove(session.payloads[turn])]
-    over = _over_budget(session, set(dropped), uses, max_bytes)
+    pinned, every = _pinned(session, pinned_upto), session.every_payload
+    dropped = _behind_window(session, _superseded(session, index), index if session.is_tree else None, pinned)
+    dropped += [turn for turn in session.aside_payloads if turn not in pinned]
+    freed = [key for turn in dropped for key in uses.remove(every[turn])]
+    over = _over_budget(session, set(dropped), uses, max_bytes, pinned)
     freed += over.freed
     for turn in (*dropped, *over.turns):
-        uses.add(session.payloads[turn])
+        uses.add(every[turn])
     uses.remove(own)
     return _event([*dropped, *over.turns], freed, "budget" if over.turns else "window")
 
@@ -75,15 +84,15 @@ def tombstones(
 def tombstones_of_fork(session: Session, lost: Collection[int]) -> BlobsTombstoned | None:
     """As `tombstones`, of copied turns; `lost` are those whose payloads can no longer be read at the source."""
     readable = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost}
-    dropped = [*lost, *_behind_window(msgspec.structs.replace(session, payloads=readable), (), None)]
+    dropped = [*lost, *_behind_window(msgspec.structs.replace(session, payloads=readable), (), None, ())]
     uses = ChunkUses(session.payloads.values())
     return _event(dropped, [key for turn in dropped for key in uses.remove(session.payloads[turn])], "window")
 
 
 def tombstone_all(session: Session) -> BlobsTombstoned | None:
     """All remaining payloads, when a session has been closed for long enough."""
-    keys = {chunk.key for payloads in session.payloads.values() for chunk in _chunks(payloads)}
-    return _event(list(session.payloads), keys, "closed")
+    keys = {chunk.key for payloads in session.every_payload.values() for chunk in _chunks(payloads)}
+    return _event(list(session.every_payload), keys, "closed")
 
 
 def _event(turns: Sequence[int], freed: Iterable[ChunkKey], reason: TombstoneReason) -> BlobsTombstoned | None:
@@ -108,11 +117,13 @@ def _superseded(session: Session, index: TreeIndex) -> Collection[int]:
     return {turn.number for turn in siblings if parent.supersedes(turn) and not index.has_children(turn.number)}
 
 
-def _behind_window(session: Session, gone: Collection[int], index: TreeIndex | None) -> list[int]:
+def _behind_window(
+    session: Session, gone: Collection[int], index: TreeIndex | None, pinned: Collection[int]
+) -> list[int]:
     """`index`: of a tree; without it the session has one leaf."""
     if session.config.retain == "all":
         return []
-    window, pinned = session.config.rollback_window, _pinned(session)
+    window = session.config.rollback_window
     ranks: dict[tuple[int, ReplayKind], int] = {}
     dropped: list[int] = []
     for number in sorted(session.payloads, key=lambda number: session.turn(number).seq, reverse=True):
@@ -151,8 +162,10 @@ def _continuing(session: Session, index: TreeIndex, number: int) -> set[int]:
     return found | {newest.number} if newest is not None and newest.token_parent == number else found
 
 
-def _pinned(session: Session) -> set[int]:
-    return {one.parent for one in session.open_turns.values()} if session.is_tree else set()
+def _pinned(session: Session, upto: int) -> set[int]:
+    """The turns whose payloads a turn in flight of a tree may share, and those that a checkpoint needs."""
+    continued = {one.parent for one in session.open_turns.values()} if session.is_tree else set()
+    return continued | {turn.number for turn in session.every_turn if turn.seq <= upto} if upto else continued
 
 
 def _before(session: Session, number: int, kind: ReplayKind) -> int:
@@ -170,7 +183,9 @@ class _Over(NamedTuple):
     freed: list[ChunkKey]
 
 
-def _over_budget(session: Session, dropped: Collection[int], uses: ChunkUses, max_bytes: int | None) -> _Over:
+def _over_budget(
+    session: Session, dropped: Collection[int], uses: ChunkUses, max_bytes: int | None, pinned: Collection[int]
+) -> _Over:
     """The turns to drop, the longest idle first, until what is left fits; the newest turn's payloads always stay.
 
     Their payloads are removed from `uses`.
@@ -179,7 +194,6 @@ def _over_budget(session: Session, dropped: Collection[int], uses: ChunkUses, ma
     if max_bytes is None or uses.bytes <= max_bytes:
         return over
     kept = sorted((number for number in session.payloads if number not in dropped), key=lambda n: session.turn(n).seq)
-    pinned = _pinned(session)
     for number in kept[:-1]:
         if uses.bytes <= max_bytes:
             break

@@ -33,6 +33,7 @@ from app.domain.events import (
     SessionConfig,
     SessionCreated,
     SessionErased,
+    SessionRestored,
     TurnAbandoned,
     TurnCommitted,
     TurnOpened,
@@ -44,7 +45,8 @@ from workers.codec import describe
 
 EMPTY = Turns()
 
-Status = Literal["open", "closed", "erased"]
+Status = Literal["open", "closed", "erased", "set_aside"]
+"""`set_aside`: the session was created after the checkpoint to which the store was taken back."""
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +99,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     been tombstoned. `reward` is the session's own, or, where `has_roots_reward`, that of the root of its rollout.
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry. `history` says who may attach where; None until the first turn decides.
-    `is_reclaimed`: it was closed because it was idle.
+    `is_reclaimed`: it was closed because it was idle. `aside` are the turns that a restore has set aside, and
+    `aside_payloads` their replay payloads that have not been tombstoned; they are in none of the other fields.
     """
 
     session_id: str
@@ -124,6 +127,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     deliveries: dict[int, bool] = {}
     history: History | None = "linear"
     is_reclaimed: bool = False
+    aside: Turns = EMPTY
+    aside_payloads: dict[int, tuple[Payload, ...]] = {}
 
     @property
     def context_turns(self) -> int:
@@ -149,6 +154,16 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         """The turns from the root to the leaf: a linear session's live turns."""
         leaf = self.leaf
         return () if leaf is None else tuple(self.line(leaf.number))
+
+    @property
+    def every_turn(self) -> list[Turn]:
+        """The committed turns, those that are set aside too, in the order of their commits."""
+        return sorted((*self.turns, *self.aside), key=lambda turn: turn.seq) if self.aside else list(self.turns)
+
+    @property
+    def every_payload(self) -> dict[int, tuple[Payload, ...]]:
+        """The readable replay payloads, by turn, those of turns that are set aside too."""
+        return {**self.payloads, **self.aside_payloads} if self.aside_payloads else self.payloads
 
     def turn(self, number: int) -> Turn:
         """A committed turn. Raises KeyError."""
@@ -242,8 +257,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case RolledBack():
             return {}
         case BlobsTombstoned():
-            dropped = set(event.turns)
-            return {"payloads": {turn: kept for turn, kept in session.payloads.items() if turn not in dropped}}
+            return _tombstoned(session, set(event.turns))
         case RewardAssigned():
             return _rewarded(session, event)
         case AffinityBound():
@@ -253,10 +267,40 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionClosed():
             reclaimed = event.reason == "idle"
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "is_reclaimed": reclaimed}
+        case SessionRestored():
+            return _restored(session, event, recorded.at)
         case SessionErased():
-            return {"status": "erased", "open_turns": {}, "payloads": {}, **_without_components(session)}
+            gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "aside_payloads": {}}
+            return {"status": "erased", **gone, **_without_components(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
+
+
+def _tombstoned(session: Session, dropped: set[int]) -> dict[str, Any]:
+    kept = {turn: payloads for turn, payloads in session.payloads.items() if turn not in dropped}
+    aside = {turn: payloads for turn, payloads in session.aside_payloads.items() if turn not in dropped}
+    return {"payloads": kept, "aside_payloads": aside}
+
+
+def _restored(session: Session, event: SessionRestored, at: float) -> dict[str, Any]:
+    """What the log has given out since (numbers of turns, branches and blobs) is not given out again."""
+    aside = set(event.aside)
+    every = session.every_turn
+    return {
+        "status": event.status,
+        "turns": Turns(turn for turn in every if turn.number not in aside),
+        "aside": Turns(turn for turn in every if turn.number in aside),
+        "payloads": {turn: kept for turn, kept in session.every_payload.items() if turn not in aside},
+        "aside_payloads": {turn: kept for turn, kept in session.every_payload.items() if turn in aside},
+        "open_turns": {},
+        "reward": None,
+        "turn_rewards": {},
+        "has_roots_reward": False,
+        "history": event.history,
+        "closed_at": at if event.status == "set_aside" else event.closed_at,
+        "is_reclaimed": event.is_reclaimed,
+        "deliveries": event.deliveries,
+    }
 
 
 def _without_components(session: Session) -> dict[str, Any]:
@@ -352,7 +396,8 @@ def _require_parent(session: Session, event: TurnCommitted) -> None:
     """The parent is an earlier turn, so that every chain of turns ends. Raises UnknownEvent."""
     continues = event.base_messages > 0 or event.base_tokens > 0
     is_known = event.parent in session.turns if event.parent else not continues
-    if not is_known or not event.parent < event.turn or event.turn in session.turns:
+    is_taken = event.turn in session.turns or event.turn in session.aside
+    if not is_known or not event.parent < event.turn or is_taken:
         raise UnknownEvent(f"session {session.session_id}: turn {event.turn} cannot follow turn {event.parent}")
 
 

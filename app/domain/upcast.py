@@ -53,6 +53,7 @@ STEPS: Mapping[tuple[str, int], Step] = {
     ("TurnCommitted", 5): _only_added,
     ("TurnCommitted", 6): _only_added,
     ("TurnRejected", 1): _only_added,
+    ("TurnAbandoned", 1): _only_added,
     ("BlobsTombstoned", 1): _only_added,
     ("RewardAssigned", 1): _only_added,
     ("SessionClosed", 1): _only_added,

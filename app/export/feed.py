@@ -40,7 +40,8 @@ from app.domain.groups import (
     too_stale,
 )
 from app.domain.patterns import ID
-from app.errors import NotFound
+from app.domain.restore import in_effect
+from app.errors import CheckpointBusy, NotFound
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.lazy_import import LazyImport, loaded
@@ -158,11 +159,13 @@ class Feed:
         return found[group_id]
 
     async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
-        """Acknowledge groups. Idempotent."""
+        """Acknowledge groups. Idempotent. Raises CheckpointBusy."""
         every = Acknowledged([], [], [], [])
         distinct = sorted(set(group_ids))
         for at in range(0, len(distinct), ACKS_AT_ONCE):
             part = await self._writer.submit(Acknowledge(consumer, distinct[at : at + ACKS_AT_ONCE]))
+            if part is None:
+                raise CheckpointBusy("the store is being taken back to a checkpoint: nothing is acknowledged meanwhile")
             every.acknowledged.extend(part.acknowledged)
             every.already.extend(part.already)
             every.not_leased.extend(part.not_leased)
@@ -292,7 +295,7 @@ def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
 def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
     for session_id, rows in logs.items():
         try:
-            version = oldest_version(recorded.event for recorded in decode_events(rows))
+            version = oldest_version(one.event for one in in_effect(decode_events(rows)))
         except UnknownEvent as error:
             unreadable.warn(session_id, error)
             continue

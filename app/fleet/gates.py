@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain.fleet import OPEN, Fleet
 from app.errors import Overloaded
-from app.fleet.state import FleetState
+from app.fleet.state import POLL_S, STALE_S, FleetState
 
 Closings = tuple[int, int]
 """How often the fleet's and the adapter's gate had been shut when a turn passed them."""
@@ -25,6 +25,7 @@ second and finish no sooner."""
 class _HeldTurn(msgspec.Struct, eq=False):
     ticket: int
     adapter: str | None
+    has_claim: bool
     opened: asyncio.Future[None]
 
     def release(self) -> None:
@@ -49,38 +50,43 @@ class Gates:
         """How many turns wait in this process, by adapter."""
         return +self._held
 
+    @property
+    def settled_s(self) -> float:
+        """Seconds after which no process uses a state from before a gate was shut; 0 for a process that is alone."""
+        return 0.0 if self._fleet.is_alone else max(STALE_S + 2 * POLL_S, 2 * self._fleet.stale_s)
+
     def arrive(self, adapter: str | None) -> GatePass:
         """Give an arriving turn its place in the order, which it keeps if it waits more than once."""
         return GatePass(self, self._fleet, adapter, next(self._tickets))
 
-    def is_shut(self, adapter: str | None) -> bool:
-        return self._fleet.fleet.is_shut(adapter)
+    def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
+        return self._fleet.fleet.is_shut(adapter, has_claim=has_claim)
 
-    def may_pass(self, adapter: str | None) -> bool:
+    def may_pass(self, adapter: str | None, *, has_claim: bool = False) -> bool:
         """May a turn go to an engine? False also if the state is stale: `wait` refreshes it."""
-        return self._fleet.is_fresh and not self._fleet.fleet.is_shut(adapter)
+        return self._fleet.is_fresh and not self.is_shut(adapter, has_claim=has_claim)
 
     def is_line_moving(self, adapter: str | None) -> bool:
         """Are turns that arrived earlier being let through?"""
         return self._next_release is not None and self._held[adapter] > 0
 
-    async def wait(self, adapter: str | None, ticket: int) -> None:
-        """Wait until a turn may pass.
+    async def wait(self, adapter: str | None, ticket: int, *, has_claim: bool = False) -> None:
+        """Wait until a turn may pass; one that `has_claim` goes on while others drain.
 
         Raises Overloaded if the server stops, StoreUnavailable if the gates' state cannot be read.
         """
         may_try = not self.is_line_moving(adapter)
-        while not (may_try and self.may_pass(adapter)):
-            if may_try and not self.is_shut(adapter):
+        while not (may_try and self.may_pass(adapter, has_claim=has_claim)):
+            if may_try and not self.is_shut(adapter, has_claim=has_claim):
                 await self._fleet.refresh()
                 continue
             if self._stopping:
                 raise Overloaded("the server is stopping; the gate is shut")
-            await self._wait_in_line(adapter, ticket)
+            await self._wait_in_line(adapter, ticket, has_claim)
             may_try = True
 
-    async def _wait_in_line(self, adapter: str | None, ticket: int) -> None:
-        waiter = _HeldTurn(ticket, adapter, asyncio.get_running_loop().create_future())
+    async def _wait_in_line(self, adapter: str | None, ticket: int, has_claim: bool) -> None:
+        waiter = _HeldTurn(ticket, adapter, has_claim, asyncio.get_running_loop().create_future())
         bisect.insort(self._line, waiter, key=_ticket)
         self._held[adapter] += 1
         try:
@@ -123,7 +129,8 @@ class Gates:
         """Release the next AT_ONCE turns whose gates are open, and the others a little later."""
         self._next_release = None
         fleet = self._fleet.fleet
-        passing = itertools.islice((turn for turn in self._line if not fleet.is_shut(turn.adapter)), AT_ONCE + 1)
+        open_to = (turn for turn in self._line if not fleet.is_shut(turn.adapter, has_claim=turn.has_claim))
+        passing = itertools.islice(open_to, AT_ONCE + 1)
         for number, waiter in enumerate(list(passing)):
             if number == AT_ONCE:
                 self._next_release = asyncio.get_running_loop().call_later(REST_S, self._release_some)
@@ -133,13 +140,15 @@ class Gates:
 
 
 class GatePass:
-    """One turn's view of its gates, the fleet's and its adapter's. `ticket` is its place in the order."""
+    """One turn's view of its gates, the fleet's and its adapter's. `ticket` is its place in the order; `has_claim` is
+    set once it has its claim."""
 
     def __init__(self, gates: Gates, fleet: FleetState, adapter: str | None, ticket: int) -> None:
         self._gates = gates
         self._fleet = fleet
         self._adapter = adapter
         self.ticket = ticket
+        self.has_claim = False
         self._closings: Closings = (0, 0)
 
     @property
@@ -150,7 +159,7 @@ class GatePass:
     @property
     def is_open(self) -> bool:
         """May the turn go to an engine now? False also if the state is stale: `wait` refreshes it."""
-        return self._gates.may_pass(self._adapter)
+        return self._gates.may_pass(self._adapter, has_claim=self.has_claim)
 
     @property
     def version(self) -> str | None:
@@ -159,7 +168,7 @@ class GatePass:
 
     async def wait(self) -> None:
         """Wait until the gates are open. Raises Overloaded if the server stops, StoreUnavailable."""
-        await self._gates.wait(self._adapter, self.ticket)
+        await self._gates.wait(self._adapter, self.ticket, has_claim=self.has_claim)
 
     def take(self) -> bool:
         """May the request be sent now? If so, later closings are counted from here."""

@@ -14,12 +14,20 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from app.domain.events import BlobsTombstoned, Event, Recorded, SessionErased, TurnCommitted, UnknownEvent
+from app.domain.events import (
+    BlobsTombstoned,
+    Event,
+    Recorded,
+    SessionErased,
+    SessionRestored,
+    TurnCommitted,
+    UnknownEvent,
+)
 from app.domain.retention import ChunkUses
 from app.domain.session import Session, apply, encode_session
 from app.domain.tree import TreeIndex
 from app.domain.turns import Turn
-from app.errors import AppError, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
+from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
 from app.sessions.prefix_buffer import PrefixBuffer, PrefixBuffers
 from app.store import reads
 from app.store.log_sessions import SaveSnapshot
@@ -43,18 +51,28 @@ class CacheEntry:
     """A session's state, and its messages and tokens as far as they are in memory.
 
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
-    a tree is committed here, so that this process's commits do not make each other stale.
+    a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
+    event that a checkpoint has of the session, as far as this process has heard; 0 for none.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.index = TreeIndex(session.turns)
-        self.uses = ChunkUses(session.payloads.values())
+        self.uses = ChunkUses(session.every_payload.values())
+        self.pinned_upto = 0
         self.messages = PrefixBuffers()
         self.tokens = PrefixBuffers()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
+        self._every_index: TreeIndex | None = None
         self.committing = asyncio.Lock()
+
+    @property
+    def every_index(self) -> TreeIndex:
+        """As `index`, with the turns that are set aside too."""
+        if self._every_index is None:
+            self._every_index = TreeIndex(self.session.every_turn)
+        return self._every_index
 
     @property
     def is_behind(self) -> bool:
@@ -64,12 +82,14 @@ class CacheEntry:
     @property
     def size(self) -> int:
         known = self.messages.size + self.tokens.size
-        return ENTRY_BYTES + TURN_BYTES * len(self.session.turns) + CHUNK_BYTES * self.uses.references + known
+        turns = len(self.session.turns) + len(self.session.aside)
+        return ENTRY_BYTES + TURN_BYTES * turns + CHUNK_BYTES * self.uses.references + known
 
     def advance(self, events: Iterable[Recorded]) -> bool:
-        """Apply new events; False if they do not follow the entry's version, so the entry is out of date."""
+        """Apply new events; False if they do not follow the entry's version, or a restore has changed what was known:
+        the entry is out of date."""
         for recorded in events:
-            if recorded.seq != self.session.version + 1:
+            if recorded.seq != self.session.version + 1 or isinstance(recorded.event, SessionRestored):
                 return False
             before, self.session = self.session, apply(self.session, recorded, self.session.session_id)
             self._index(before, recorded.event)
@@ -80,22 +100,29 @@ class CacheEntry:
             case TurnCommitted(turn=number):
                 turn = self.session.turn(number)
                 self.index.add(turn)
+                if self._every_index is not None:
+                    self._every_index.add(turn)
                 self.uses.add(self.session.payloads.get(number, ()))
                 if turn.retry_key is not None:
                     self.keyed[turn.retry_key] = number
             case BlobsTombstoned(turns=numbers):
                 for number in numbers:
-                    self.uses.remove(before.payloads.get(number, ()))
+                    self.uses.remove(before.every_payload.get(number, ()))
             case SessionErased():
                 self.uses = ChunkUses()
 
 
 def require_open(entry: CacheEntry | None, session_id: str) -> CacheEntry:
-    """The entry, if the session exists and is open. Raises SessionNotFound, SessionClosed, SessionReclaimed."""
+    """The entry, if the session exists and is open.
+
+    Raises SessionNotFound, SessionClosed, SessionReclaimed, Restored.
+    """
     if entry is None:
         raise SessionNotFound(f"session {session_id} does not exist")
     if entry.session.status == "closed" and entry.session.is_reclaimed:
         raise SessionReclaimed(f"session {session_id} was closed because it was idle")
+    if entry.session.status == "set_aside":
+        raise Restored(session_id)
     if entry.session.status != "open":
         raise SessionClosed(f"session {session_id} is {entry.session.status}")
     return entry

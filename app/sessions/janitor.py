@@ -173,7 +173,7 @@ class Janitor:
         after = min(self._freed_upto, (cutoff - LATE_S, ""))
         async for place in self._closed(cutoff, after, holding=True):
             with suppress(SessionUnreadable, StoreDamaged):
-                await self._sessions.free_replay(place[1])
+                await self._sessions.free_replay(place[1], unless_pinned=True)
                 self.done.freed += 1
             self._freed_upto = place
 
@@ -190,7 +190,7 @@ class Janitor:
                     or_else=partial(survey_lists.holding_sessions, group_id=place[1], cutoff=cutoff),
                 ):
                     with suppress(SessionUnreadable, StoreDamaged):
-                        await self._sessions.free_replay(session_id)
+                        await self._sessions.free_replay(session_id, unless_pinned=True)
                         self.done.freed += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
@@ -202,7 +202,7 @@ class Janitor:
         async for _, session_id in self._closed(self._clock() - self._settings.closed_ttl_s, (0.0, ""), holding=False):
             self._erased_in_log_file = True
             with suppress(SessionUnreadable, StoreDamaged):
-                await self._sessions.drop_content(session_id)
+                await self._sessions.drop_content(session_id, unless_pinned=True)
                 self.done.erased += 1
         if self._erased_in_log_file:
             await self._database.empty_log_file()

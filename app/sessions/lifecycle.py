@@ -27,6 +27,7 @@ from app.domain.session import fold
 from app.errors import (
     AppError,
     InvalidRequest,
+    Restored,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -53,6 +54,7 @@ from app.store.log_sessions import (
     ShareReward,
 )
 from app.store.ports import Database, Writer
+from app.store.statements import ENDED
 from workers import codec
 
 Clock = Callable[[], float]
@@ -104,8 +106,8 @@ class Sessions:
     async def create(self, new: NewSession) -> None:
         """Idempotent for the same id and body.
 
-        Raises SessionExists, SessionEnded, StoreFull, SessionClosed (the root of its rollout is), InvalidRequest (its
-        parent descends from it).
+        Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
+        InvalidRequest (its parent descends from it).
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
@@ -264,14 +266,17 @@ class Sessions:
         elif outcome.status is None:
             raise SessionNotFound(f"session {session_id} does not exist")
         await self.close_members(session_id)
-        async for members in self._members(session_id, "closed"):
+        async for members in self._members(session_id, *ENDED):
             for member in members:
                 await self.drop_content(member)
         await self.drop_content(session_id)
         await self._database.empty_log_file()
 
-    async def free_replay(self, session_id: str) -> None:
-        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
+    async def free_replay(self, session_id: str, *, unless_pinned: bool = False) -> None:
+        """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps.
+
+        `unless_pinned`: not if a checkpoint has it.
+        """
         snapshot, rows = await self._database.read(
             lambda connection: reads.session_rows(connection, session_id), session_id=session_id
         )
@@ -282,7 +287,7 @@ class Sessions:
             return
         event = None if session is None else await asyncio.to_thread(retention.tombstone_all, session)
         if session is not None and event is not None:
-            outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event))
+            outcome = await self.apply(FreeReplay(session_id, session.version, self._clock(), event, unless_pinned))
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
             reach("after_tombstones")
@@ -295,21 +300,22 @@ class Sessions:
             reach("after_freed")
             await asyncio.sleep(0)
 
-    async def drop_content(self, session_id: str) -> None:
+    async def drop_content(self, session_id: str, *, unless_pinned: bool = False) -> None:
         """Erase a closed session. Its content is in the log files until those are emptied.
 
+        `unless_pinned`: not if a checkpoint has it.
         Raises SessionUnreadable if the content is on a damaged page.
         """
         with contextlib.suppress(SessionUnreadable):
-            await self.free_replay(session_id)
-        upto = await self._erase_components(session_id)
-        erased = await self._writer.submit(Erase(session_id, self._clock(), upto))
+            await self.free_replay(session_id, unless_pinned=unless_pinned)
+        upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
+        erased = await self._writer.submit(Erase(session_id, self._clock(), upto, unless_pinned))
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
 
-    async def _erase_components(self, session_id: str) -> int:
+    async def _erase_components(self, session_id: str, *, unless_pinned: bool) -> int:
         """Remove the components from existing rewards, in steps; returns the last event examined."""
         after = 0
         while True:
@@ -322,7 +328,7 @@ class Sessions:
             rewritten = await asyncio.to_thread(without_components, rows)
             if rewritten:
                 freed = sum(len(row.data) for row in rows)
-                await self._writer.submit(EraseComponents(session_id, rewritten, freed))
+                await self._writer.submit(EraseComponents(session_id, rewritten, freed, unless_pinned))
                 reach("after_components")
             after = rows[-1].seq
 
@@ -353,6 +359,8 @@ def refusal(session_id: str, status: str | None) -> AppError:
     """The error for a session that cannot be written to."""
     if status is None:
         return SessionNotFound(f"session {session_id} does not exist")
+    if status == "set_aside":
+        return Restored(session_id)
     return SessionClosed(f"session {session_id} is {status}")
 
 
@@ -376,6 +384,8 @@ def hash_of(*creation: Any) -> str:
 
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
+    if existing.status == "set_aside":
+        raise Restored(session_id)
     if existing.status != "open":
         raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")
     if existing.body_hash != body_hash:

@@ -18,11 +18,11 @@ from app.store.engine import Database
 from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder
 from app.store.reads import Connection
 
-State = Literal["open", "idle", "claimed", "gated", "closed", "erased"]
+State = Literal["open", "idle", "claimed", "gated", "closed", "erased", "set_aside"]
 """`open` includes `idle`, `claimed` and `gated`. `claimed`: a turn is in flight. `gated`: a turn waits at a gate of
 this process."""
 
-Status = Literal["open", "closed", "erased"]
+Status = Literal["open", "closed", "erased", "set_aside"]
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "claimed_since"]
 
@@ -223,6 +223,8 @@ def _state(row: HeadRow, held: Mapping[str, bool]) -> State:
             return "closed"
         case "erased":
             return "erased"
+        case "set_aside":
+            return "set_aside"
         case _:
             if row.session_id in held:
                 return "gated"
@@ -237,7 +239,7 @@ def _wanted(query: SessionQuery, newest: int | None, held: Mapping[str, bool]) -
     most = None
     if query.min_staleness is not None:
         most = NEVER if newest is None else newest - query.min_staleness
-    is_open = query.state not in (None, "closed", "erased")
+    is_open = query.state not in (None, "closed", "erased", "set_aside")
     return HeadFilter(
         status="open" if is_open else query.state,  # type: ignore[arg-type]
         idle=query.state == "idle",

@@ -35,12 +35,12 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import Event
-from app.store import staged_tokens
+from app.store import pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import Operation, append_all, refused, tombstone
 from app.store.log_sessions import Create
-from app.store.log_turns import Claim, Commit
+from app.store.log_turns import Claim, Commit, Pinned
 from app.store.rollouts import note_adopted
 from app.store.schema import group_changes, open_turns, sessions
 
@@ -137,8 +137,9 @@ class _Batch:
             if claim.session_id not in won:
                 self._outcomes[place] = claim.failure(tx)
 
-    def _commit(self, commits: list[tuple[int, Commit]]) -> None:
+    def _commit(self, found: list[tuple[int, Commit]]) -> None:
         tx = self._tx
+        commits = self._unpinned(found)
         given = {
             "sids": [commit.session_id for _, commit in commits],
             "fences": [commit.fence for _, commit in commits],
@@ -169,6 +170,17 @@ class _Batch:
             else:
                 self._outcomes[place] = refused(tx, commit.session_id)
         reach("in_commit")
+
+    def _unpinned(self, commits: list[tuple[int, Commit]]) -> list[tuple[int, Commit]]:
+        """Those whose tombstones spare what checkpoints have."""
+        sids = [commit.session_id for _, commit in commits if commit.has_tombstones]
+        if not sids:
+            return commits
+        pins.keep(self._tx)
+        upto = {row[0]: row[1] for row in self._tx.all(_pinned_upto, {"sids": sids})}
+        late = {place for place, commit in commits if upto.get(commit.session_id, 0) > commit.pinned_upto}
+        self._outcomes |= {place: Pinned(upto[commit.session_id]) for place, commit in commits if place in late}
+        return [(place, commit) for place, commit in commits if place not in late]
 
     def _advance(self, commits: list[Commit]) -> dict[str, int]:
         """Advance the heads of committed turns; their new versions by session."""
@@ -242,5 +254,6 @@ _advance_heads = (
     )
     .returning(sessions.c.session_id, sessions.c.version)
 )
+_pinned_upto = pins.upto_of_each(any_(bindparam("sids", type_=ARRAY(String))))
 _insert_note = insert(group_changes)
 _note_adopted = note_adopted(any_(bindparam("sids", type_=ARRAY(String))))

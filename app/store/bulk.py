@@ -15,7 +15,7 @@ from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.reads import SPAN, EventRow, Frames, Position, at_or_before
-from app.store.rollouts import REWARD
+from app.store.rollouts import RESTORED, REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
 
@@ -196,11 +196,14 @@ def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position)
     found: dict[str, float] = {}
     unreadable: set[str] = set()
     query = (
-        select(events.c.session_id, events.c.version, events.c.data)
-        .where(events.c.session_id.in_(session_ids), events.c.type == REWARD, at_or_before(upto))
+        select(events.c.session_id, events.c.type, events.c.version, events.c.data)
+        .where(events.c.session_id.in_(session_ids), events.c.type.in_((REWARD, RESTORED)), at_or_before(upto))
         .order_by(events.c.session_id, events.c.seq)
     )
-    for session_id, version, data in connection.execute(query):
+    for session_id, kind, version, data in connection.execute(query):
+        if kind == RESTORED:
+            found.pop(session_id, None)
+            continue
         try:
             event = decode(REWARD, version, data)
         except UnknownEvent:

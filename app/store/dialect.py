@@ -88,6 +88,22 @@ class up_since(_Expression):
     postgresql = "extract(epoch from pg_postmaster_start_time())::double precision"
 
 
+class keep_pins(_Expression):
+    """Until the transaction ends, no checkpoint is made; others may do the same meanwhile. SQLite has one writer."""
+
+    inherit_cache = True
+    sqlite = "1"
+    postgresql = "pg_advisory_xact_lock_shared(8384003170512)"
+
+
+class change_pins(_Expression):
+    """Wait for the transactions that keep the pins; until this one ends, no other begins to."""
+
+    inherit_cache = True
+    sqlite = "1"
+    postgresql = "pg_advisory_xact_lock(8384003170512)"
+
+
 class used_bytes(_Expression):
     """The database's size in bytes, without free pages."""
 

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, bindparam, select, update
 
 from app.domain import upcast
 from app.domain.events import VERSIONS, RewardAssigned, UnknownEvent
+from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import BaseOperation
@@ -80,12 +81,14 @@ def without_components(rows: Iterable[RewardRow]) -> list[Rewritten]:
 
 
 class EraseComponents(BaseOperation, frozen=True):
-    """Rewrite rewards of a session that is being erased. `freed` is their size in bytes."""
+    """Rewrite rewards of a session that is being erased. `freed` is their size in bytes. `unless_pinned`: nothing is
+    written if a checkpoint has the session."""
 
     durable: ClassVar[bool] = False
     session_id: str
     rewritten: Sequence[Rewritten]
     freed: int
+    unless_pinned: bool = False
 
     @property
     def size(self) -> int:
@@ -94,6 +97,8 @@ class EraseComponents(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
+        if self.unless_pinned and pins.pinned_upto(tx, self.session_id):
+            return False
         if head is None or head[1] == "open":
             return False
         rewrite(tx, self.session_id, self.rewritten)

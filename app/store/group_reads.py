@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from sqlalchemy import Connection, case, func, or_, select, tuple_
 
-from app.domain.events import RolledBack, SessionCreated, TurnCommitted
+from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.domain.groups import Attempt
-from app.store import reads, rollouts
+from app.store import pins, reads, rollouts
 from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
@@ -115,7 +115,7 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             sessions.c.reward,
             sessions.c.status,
             case((is_finished, True), else_=False),
-        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), is_root())
+        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "set_aside", is_root())
         for row in connection.execute(query):
             found[row[0]].append(Attempt(*row[1:]))
     return {group_id: in_order(of_group) for group_id, of_group in found.items()}
@@ -139,7 +139,7 @@ def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list
 TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
 """Event rows by group and session."""
 
-_AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__)
+_AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, SessionRestored.__name__)
 """Types of the events that say which turns are live, which of them are copies, and their weight versions."""
 
 
@@ -220,6 +220,7 @@ def holding_sessions(connection: Connection, group_id: str, cutoff: float) -> li
         in_groups([group_id]),
         sessions.c.status == "closed",
         sessions.c.closed_at <= cutoff,
+        ~pins.is_pinned(),
         reads.holds_payload(),
     )
     return list(connection.execute(query).scalars())

@@ -18,6 +18,7 @@ import msgspec
 from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_, select, update
 
 from app.domain.groups import is_complete
+from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
@@ -70,7 +71,7 @@ _members = select(
     func.sum(case((_erased, 1), else_=0)),
     func.sum(case((or_(_erased, is_finished), 0), else_=1)),
     func.max(case((_erased, None), else_=sessions.c.updated_at)),
-).where(sessions.c.group_id == bindparam("gid"), is_root())
+).where(sessions.c.group_id == bindparam("gid"), sessions.c.status != "set_aside", is_root())
 _settle = (
     update(groups)
     .where(groups.c.group_id == bindparam("gid"))
@@ -100,6 +101,7 @@ class Settle(StoreOperation, frozen=True):
         return 256 * self.most
 
     def apply(self, tx: Tx) -> bool:
+        pins.keep(tx)
         notes = tx.all(_notes, {"most": self.most})
         for group_id in sorted({row[0] for row in notes}):
             _settle_group(tx, group_id)
@@ -113,6 +115,7 @@ class SettleGroup(StoreOperation, frozen=True):
     group_id: str
 
     def apply(self, tx: Tx) -> None:
+        pins.keep(tx)
         tx.run(_notes_of_group, {"gid": self.group_id})
         _settle_group(tx, self.group_id)
 
@@ -177,7 +180,7 @@ _lease = (
 class Lease(StoreOperation, frozen=True):
     """Lease the groups that have not changed since the caller measured them and that nobody else holds.
 
-    `own_too`: also those that the consumer itself holds.
+    `own_too`: also those that the consumer itself holds. None while the store is being taken back to a checkpoint.
     """
 
     consumer: str
@@ -191,6 +194,8 @@ class Lease(StoreOperation, frozen=True):
 
     def apply(self, tx: Tx) -> list[Leased]:
         leased: list[Leased] = []
+        if pins.is_restoring(tx):
+            return leased
         for group in sorted(self.wanted, key=lambda group: group.group_id):
             row = tx.one(
                 _lease,
@@ -257,7 +262,10 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 class Acknowledge(StoreOperation, frozen=True):
-    """Mark groups as consumed, also after their lease has ended, unless another consumer got them."""
+    """Mark groups as consumed, also after their lease has ended, unless another consumer got them.
+
+    None while the store is being taken back to a checkpoint: nothing is acknowledged then.
+    """
 
     consumer: str
     group_ids: Sequence[str]
@@ -266,7 +274,9 @@ class Acknowledge(StoreOperation, frozen=True):
     def size(self) -> int:
         return 256 * len(self.group_ids)
 
-    def apply(self, tx: Tx) -> Acknowledged:
+    def apply(self, tx: Tx) -> Acknowledged | None:
+        if pins.is_restoring(tx):
+            return None
         outcome = Acknowledged([], [], [], [])
         for group_id in sorted(set(self.group_ids)):
             if tx.run(_acknowledge, {"gid": group_id, "who": self.consumer}):

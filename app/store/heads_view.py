@@ -57,7 +57,7 @@ class HeadFilter(msgspec.Struct, frozen=True):
     `most_version` is the largest weight version, `begins` the beginning of the id.
     """
 
-    status: Literal["open", "closed", "erased"] | None = None
+    status: Literal["open", "closed", "erased", "set_aside"] | None = None
     idle: bool = False
     but: Collection[str] = ()
     group_id: str | None = None

@@ -8,7 +8,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, RewardAssigned, SessionClosed, SessionCreated, SessionErased
-from app.store import groups, rollouts, staged_tokens
+from app.store import groups, pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
@@ -197,8 +197,8 @@ class CloseIdle(BaseOperation, frozen=True):
 class FreeReplay(BaseOperation, frozen=True):
     """Tombstone the remaining replay payloads of a closed session.
 
-    Nothing is written if the version differs from the one that the event was decided for. `FreeChunks` frees the bytes,
-    in steps.
+    Nothing is written if the version differs from the one that the event was decided for, or with `unless_pinned` if a
+    checkpoint has the session. `FreeChunks` frees the bytes, in steps.
     """
 
     durable: ClassVar[bool] = False
@@ -206,13 +206,14 @@ class FreeReplay(BaseOperation, frozen=True):
     version: int
     at: float
     event: BlobsTombstoned
+    unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "closed":
+        if head is None or head[1] not in sql.ENDED:
             return Refused(None if head is None else head[1])
-        if head[0] != self.version:
+        if head[0] != self.version or (self.unless_pinned and pins.pinned_upto(tx, self.session_id)):
             return Appended(())
         return advance_head(tx, self.session_id, self.at, [self.event])
 
@@ -235,7 +236,7 @@ class FreeChunks(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "closed":
+        if head is None or head[1] not in sql.ENDED:
             return False
         tx.run(sql.drop_all_refused, {"sid": self.session_id})
         found = tx.all(sql.live_chunks, {"sid": self.session_id, "most": self.most})
@@ -247,16 +248,21 @@ class FreeChunks(BaseOperation, frozen=True):
 
 
 class Erase(BaseOperation, frozen=True):
-    """Delete the content of a closed session; its events stay.
+    """Delete the content of a session that is closed or set aside; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`).
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `unless_pinned`:
+    refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
     components_upto: int = 0
+    unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        if self.unless_pinned and pins.pinned_upto(tx, self.session_id):
+            return refused(tx, self.session_id)
         row = tx.one(groups.erase_head, {"sid": self.session_id})
         if row is None:
             return refused(tx, self.session_id)

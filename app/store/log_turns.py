@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from app.crash_points import reach
 from app.domain.events import BlobsTombstoned, Event, ReplyRedelivered, ReplyUndelivered, TurnCommitted, TurnOpened
 from app.domain.groups import largest_version
-from app.store import groups, staged_tokens
+from app.store import groups, pins, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
 from app.store.log import (
@@ -171,6 +171,13 @@ class Stage(BaseOperation, frozen=True):
         return True
 
 
+class Pinned(msgspec.Struct, frozen=True):
+    """Nothing was committed: checkpoints have the session up to event `upto`, and the tombstones were decided for
+    fewer. They must be decided again."""
+
+    upto: int
+
+
 class Decided(msgspec.Struct, frozen=True):
     """The state for which a commit's events were decided: the log's version, when its last event was written, and how
     many turns were committed."""
@@ -189,7 +196,8 @@ class Commit(BaseOperation, frozen=True):
 
     The events of a turn of a tree depend on the turns committed before it: they are written only after `decided_at`,
     else the outcome is Stale, and they must be decided again. `opened_at` is then when its claim was taken: where a
-    PostgreSQL crash undid a claim, the fence may be that of another turn of the same process.
+    PostgreSQL crash undid a claim, the fence may be that of another turn of the same process. Its tombstones spare what
+    checkpoints have up to event `pinned_upto`; if they have more by now, the outcome is Pinned.
     """
 
     session_id: str
@@ -205,6 +213,7 @@ class Commit(BaseOperation, frozen=True):
     stages: bool = False
     decided_at: Decided | None = None
     opened_at: float | None = None
+    pinned_upto: int = 0
 
     @property
     def size(self) -> int:
@@ -216,10 +225,12 @@ class Commit(BaseOperation, frozen=True):
         own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
         return own - {chunk.number for chunk in self.chunks}
 
-    def apply(self, tx: Tx) -> Appended | Stale | Refused:
+    def apply(self, tx: Tx) -> Appended | Stale | Pinned | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         if self.decided_at is not None and not self._is_current(tx, self.decided_at):
             return Stale()
+        if self.has_tombstones and (upto := pins.pinned_upto(tx, self.session_id)) > self.pinned_upto:
+            return Pinned(upto)
         if not self._has_staged(tx) or not _take(tx, self.session_id, self.fence, self.incarnation, self.opened_at):
             return refused(tx, self.session_id)
         tx.insert(sql.insert_turn, [self.turn_row()])
@@ -241,10 +252,14 @@ class Commit(BaseOperation, frozen=True):
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return True  # Refused below.
-        if not any(isinstance(event, BlobsTombstoned) for event in self.events):
+        if not self.has_tombstones:
             return bool(head[4] == decided_at.turns)
         last = tx.one(sql.event_at, {"sid": self.session_id, "place": decided_at.version})
         return head[0] == decided_at.version and last is not None and last[0] == decided_at.last_event_at
+
+    @property
+    def has_tombstones(self) -> bool:
+        return any(isinstance(event, BlobsTombstoned) for event in self.events)
 
     @property
     def turn(self) -> TurnCommitted:

@@ -6,7 +6,7 @@ write transaction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,17 +46,22 @@ def _updated_at(log: FoldedLog) -> float:
     return next(recorded.at for recorded in reversed(log.events) if not isinstance(recorded.event, TurnOpened))
 
 
+def _committed(log: FoldedLog) -> Iterator[TurnCommitted]:
+    """The turns that are not set aside, in order."""
+    events = (recorded.event for recorded in log.events)
+    return (event for event in events if isinstance(event, TurnCommitted) and event.turn in log.session.turns)
+
+
 def _weight_version(log: FoldedLog) -> int | None:
-    """The largest numeric weight version of its committed turns, discarded ones too."""
-    turns = (recorded.event for recorded in log.events if isinstance(recorded.event, TurnCommitted))
-    versions = (version for turn in turns if (version := largest_version(turn)) is not None)
+    """The largest numeric weight version of its committed turns, discarded ones too, but not of those set aside."""
+    versions = (version for turn in _committed(log) if (version := largest_version(turn)) is not None)
     return max(versions, default=None)
 
 
 def _engine(log: FoldedLog) -> str | None:
     """The engine of its newest committed turn, live or discarded."""
-    turns = (recorded.event for recorded in reversed(log.events) if isinstance(recorded.event, TurnCommitted))
-    return next((turn.engine for turn in turns), None)
+    engines = [turn.engine for turn in _committed(log)]
+    return engines[-1] if engines else None
 
 
 HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {

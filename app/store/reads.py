@@ -13,7 +13,7 @@ from app.domain import upcast
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent
 from app.domain.patterns import MAX_INTEGER
 from app.domain.session import Session, decode_session, fold
-from app.store import rollouts
+from app.store import pins, rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
 from app.store.schema import (
@@ -29,11 +29,11 @@ from app.store.schema import (
     store_meta,
     turns,
 )
-from app.store.statements import is_idle
+from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent, Facts, Messages, Wire
 
-SNAPSHOT_FORMAT = "session-10"
+SNAPSHOT_FORMAT = "session-11"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -266,7 +266,8 @@ def closed_sessions(
     holding: bool,
     acknowledged: bool = False,
 ) -> list[tuple[float, str]]:
-    """Sessions closed at or before `cutoff`, after `after` in the order of (closed_at, id).
+    """Sessions closed or set aside at or before `cutoff`, after `after` in the order of (closed_at, id), without those
+    that a checkpoint has.
 
     `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
     group that the training feed's consumer has not acknowledged.
@@ -274,7 +275,7 @@ def closed_sessions(
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id)
-        .where(sessions.c.status == "closed", sessions.c.closed_at <= cutoff, place > after)
+        .where(sessions.c.status.in_(ENDED), sessions.c.closed_at <= cutoff, place > after, ~pins.is_pinned())
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)
     )

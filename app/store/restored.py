@@ -7,11 +7,10 @@ that was frozen) must find it invalid.
 
 from __future__ import annotations
 
-import secrets
-
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from app.store import reads
+from app.store.checkpoints import next_epoch
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
@@ -24,12 +23,8 @@ SESSIONS_AT_ONCE = 100
 
 
 def raise_epoch(connection: Connection) -> str:
-    """Invalidate every export cursor; returns the new epoch.
-
-    It is the next number, and a random part that no other restore of the same backup has.
-    """
-    number = int(reads.epoch(connection).partition("-")[0]) + 1
-    epoch = f"{number}-{secrets.token_hex(4)}"
+    """Invalidate every export cursor; returns the new epoch."""
+    epoch = next_epoch(reads.epoch(connection))
     connection.execute(update(store_meta).where(store_meta.c.key == "epoch").values(value=epoch))
     return epoch
 

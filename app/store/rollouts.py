@@ -35,13 +35,14 @@ from sqlalchemy import (
     update,
 )
 
-from app.domain.events import RewardAssigned, SessionCreated, UnknownEvent, name_of
+from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent
 from app.domain.groups import Root
 from app.domain.upcast import decode
 from app.store.dialect import Tx
 from app.store.schema import events, group_changes, sessions
 
-REWARD = name_of(RewardAssigned(0.0))
+REWARD = RewardAssigned.__name__
+RESTORED = SessionRestored.__name__
 
 _roots = sessions.alias("roots")
 _members = sessions.alias("members")
@@ -49,7 +50,7 @@ _members = sessions.alias("members")
 
 def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
     """Condition on heads: the session has no existing root."""
-    there = exists().where(_roots.c.session_id == table.c.root_id).correlate(table)
+    there = exists().where(_roots.c.session_id == table.c.root_id, _roots.c.status != "set_aside").correlate(table)
     return or_(table.c.root_id.is_(None), ~there)
 
 
@@ -61,11 +62,12 @@ def group() -> ColumnElement[str | None]:
 
 def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
     """Condition on heads: the session's rollout counts in one of these groups."""
-    named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), is_root(_members))
+    there = _members.c.status != "set_aside"
+    named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), there, is_root(_members))
     theirs = (
         select(_members.c.session_id)
         .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
-        .where(_roots.c.group_id.in_(group_ids))
+        .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "set_aside")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
 
@@ -132,9 +134,12 @@ def adopt(tx: Tx, session_id: str, root_id: str | None) -> None:
 # What the logs say.
 
 _created = select(events.c.version, events.c.data).where(events.c.session_id == bindparam("sid"), events.c.seq == 1)
+_restored = select(func.coalesce(func.max(events.c.seq), 0)).where(
+    events.c.session_id == bindparam("sid"), events.c.type == RESTORED
+)
 _rewards = (
     select(events.c.version, events.c.data)
-    .where(events.c.session_id == bindparam("sid"), events.c.type == REWARD)
+    .where(events.c.session_id == bindparam("sid"), events.c.type == REWARD, events.c.seq > _restored.scalar_subquery())
     .order_by(events.c.seq.desc())
 )
 
@@ -161,7 +166,8 @@ def _parent(tx: Tx, session_id: str) -> str | None:
 
 
 def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | None:
-    """The newest of a session's own rewards, or of those of its root in its log; turns' own do not count.
+    """The newest of a session's own rewards, or of those of its root in its log; turns' own do not count, nor do those
+    that a restore took back.
 
     None also where the log cannot be read: that is for whoever reads the session to say.
     """

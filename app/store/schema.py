@@ -301,6 +301,46 @@ stream's bytes. `part` counts the generations of the turn. It belongs to no turn
 deletes it; a retry with the same `request_hash` may go on from it if the turn has ended without a commit.
 """
 
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("name", String(128), unique=True),
+    Column("state", String(16), nullable=False),
+    Column("cut", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("sessions", Integer, nullable=False),
+    Column("groups", Integer, nullable=False),
+    Column("restores", String(128)),
+)
+"""Named cuts over the whole store; `created_at` is the database's clock.
+
+`state`: `made`; `restoring` while the store is being taken back to the checkpoint `restores`, and this one keeps what
+it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
+"""
+
+checkpoint_sessions = Table(
+    "checkpoint_sessions",
+    metadata,
+    Column("session_id", SESSION_ID, nullable=False),
+    Column("checkpoint_id", BigInteger, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("is_done", Boolean, nullable=False),
+    PrimaryKeyConstraint("session_id", "checkpoint_id"),
+    sqlite_with_rowid=False,
+)
+"""The last event of each session that is in a checkpoint. `is_done`: of a `restoring` one, the session has been taken
+back. While a row is here, the session's content is neither freed nor erased, unless a client erases it."""
+
+checkpoint_groups = Table(
+    "checkpoint_groups",
+    metadata,
+    Column("checkpoint_id", BigInteger, nullable=False),
+    *(Column(column.name, column.type, nullable=column.nullable) for column in groups.columns),
+    PrimaryKeyConstraint("checkpoint_id", "group_id"),
+)
+"""The rows of `groups` in a checkpoint: the training feed's leases and acknowledgements."""
+
 snapshots = Table(
     "snapshots",
     metadata,

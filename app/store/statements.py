@@ -82,18 +82,23 @@ opened_values = {
 }
 """A process of a release before 0009 does not count `last_turn`, but leaves no gaps."""
 claim_head = update(sessions).where(of_session(sessions), *claimable(*_EXPECTED)).values(opened_values)
+_restored_since = exists().where(
+    events.c.session_id == sessions.c.session_id, events.c.seq > _EXPECTED[0], events.c.type == "SessionRestored"
+)
 claim_tree_head = (
     update(sessions)
     .where(
         of_session(sessions),
         *_is_open_after(*_EXPECTED),
+        ~_restored_since,
         sessions.c.turns == bindparam("known_turns"),
         sessions.c.open_turns < bindparam("max_open"),
     )
     .values(opened_values)
     .returning(sessions.c.version, sessions.c.last_turn)
 )
-"""As `claim_head` for a tree: other turns may be open, but none has been committed that the caller does not know."""
+"""As `claim_head` for a tree: other turns may be open, but none has been committed that the caller does not know, and
+none that it knows has been set aside."""
 free_open_turn = (
     delete(open_turns)
     .where(
@@ -116,7 +121,7 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(of_session(sessions), sessions.c.status != "erased")
+    .where(of_session(sessions), sessions.c.status.in_(("open", "closed")))
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
@@ -136,7 +141,9 @@ def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
 
 
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
-erase_head = update(sessions).where(of_session(sessions), sessions.c.status == "closed").values(status="erased")
+ENDED = ("closed", "set_aside")
+"""What a session may be whose content is freed or erased."""
+erase_head = update(sessions).where(of_session(sessions), sessions.c.status.in_(ENDED)).values(status="erased")
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),

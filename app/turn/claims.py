@@ -17,6 +17,7 @@ from app.domain.session import Session, fold
 from app.errors import (
     AppError,
     HistoryMismatch,
+    Restored,
     RollbackTooDeep,
     SessionBusy,
     SessionUnreadable,
@@ -198,9 +199,12 @@ class Claims:
     async def _match(self, entry: CacheEntry, context: TurnContext) -> Plan | None:
         """Where the request joins the session's history; None if the session has changed since it was read.
 
-        Raises SessionBusy (takes precedence over the others), RollbackTooDeep, HistoryMismatch.
+        Raises Restored (the request carries a turn that is set aside), SessionBusy (takes precedence over the others),
+        RollbackTooDeep, HistoryMismatch.
         """
         session = entry.session
+        if session.aside and (aside := context.history.aside_turn(session, entry.every_index)) is not None:
+            raise Restored(session.session_id, aside)
         try:
             return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):

@@ -12,8 +12,9 @@ from app.domain.session import Session
 from app.errors import AppError, ClaimLost
 from app.sessions.cache import CacheEntry, require_open
 from app.sessions.lifecycle import refusal
+from app.store import pins
 from app.store.log import Appended, Refused, StoredChunk, size_of
-from app.store.log_turns import Commit, Decided, Stage, Stale
+from app.store.log_turns import Commit, Decided, Pinned, Stage, Stale
 from app.turn.context import ClaimedTurn, TurnContext
 from app.turn.dispatch import GeneratedTurn
 from app.turn.services import TurnServices
@@ -63,14 +64,20 @@ class Commits:
     ) -> Appended | Refused:
         """Write the commit. In a tree other turns may have been committed since the claim: its events are decided for
         the state that it is written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
-        if not claimed.session.is_tree:
-            outcome = await self._submit(self._commit_of(context, claimed, generated, chunks, claimed.entry))
-            assert not isinstance(outcome, Stale)
-            return outcome
         cache, session_id = self._services.cache, context.session_id
+        if not claimed.session.is_tree:
+            entry = claimed.entry
+            while True:
+                await self._read_pins(entry)
+                outcome = await self._submit(self._commit_of(context, claimed, generated, chunks, entry))
+                assert not isinstance(outcome, Stale)
+                if not isinstance(outcome, Pinned):
+                    return outcome
+                entry.pinned_upto = outcome.upto
         entry = require_open(await cache.get(session_id), session_id)
         async with entry.committing:
             while True:
+                await self._read_pins(entry)
                 session = entry.session
                 if not _may_hold(session, claimed):
                     return Refused(session.status)
@@ -78,11 +85,21 @@ class Commits:
                 commit = self._commit_of(context, now, generated, chunks, entry)
                 decided_at = Decided(session.version, session.last_event_at, len(session.turns))
                 outcome = await self._submit(msgspec.structs.replace(commit, decided_at=decided_at))
-                if not isinstance(outcome, Stale):
+                if isinstance(outcome, Pinned):
+                    entry.pinned_upto = outcome.upto
+                elif not isinstance(outcome, Stale):
                     return outcome
                 entry = require_open(await cache.refresh(session_id), session_id)
 
-    async def _submit(self, commit: Commit) -> Appended | Stale | Refused:
+    async def _read_pins(self, entry: CacheEntry) -> None:
+        """A checkpoint that had the session may have been deleted; one that is made is found by the commit."""
+        if entry.pinned_upto:
+            session_id = entry.session.session_id
+            entry.pinned_upto = await self._services.cache.database.read(
+                lambda connection: pins.read_pinned_upto(connection, session_id), session_id=session_id
+            )
+
+    async def _submit(self, commit: Commit) -> Appended | Stale | Pinned | Refused:
         reach("before_commit")
         outcome = await self._services.writer.submit(commit)
         reach("after_commit")
@@ -111,6 +128,7 @@ class Commits:
             timing=context.stages.timing(),
             max_replay_bytes=services.settings.max_replay_bytes,
             uses=entry.uses,
+            pinned_upto=entry.pinned_upto,
         )
         return Commit(
             context.session_id,
@@ -125,6 +143,7 @@ class Commits:
             is_alone=self._is_alone(),
             stages=services.staging.is_on,
             opened_at=claimed.opened_at,
+            pinned_upto=entry.pinned_upto,
         )
 
     async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:

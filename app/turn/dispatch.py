@@ -11,6 +11,7 @@ from app.crash_points import reach
 from app.domain.events import OnAbort
 from app.domain.reply import ValidatedReply
 from app.domain.request import ChatRequest, value_of
+from app.errors import ClaimLost
 from app.fleet.engines import Answer, EngineChoice, OpenStream
 from app.sessions.cache import require_open
 from app.turn.context import ClaimedTurn, TurnContext
@@ -183,7 +184,7 @@ class Dispatch:
     async def pass_gate(self) -> None:
         """Wait while a gate is shut. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
-        Raises as `GatePass.wait`, SessionClosed.
+        Raises as `GatePass.wait`, SessionClosed, ClaimLost.
         """
         context = self._context
         if context.gate.is_open:
@@ -195,6 +196,10 @@ class Dispatch:
         await self.require_still_open()
 
     async def require_still_open(self) -> None:
-        """Raises SessionClosed if another process has closed the session while this turn waited at a gate."""
-        session_id = self._context.session_id
-        require_open(await self._services.cache.current(session_id), session_id)
+        """Raises SessionClosed if another process has closed the session while this turn waited at a gate, ClaimLost if
+        the store was taken back to a checkpoint."""
+        session_id, fence = self._context.session_id, self._claimed.fence
+        session = require_open(await self._services.cache.current(session_id), session_id).session
+        held = session.open_turns.get(self._claimed.opened.turn)
+        if session.version >= fence and (held is None or held.fence != fence):
+            raise ClaimLost(f"the claim on session {session_id} was ended while the turn waited at a gate")

@@ -35,6 +35,7 @@ from app.errors import (
     ClientGone,
     IdempotencyMismatch,
     InvalidRequest,
+    Restored,
     SessionBusy,
     SessionClosed,
 )
@@ -174,7 +175,11 @@ class Turns:
         return found
 
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
-        turn = session.turns.get(self._services.proofs.turn_of(session.session_id, proof) or 0)
+        """Raises Restored if it is set aside."""
+        number = self._services.proofs.turn_of(session.session_id, proof) or 0
+        if number in session.aside:
+            raise Restored(session.session_id, number)
+        turn = session.turns.get(number)
         return turn if turn is not None and turn.shape == "chat" else None
 
     def _read(
@@ -254,6 +259,7 @@ class Turns:
             claimed = await services.claims.take(entry, context, is_alone=self.in_flight == 1)
             if claimed is not None:
                 flight.fence = claimed.fence
+                context.gate.has_claim = True
                 stages.enter(TurnStage.PREPARE)
                 reply = await self._run_claimed(context, claimed)
             return reply

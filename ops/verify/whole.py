@@ -11,6 +11,7 @@ from sqlalchemy import Connection, case, exists, func, or_, select, tuple_, unio
 
 from app.domain.events import UnknownEvent
 from app.domain.groups import oldest_version
+from app.domain.restore import in_effect
 from app.store import group_reads, restored
 from app.store.engine import Database
 from app.store.group_reads import TurnEvents
@@ -211,6 +212,6 @@ def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> No
 
 def _oldest(logs: TurnEvents, group_id: str) -> Iterator[int]:
     for rows in logs[group_id].values():
-        version = oldest_version(recorded.event for recorded in decode_events(rows))
+        version = oldest_version(one.event for one in in_effect(decode_events(rows)))
         if version is not None:
             yield version

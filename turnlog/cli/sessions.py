@@ -25,6 +25,7 @@ class State(StrEnum):
     GATED = "gated"
     CLOSED = "closed"
     ERASED = "erased"
+    SET_ASIDE = "set_aside"
 
 
 class Sort(StrEnum):

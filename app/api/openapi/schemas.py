@@ -158,6 +158,32 @@ _BY_HAND: Mapping[str, Schema] = {
     "EngineList": record(
         "`version` counts the events of the fleet's log.", engines=listed(ref("Engine")), version=COUNT
     ),
+    "Checkpoint": record(
+        "A named cut over all sessions and groups. `sessions` and `groups` count what is in it, `erased` the sessions "
+        "whose content has been erased since. A checkpoint with `restores` keeps what the store was before it was taken "
+        "back to that one; `state` is `restoring` until that is done.",
+        name=TEXT,
+        state={"enum": ["made", "restoring"]},
+        cut={"enum": ["now", "drain", "restore"]},
+        created_at=NUMBER,
+        sessions=COUNT,
+        groups=COUNT,
+        restores=nullable(TEXT),
+        erased=COUNT,
+    ),
+    "CheckpointList": record("All checkpoints.", checkpoints=listed(ref("Checkpoint"))),
+    "RestoredStore": record(
+        "The store is what it was at checkpoint `name`; `before` is the checkpoint of what it was instead. `sessions` "
+        "were changed, of which `set_aside` had been created later. `erased` are sessions of the checkpoint whose "
+        "content is gone, `unreadable` damaged ones, left as they are. `epoch` is the store's new one.",
+        name=TEXT,
+        before=TEXT,
+        epoch=TEXT,
+        sessions=COUNT,
+        set_aside=COUNT,
+        erased=listed(TEXT),
+        unreadable=listed(TEXT),
+    ),
     "AdapterList": record("The adapters that a trainer has named.", adapters=listed(ref("AdapterState"))),
     "AdapterPaused": {
         "allOf": [

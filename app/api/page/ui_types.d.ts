@@ -7,7 +7,7 @@
 /** What an element can be given as a child; nothing is made of null, undefined and false. */
 export type Child = Node | string | number | null | undefined | false | readonly Child[];
 
-export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased";
+export type State = "open" | "idle" | "claimed" | "gated" | "closed" | "erased" | "set_aside";
 
 /** GET /ui/api/me */
 export interface Me {

@@ -100,7 +100,7 @@ class AsyncTurnlog:
         return AsyncSession(self._transport, session_id, token)
 
     async def sessions(
-        self, *, status: Literal["open", "closed", "erased"] | None = None, group_id: str | None = None
+        self, *, status: Literal["open", "closed", "erased", "set_aside"] | None = None, group_id: str | None = None
     ) -> AsyncIterator[Object]:
         """All sessions, newest first: id, status, turns, reward, times."""
         given: Object = {"status": status, "group_id": group_id, "limit": 1000}
@@ -163,6 +163,31 @@ class AsyncTurnlog:
         """
         body = present({"version": version})
         return await self._transport.read("POST", "/fleet/resume", body=body, slow=True)
+
+    async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Object:
+        """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.
+
+        `drain`: hold new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises Conflict if
+        the name is in use, also by an earlier attempt of this call whose reply was lost.
+        """
+        body = {"name": name, "cut": "drain" if drain else "now", **present({"drain_s": drain_s})}
+        return await self._transport.read("POST", "/checkpoints", body=body, slow=True)
+
+    async def checkpoints(self) -> list[Object]:
+        """All checkpoints, the oldest first."""
+        found: list[Object] = (await self._transport.read("GET", "/checkpoints"))["checkpoints"]
+        return found
+
+    async def restore_checkpoint(self, name: str) -> Object:
+        """Take the store back to a checkpoint; nothing is deleted. The reply's `before` names what it was instead.
+
+        Raises NotFound, Conflict.
+        """
+        return await self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
+
+    async def delete_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
+        await self._transport.call("DELETE", f"/checkpoints/{segment(name)}")
 
     async def aclose(self) -> None:
         """Close the connections; sessions stay as they are."""

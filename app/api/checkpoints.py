@@ -1,0 +1,101 @@
+"""Routes that make, list, restore and delete checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Path, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api.bodies import body_of
+from app.api.describe import BODY, NOTHING, READ, WRITE, describe, json_reply
+from app.api.state import services
+from app.domain.patterns import ID
+from app.errors import CheckpointBusy, CheckpointExists, InvalidRequest, NotFound
+from app.sessions.checkpoints import BEFORE
+
+router = APIRouter(tags=["Checkpoints"])
+
+DRAIN_S = 600.0
+"""How long a drain waits for the turns in flight: generations may take minutes, and all other turns are held."""
+
+MAX_DRAIN_S = 86_400
+
+Name = Annotated[str, Path(pattern=ID, description="A checkpoint's name.")]
+
+
+class NewCheckpoint(BaseModel):
+    """The body of `POST /checkpoints`. `drain_s`: with `drain`, how long to wait for the turns in flight."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(pattern=ID)
+    cut: Literal["now", "drain"] = "now"
+    drain_s: float = Field(default=DRAIN_S, gt=0, le=MAX_DRAIN_S, allow_inf_nan=False)
+
+
+@router.post("/checkpoints")
+@describe(
+    "Make a checkpoint",
+    "admin",
+    json_reply("Checkpoint", "It is made."),
+    errors=(*BODY, CheckpointExists, CheckpointBusy, *WRITE),
+    body=NewCheckpoint,
+    example={"name": "step-40", "cut": "drain"},
+)
+async def make_checkpoint(request: Request) -> dict[str, Any]:
+    """Name a cut over all sessions, groups and acknowledgements.
+
+    With `drain` new turns are held and the turns in flight are waited for, so no generation is cut. The content of its
+    sessions is neither freed nor erased until the checkpoint is deleted, except by a client.
+    """
+    body = await body_of(request, NewCheckpoint)
+    if body.name.startswith(BEFORE):
+        raise InvalidRequest(f"name: names that begin with {BEFORE} are those of checkpoints that restores make")
+    drain_s = body.drain_s if body.cut == "drain" else None
+    return fields(await services(request).checkpoints.make(body.name, drain_s=drain_s))
+
+
+@router.get("/checkpoints")
+@describe(
+    "List the checkpoints",
+    "admin",
+    json_reply("CheckpointList", "All checkpoints, the oldest first."),
+    errors=READ,
+)
+async def list_checkpoints(request: Request) -> dict[str, Any]:
+    return {"checkpoints": [fields(one) for one in await services(request).checkpoints.every()]}
+
+
+@router.post("/checkpoints/{name}/restore")
+@describe(
+    "Take the store back to a checkpoint",
+    "admin",
+    json_reply("RestoredStore", "It is restored."),
+    errors=(NotFound, CheckpointBusy, *WRITE),
+)
+async def restore_checkpoint(request: Request, name: Name) -> dict[str, Any]:
+    """Make sessions, rewards, leases and acknowledgements what they were at the checkpoint; delete nothing.
+
+    All turns are held meanwhile. Turns and sessions that came later are set aside, claims are void, and export cursors
+    end. What the store was is a checkpoint too, named in the reply. The restore goes on if the client does not wait,
+    and after a crash.
+    """
+    found: dict[str, Any] = msgspec.to_builtins(await services(request).checkpoints.restore(name))
+    return found
+
+
+@router.delete("/checkpoints/{name}", status_code=204)
+@describe("Delete a checkpoint", "admin", NOTHING, errors=(NotFound, CheckpointBusy, *WRITE))
+async def delete_checkpoint(request: Request, name: Name) -> Response:
+    """Delete the checkpoint; sessions stay as they are. What only it kept is freed as usual from now on."""
+    await services(request).checkpoints.delete(name)
+    return Response(status_code=204)
+
+
+def fields(made: Any) -> dict[str, Any]:
+    """A checkpoint as clients see it."""
+    found: dict[str, Any] = msgspec.to_builtins(made)
+    del found["id"]
+    return found

@@ -1,0 +1,65 @@
+"""Takes a session back to what it was after an earlier event; nothing is removed from its log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from app.domain.events import Event, Recorded, RewardAssigned, SessionRestored
+from app.domain.session import Session
+
+
+def restoring(now: Session, then: Session | None, checkpoint: str) -> list[Event]:
+    """The events that make the state `now` the state `then` again; None: the session did not exist.
+
+    The claims of open turns are ended before, by whoever writes the events.
+    """
+    every = {turn.number for turn in now.every_turn}
+    if then is None or then.status == "set_aside":
+        seq = 0 if then is None else then.version
+        return [SessionRestored(checkpoint, seq, "set_aside", tuple(sorted(every)), now.history)]
+    assert then.status != "erased", f"session {now.session_id} was erased when checkpoint {checkpoint} was made"
+    live = {turn.number for turn in then.turns}
+    restored = SessionRestored(
+        checkpoint,
+        then.version,
+        then.status,
+        tuple(sorted(every - live)),
+        then.history,
+        then.closed_at,
+        then.is_reclaimed,
+        then.deliveries,
+    )
+    return [restored, *_rewards(then)]
+
+
+def _rewards(then: Session) -> list[RewardAssigned]:
+    """Assigned again, so that the newest events of this kind say what holds."""
+    own = then.reward
+    session = [] if own is None else [RewardAssigned(own.reward, own.components, of_root=then.has_roots_reward)]
+    turns = [RewardAssigned(one.reward, one.components, turn) for turn, one in sorted(then.turn_rewards.items())]
+    return [*session, *turns]
+
+
+def in_effect(log: Iterable[Recorded]) -> list[Recorded]:
+    """The events of a log that its state follows from: without those that a restore took back.
+
+    A restore may go back to before an earlier one, so its predecessor is the event to which it went back. Events may
+    be left out of `log`.
+    """
+    places: list[tuple[Recorded, int]] = []
+    seqs: list[int] = []
+    for recorded in log:
+        before = len(places) - 1
+        if isinstance(recorded.event, SessionRestored):
+            to_seq = recorded.event.to_seq if recorded.event.status != "set_aside" else 0
+            while before >= 0 and seqs[before] > to_seq:
+                before -= 1
+        places.append((recorded, before))
+        seqs.append(recorded.seq)
+    found: list[Recorded] = []
+    at = len(places) - 1
+    while at >= 0:
+        recorded, at = places[at]
+        found.append(recorded)
+    found.reverse()
+    return found

@@ -1,0 +1,233 @@
+"""Makes, lists and deletes checkpoints, and holds the turns while one is made or restored.
+
+    make            one transaction
+    make, drained   turns without a claim are held, those in flight end, then as above
+    restore         all turns are held; `app.sessions.restores` does the rest
+
+The order to hold turns is an event in the fleet's log, so every process obeys it, and it outlives the process that gave
+it. A process that finds that one dead frees the turns that drained, and finishes the restore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain.fleet import Fleet, FleetEvent, TurnsFreed, TurnsHeld
+from app.errors import AppError, CheckpointBusy, CheckpointExists, NotFound
+from app.fleet.gates import Gates
+from app.fleet.state import FleetState
+from app.sessions.restores import Restored, Restores
+from app.store import checkpoints as store
+from app.store import fleet as fleet_store
+from app.store import reads
+from app.store.checkpoints import Checkpoint, Cut, Delete, DropRows, Make, NameTaken, Restoring
+from app.store.ports import Database, Writer
+from app.tasks import cancelled
+
+log = logging.getLogger("turnlog.checkpoints")
+
+WATCH_S = 1.0
+"""How often a process looks for turns that a dead process holds, and for rows of deleted checkpoints."""
+
+LOOK_S = 0.02
+"""How often the turns in flight are counted while they drain."""
+
+ROWS_AT_ONCE = 2000
+"""Rows of a deleted checkpoint that one transaction deletes: some milliseconds."""
+
+BEFORE = "before-"
+"""Begins the name of a checkpoint that a restore makes, and no other."""
+
+
+class Checkpoints:
+    """The watch runs from `start` to `stop`. `incarnation()` is this process's number in the store; `lease_left` tells
+    how long another one's lease still lasts, None if it is dead."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        writer: Writer,
+        fleet: FleetState,
+        gates: Gates,
+        restores: Restores,
+        incarnation: Callable[[], int],
+        lease_left: Callable[[int], Awaitable[float | None]],
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._fleet = fleet
+        self._gates = gates
+        self._restores = restores
+        self._incarnation = incarnation
+        self._lease_left = lease_left
+        self._draining = False
+        self._running: asyncio.Task[Restored] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="turnlog-checkpoints")
+
+    async def stop(self) -> None:
+        """A restore that is not finished goes on in the next process."""
+        await cancelled(self._watching, self._running)
+
+    async def make(self, name: str, *, drain_s: float | None = None) -> Checkpoint:
+        """Make a checkpoint; with `drain_s` after the turns in flight have ended, which may take so many seconds.
+
+        Raises CheckpointExists, CheckpointBusy (a restore or another drain is going on, or turns did not end in time),
+        StoreUnavailable, StoreFull.
+        """
+        if drain_s is None:
+            return await self._make(name, "now")
+        await self._require_free(name)
+        held = TurnsHeld(name, "drain", self._incarnation())
+        self._draining = True
+        try:
+            await self._hold(held)
+            await asyncio.sleep(self._gates.settled_s)
+            await self._drained(drain_s)
+            return await self._make(name, "drain")
+        finally:
+            self._draining = False
+            await self._free(held)
+
+    async def _make(self, name: str, cut: Cut) -> Checkpoint:
+        made = await self._writer.submit(Make(name, cut))
+        if isinstance(made, NameTaken):
+            raise _taken(name)
+        if isinstance(made, Restoring):
+            raise _busy()
+        reach("after_checkpoint")
+        return made
+
+    async def _require_free(self, name: str) -> None:
+        if await self._database.read(lambda connection: store.named(connection, name)) is not None:
+            raise _taken(name)
+
+    async def _drained(self, timeout_s: float) -> None:
+        """Wait until no turn is in flight in any process. Raises CheckpointBusy."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while await self._database.read(fleet_store.open_counts):
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise CheckpointBusy(f"turns were still in flight after {timeout_s:g} s; no checkpoint was made") from None
+
+    async def every(self) -> list[Checkpoint]:
+        """The oldest first. Raises StoreUnavailable."""
+        return await self._database.read(store.every)
+
+    async def delete(self, name: str) -> None:
+        """Raises NotFound, CheckpointBusy, StoreUnavailable, StoreFull."""
+        outcome = await self._writer.submit(Delete(name))
+        if isinstance(outcome, Restoring):
+            raise _busy()
+        if not outcome:
+            raise _unknown(name)
+        self._woken.set()
+
+    async def restore(self, name: str) -> Restored:
+        """Take the store back to a checkpoint. Of one that is being restored, wait for the end.
+
+        It goes on if the caller does not wait, and after a crash. Raises NotFound, CheckpointBusy, StoreUnavailable,
+        StoreFull.
+        """
+        running = self._running
+        held = self._fleet.fleet.held
+        if running is not None and not running.done() and held is not None and held.checkpoint == name:
+            return await asyncio.shield(running)
+        if await self._database.read(lambda connection: store.named(connection, name)) is None:
+            raise _unknown(name)
+        epoch = await self._database.read(reads.epoch)
+        before = f"{BEFORE}{epoch.partition('-')[0]}-{name}"[:128]
+        placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before))
+        reach("after_held")
+        return await asyncio.shield(self._run(placed))
+
+    def _run(self, held: TurnsHeld) -> asyncio.Task[Restored]:
+        """Start to restore, in a task that outlives the request."""
+        self._running = asyncio.create_task(self._restored(held), name="turnlog-restore")
+        self._running.add_done_callback(lambda done: self._woken.set())
+        return self._running
+
+    async def _restored(self, held: TurnsHeld) -> Restored:
+        assert held.before is not None
+        await asyncio.sleep(self._gates.settled_s)
+        restored = await self._restores.run(held.checkpoint, held.before)
+        await self._free(held)
+        return restored
+
+    async def _hold(self, held: TurnsHeld) -> TurnsHeld:
+        """Hold the turns, unless somebody else does. Raises CheckpointBusy."""
+
+        def decide(fleet: Fleet) -> FleetEvent:
+            if fleet.held is not None:
+                raise _busy()
+            return held
+
+        await self._fleet.append(decide)
+        return held
+
+    async def _free(self, held: TurnsHeld) -> None:
+        """Let the turns go on, unless somebody else has taken over."""
+        await self._fleet.append(lambda fleet: TurnsFreed(held.checkpoint) if fleet.held == held else None)
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._take_over()
+                await self._drop_rows()
+            except AppError as error:
+                log.warning("checkpoints: %s; it is tried again", error)
+            except Exception:
+                log.exception("an unexpected fault in watching checkpoints")
+            self._woken.clear()
+            try:
+                async with asyncio.timeout(WATCH_S):
+                    await self._woken.wait()
+            except TimeoutError:
+                pass
+
+    async def _take_over(self) -> None:
+        """Finish what a dead process has begun, or this one could not finish."""
+        held = self._fleet.fleet.held
+        if held is None or self._draining or (self._running is not None and not self._running.done()):
+            return
+        own = self._incarnation()
+        is_others = held.incarnation != own and not self._database.is_sqlite
+        if is_others and await self._lease_left(held.incarnation) is not None:
+            return
+        if held.reason == "drain":
+            await self._free(held)
+            return
+        taken = msgspec.structs.replace(held, incarnation=own)
+        if taken != held:
+            placed = await self._fleet.append(lambda fleet: taken if fleet.held == held else None)
+            if placed is None:
+                return
+        log.info("going on to take the store back to checkpoint %s", held.checkpoint)
+        await self._run(taken)
+
+    async def _drop_rows(self) -> None:
+        after: str | None = ""
+        while after is not None:
+            after = await self._writer.submit(DropRows(after, ROWS_AT_ONCE))
+
+
+def _busy() -> CheckpointBusy:
+    return CheckpointBusy("a checkpoint is being restored, or turns are draining for one")
+
+
+def _taken(name: str) -> CheckpointExists:
+    return CheckpointExists(f"checkpoint {name} exists")
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"there is no checkpoint {name}")

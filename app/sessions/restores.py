@@ -1,0 +1,187 @@
+"""Takes the store back to a checkpoint, while all turns are held.
+
+    before      a checkpoint keeps the present state; its rows say which sessions are done
+    sessions    those that have changed since, one transaction each
+    groups      leases and acknowledgements
+    end         the epoch is raised
+
+Each step checks what is done already, so the whole is repeated after a crash. Nothing is deleted: a session's log says
+from which event on it is again what it was. Sessions that are created meanwhile are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from app.crash_points import reach
+from app.domain.events import Recorded, UnknownEvent
+from app.domain.restore import restoring
+from app.domain.session import Session, apply, fold
+from app.errors import SessionUnreadable, StoreUnavailable
+from app.sessions.cache import SessionCache
+from app.sessions.followers import Followers
+from app.sessions.groups import settle_groups
+from app.sessions.lifecycle import Sessions
+from app.store import checkpoints as store
+from app.store import projections, reads
+from app.store.checkpoints import Changed, Checkpoint, FinishRestore, Make, RestoreGroups, RestoreSession, Restoring
+from app.store.log import Appended
+from app.store.ports import Database, Writer
+from app.store.projections import FoldedLog
+from app.store.reads import EventRow
+
+log = logging.getLogger("turnlog.checkpoints")
+
+PAGE = 500
+"""Sessions listed in one query."""
+
+AT_ONCE = 32
+"""Sessions that are folded and written at a time; the writer commits them together."""
+
+GROUPS_AT_ONCE = 200
+"""Groups in one transaction."""
+
+HEAD = ("status", "closed_at", "reward", "turns", "weight_version", "engine")
+"""The columns of a session's row that a restore changes, besides those that every event does."""
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """The store is again what it was at checkpoint `name`; `before` keeps what it was instead.
+
+    `sessions` were changed, of which `set_aside` had been created later. `erased` are the sessions of the checkpoint
+    whose content is gone. `unreadable` are damaged ones, which were left as they are. `epoch` is the store's new one.
+    """
+
+    name: str
+    before: str
+    epoch: str
+    sessions: int
+    set_aside: int
+    erased: list[str]
+    unreadable: list[str]
+
+
+class _Tally(msgspec.Struct):
+    sessions: int = 0
+    set_aside: int = 0
+    unreadable: list[str] = []
+
+
+class Restores:
+    """`clock` gives seconds since the epoch."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        writer: Writer,
+        cache: SessionCache,
+        followers: Followers,
+        sessions: Sessions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._writer = writer
+        self._cache = cache
+        self._followers = followers
+        self._sessions = sessions
+        self._clock = clock
+
+    async def run(self, name: str, before: str) -> Restored:
+        """Take the store back to checkpoint `name`, or finish that. Raises StoreUnavailable, StoreFull."""
+        target, kept = await self._checkpoint(name), await self._kept(name, before)
+        tally = _Tally()
+        if kept.state == "restoring":
+            await self._restore_sessions(target, kept, tally)
+            await self._restore_groups(target)
+        epoch = await self._writer.submit(FinishRestore(kept.id))
+        reach("after_restore_finished")
+        await self._sessions.finish_rewarding()
+        await settle_groups(self._database, self._writer)
+        erased = await self._database.read(lambda connection: store.erased(connection, target.id))
+        log.info("the store was taken back to checkpoint %s: %d sessions changed", name, tally.sessions)
+        return Restored(name, before, epoch, tally.sessions, tally.set_aside, erased, tally.unreadable)
+
+    async def _checkpoint(self, name: str) -> Checkpoint:
+        found = await self._database.read(lambda connection: store.named(connection, name))
+        if found is None:
+            raise StoreUnavailable(f"checkpoint {name} is gone, to which the store was being taken back")
+        return found
+
+    async def _kept(self, name: str, before: str) -> Checkpoint:
+        """The checkpoint of the present state, made unless it is there."""
+        made = await self._writer.submit(Make(before, "restore", name))
+        assert not isinstance(made, Restoring), "two restores at once"
+        return made if isinstance(made, Checkpoint) else await self._checkpoint(before)
+
+    async def _restore_sessions(self, target: Checkpoint, kept: Checkpoint, tally: _Tally) -> None:
+        after = ""
+        while page := await self._database.read(
+            lambda connection, after=after: store.to_restore(connection, target.id, kept.id, after, PAGE)  # type: ignore[misc]
+        ):
+            for at in range(0, len(page), AT_ONCE):
+                some = page[at : at + AT_ONCE]
+                await asyncio.gather(*(self._restore(target.name, kept.id, *one, tally) for one in some))
+            after = page[-1][0]
+
+    async def _restore(self, name: str, before_id: int, session_id: str, seq: int, tally: _Tally) -> None:
+        while True:
+            try:
+                rows = await self._database.read(
+                    lambda connection: reads.event_rows(connection, session_id), session_id=session_id
+                )
+                work = partial(_decided, session_id, rows, seq, name, self._clock())
+                operation = await asyncio.to_thread(work, before_id)
+                outcome = await self._writer.submit(operation)
+            except (UnknownEvent, SessionUnreadable) as error:
+                self._database.unreadable.warn(session_id, error)
+                tally.unreadable.append(session_id)
+                return
+            reach("after_session_restored")
+            if not isinstance(outcome, Changed):
+                break
+        if isinstance(outcome, Appended):
+            self._cache.drop(session_id)
+            self._followers.notify(session_id)
+            tally.sessions += 1
+            tally.set_aside += operation.head["status"] == "set_aside"
+
+    async def _restore_groups(self, target: Checkpoint) -> None:
+        await settle_groups(self._database, self._writer)
+        after: str | None = ""
+        while after is not None:
+            after = await self._writer.submit(RestoreGroups(target.id, after, GROUPS_AT_ONCE))
+            reach("after_groups_restored")
+
+
+def _decided(
+    session_id: str, rows: Sequence[EventRow], seq: int, name: str, at: float, before_id: int
+) -> RestoreSession:
+    """What takes a session back to its event `seq`. Raises UnknownEvent."""
+    events = reads.decode_events(rows)
+    then = fold(session_id, events[:seq])
+    now = fold(session_id, events[seq:], then)
+    assert now is not None, f"session {session_id} has no events"
+    new = [] if _is_the_same(now, then) else restoring(now, then, name)
+    recorded = [Recorded(now.version + place, at, event) for place, event in enumerate(new, 1)]
+    after = now
+    for one in recorded:
+        after = apply(after, one, session_id)
+    after = msgspec.structs.replace(after, open_turns={})
+    return RestoreSession(session_id, before_id, now.version, at, new, _head(after, [*events, *recorded]))
+
+
+def _is_the_same(now: Session, then: Session | None) -> bool:
+    """Has nothing happened since that a restore would take back, but for claims that are open still?"""
+    return then is not None and now.version == then.version
+
+
+def _head(after: Session, events: Sequence[Recorded]) -> dict[str, Any]:
+    log = FoldedLog(after, events, None)
+    return {name: projections.HEAD[name](log) for name in HEAD}

@@ -1,0 +1,393 @@
+"""Checkpoints: named cuts over all sessions and groups, and taking the store back to one.
+
+    Make             the last event of each session, and the rows of `groups`, in one transaction
+    RestoreSession   a session is again what it was: events in its log, one transaction each
+    RestoreGroups    leases and acknowledgements are again what they were, some groups a transaction
+    FinishRestore    the epoch is raised
+
+The statement that copies the heads sees the store at one moment. Groups change only in transactions that keep the pins
+(`store.pins`), so their rows are of that moment too. Every step of a restore can be repeated.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    String,
+    and_,
+    bindparam,
+    delete,
+    false,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
+
+from app.crash_points import reach
+from app.domain.events import Event
+from app.store import pins, rollouts, staged_tokens
+from app.store import statements as sql
+from app.store.dialect import Tx, now
+from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head
+from app.store.schema import (
+    checkpoint_groups,
+    checkpoint_sessions,
+    checkpoints,
+    group_changes,
+    groups,
+    sessions,
+    store_meta,
+)
+
+Cut = Literal["now", "drain", "restore"]
+"""How a checkpoint was made: at once; after the turns in flight had ended; by a restore, of what it replaced."""
+
+_id = bindparam("id", type_=BigInteger)
+_after = bindparam("after", type_=String)
+_most = bindparam("most", type_=BigInteger)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A checkpoint. `created_at` is in seconds since the epoch by the database's clock; `sessions` and `groups` count
+    what is in it, `erased` the sessions whose content has been erased since. `restores`: it keeps what the store was
+    before it was taken back to that one."""
+
+    id: int
+    name: str
+    state: Literal["made", "restoring"]
+    cut: Cut
+    created_at: float
+    sessions: int
+    groups: int
+    restores: str | None
+    erased: int = 0
+
+
+_COLUMNS = tuple(checkpoints.c[name] for name in Checkpoint.__struct_fields__[:-1])
+_named = select(*_COLUMNS).where(checkpoints.c.name == bindparam("named"))
+_insert = (
+    insert(checkpoints)
+    .values(
+        name=bindparam("named"),
+        state=bindparam("as_state"),
+        cut=bindparam("as_cut"),
+        created_at=now(),
+        sessions=0,
+        groups=0,
+        restores=bindparam("of"),
+    )
+    .returning(checkpoints.c.id)
+)
+_copied_heads = select(sessions.c.session_id, _id, sessions.c.version, false())
+_SESSION_COLUMNS = ["session_id", "checkpoint_id", "seq", "is_done"]
+_copy_sessions = insert(checkpoint_sessions).from_select(
+    _SESSION_COLUMNS, _copied_heads.where(sessions.c.status.in_(("open", "closed")))
+)
+_copy_all_sessions = insert(checkpoint_sessions).from_select(
+    _SESSION_COLUMNS, _copied_heads.where(sessions.c.status != "erased")
+)
+_copy_groups = insert(checkpoint_groups).from_select(
+    ["checkpoint_id", *groups.columns.keys()], select(_id, *groups.columns)
+)
+_count = (
+    update(checkpoints).where(checkpoints.c.id == _id).values(sessions=bindparam("held"), groups=bindparam("grouped"))
+)
+
+
+class NameTaken(msgspec.Struct, frozen=True):
+    """Nothing was made: another checkpoint has the name."""
+
+
+class Restoring(msgspec.Struct, frozen=True):
+    """Nothing was done: the store is being taken back to a checkpoint."""
+
+
+class Make(StoreOperation, frozen=True):
+    """Make a checkpoint of the store as it is. `restores`: it keeps what a restore of that checkpoint replaces."""
+
+    name: str
+    cut: Cut
+    restores: str | None = None
+
+    def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring:
+        pins.change(tx)
+        if tx.one(_named, {"named": self.name}) is not None:
+            return NameTaken()
+        if pins.is_restoring(tx):
+            return Restoring()
+        state = "made" if self.restores is None else "restoring"
+        row = tx.one(_insert, {"named": self.name, "as_state": state, "as_cut": self.cut, "of": self.restores})
+        assert row is not None
+        held = tx.run(_copy_sessions if self.restores is None else _copy_all_sessions, {"id": row[0]})
+        grouped = tx.run(_copy_groups, {"id": row[0]})
+        tx.run(_count, {"id": row[0], "held": held, "grouped": grouped})
+        reach("in_checkpoint")
+        made = tx.one(_named, {"named": self.name})
+        assert made is not None
+        return Checkpoint(*made)
+
+
+def named(connection: Connection, name: str) -> Checkpoint | None:
+    row = connection.execute(_named, {"named": name}).first()
+    return None if row is None else Checkpoint(*row)
+
+
+def every(connection: Connection) -> list[Checkpoint]:
+    """All checkpoints, the newest last."""
+    query = select(*_COLUMNS).where(checkpoints.c.name.is_not(None)).order_by(checkpoints.c.id)
+    found = [Checkpoint(*row) for row in connection.execute(query)]
+    gone = (
+        select(checkpoint_sessions.c.checkpoint_id, func.count())
+        .join_from(checkpoint_sessions, sessions, sessions.c.session_id == checkpoint_sessions.c.session_id)
+        .where(sessions.c.status == "erased")
+        .group_by(checkpoint_sessions.c.checkpoint_id)
+    )
+    erased = {row[0]: row[1] for row in connection.execute(gone)}
+    return [msgspec.structs.replace(one, erased=erased.get(one.id, 0)) for one in found]
+
+
+def erased(connection: Connection, checkpoint_id: int) -> list[str]:
+    """The sessions of a checkpoint whose content has been erased since, by id."""
+    query = (
+        select(checkpoint_sessions.c.session_id)
+        .join_from(checkpoint_sessions, sessions, sessions.c.session_id == checkpoint_sessions.c.session_id)
+        .where(checkpoint_sessions.c.checkpoint_id == checkpoint_id, sessions.c.status == "erased")
+        .order_by(checkpoint_sessions.c.session_id)
+    )
+    return list(connection.execute(query).scalars())
+
+
+# Deleting.
+
+_unname = (
+    update(checkpoints)
+    .where(checkpoints.c.name == bindparam("named"))
+    .values(name=None, state="deleting")
+    .returning(checkpoints.c.id)
+)
+_deleting = select(checkpoints.c.id).where(checkpoints.c.state == "deleting").order_by(checkpoints.c.id).limit(1)
+_some_rows = (
+    select(checkpoint_sessions.c.session_id)
+    .where(checkpoint_sessions.c.checkpoint_id == _id, checkpoint_sessions.c.session_id > _after)
+    .order_by(checkpoint_sessions.c.session_id)
+    .limit(_most)
+)
+_drop_rows = delete(checkpoint_sessions).where(
+    checkpoint_sessions.c.checkpoint_id == _id,
+    checkpoint_sessions.c.session_id > _after,
+    checkpoint_sessions.c.session_id <= bindparam("upto"),
+)
+_drop_groups = delete(checkpoint_groups).where(checkpoint_groups.c.checkpoint_id == _id)
+_drop = delete(checkpoints).where(checkpoints.c.id == _id)
+
+
+class Delete(StoreOperation, frozen=True):
+    """Delete a checkpoint: it pins nothing any more. Its rows go later (`DropRows`). Was there one of this name?"""
+
+    name: str
+
+    def apply(self, tx: Tx) -> bool | Restoring:
+        if pins.is_restoring(tx):
+            return Restoring()
+        return tx.one(_unname, {"named": self.name}) is not None
+
+
+class DropRows(StoreOperation, frozen=True):
+    """Delete up to `most` rows of deleted checkpoints, of sessions after `after`; the last of these sessions.
+
+    An empty text: one checkpoint is done, begin with the next one. None: there are no more.
+    """
+
+    durable: ClassVar[bool] = False
+    after: str
+    most: int
+
+    def apply(self, tx: Tx) -> str | None:
+        row = tx.one(_deleting, {})
+        if row is None:
+            return None
+        found = tx.all(_some_rows, {"id": row[0], "after": self.after, "most": self.most})
+        if found:
+            tx.run(_drop_rows, {"id": row[0], "after": self.after, "upto": found[-1][0]})
+            last: str = found[-1][0]
+            return last
+        tx.run(_drop_groups, {"id": row[0]})
+        tx.run(_drop, {"id": row[0]})
+        return ""
+
+
+# Restoring.
+
+_then = checkpoint_sessions.alias("then")
+_before = checkpoint_sessions.alias("before")
+_changed = or_(
+    and_(_then.c.seq.is_(None), sessions.c.status != "set_aside"),
+    _then.c.seq != sessions.c.version,
+    sessions.c.open_turns > 0,
+)
+_to_do = (
+    select(sessions.c.session_id, func.coalesce(_then.c.seq, 0))
+    .select_from(
+        _before.join(sessions, sessions.c.session_id == _before.c.session_id).outerjoin(
+            _then, and_(_then.c.session_id == _before.c.session_id, _then.c.checkpoint_id == bindparam("target"))
+        )
+    )
+    .where(
+        _before.c.checkpoint_id == bindparam("kept"),
+        _before.c.session_id > _after,
+        _before.c.is_done == false(),
+        sessions.c.status != "erased",
+        _changed,
+    )
+    .order_by(_before.c.session_id)
+    .limit(_most)
+)
+
+
+def to_restore(
+    connection: Connection, checkpoint_id: int, before_id: int, after: str, limit: int
+) -> list[tuple[str, int]]:
+    """Sessions after `after` that are not what they were at the checkpoint, and their last event in it (0: in none)."""
+    given = {"target": checkpoint_id, "kept": before_id, "after": after, "most": limit}
+    return [(row[0], row[1]) for row in connection.execute(_to_do, given)]
+
+
+_set_head = (
+    update(sessions)
+    .where(sql.of_session(sessions))
+    .values(
+        status=bindparam("new_status"),
+        closed_at=bindparam("new_closed_at", type_=sessions.c.closed_at.type),
+        reward=bindparam("new_reward", type_=sessions.c.reward.type),
+        turns=bindparam("new_turns"),
+        weight_version=bindparam("new_weight_version", type_=sessions.c.weight_version.type),
+        engine=bindparam("new_engine", type_=sessions.c.engine.type),
+    )
+    .returning(sessions.c.group_id, sessions.c.root_id)
+)
+_mark_done = (
+    update(checkpoint_sessions)
+    .where(checkpoint_sessions.c.session_id == bindparam("sid"), checkpoint_sessions.c.checkpoint_id == _id)
+    .values(seq=bindparam("last"), is_done=True)
+)
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """Nothing was written: the session is no longer at the expected version."""
+
+
+class RestoreSession(BaseOperation, frozen=True):
+    """Take a session at version `expected` back, and end its claims. `head` are its row's new values.
+
+    The checkpoint `before_id` keeps the state that is replaced.
+    """
+
+    session_id: str
+    before_id: int
+    expected: int
+    at: float
+    events: Sequence[Event]
+    head: dict[str, Any]
+
+    def apply(self, tx: Tx) -> Appended | Changed | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        row = tx.one(sql.head, {"sid": self.session_id})
+        if row is None or row[1] == "erased":
+            return Refused(None if row is None else row[1])
+        if row[0] != self.expected:
+            return Changed()
+        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
+        abandoned = abandon(tx, self.session_id, self.at, holders, "restored")
+        staged_tokens.drop_of_session(tx, self.session_id)
+        new = {f"new_{name}": value for name, value in self.head.items()}
+        named_by = tx.one(_set_head, {"sid": self.session_id, **new})
+        assert named_by is not None
+        rollouts.note(tx, *named_by)
+        restored = advance_head(tx, self.session_id, self.at, self.events) if self.events else Appended(())
+        tx.run(_mark_done, {"sid": self.session_id, "id": self.before_id, "last": self.expected})
+        reach("in_restore")
+        return Appended(abandoned.events + restored.events)
+
+
+_groups_after = select(groups.c.group_id).where(groups.c.group_id > _after).order_by(groups.c.group_id).limit(_most)
+_GROUP_COLUMNS = [column.name for column in groups.columns]
+_was = select(*(checkpoint_groups.c[name] for name in _GROUP_COLUMNS)).where(
+    checkpoint_groups.c.checkpoint_id == _id,
+    checkpoint_groups.c.group_id > _after,
+    checkpoint_groups.c.group_id <= bindparam("upto"),
+)
+_RESTORED = ("completed_at", "measured", "oldest_version", "consumer", "lease_until", "handed_out", "acked_at")
+_NEVER_LEASED = {**dict.fromkeys(_RESTORED), "measured": False, "handed_out": 0}
+_set_group = (
+    update(groups)
+    .where(groups.c.group_id == bindparam("gid"))
+    .values({name: bindparam(f"new_{name}", type_=groups.c[name].type) for name in _RESTORED})
+)
+_note = insert(group_changes)
+
+
+class RestoreGroups(StoreOperation, frozen=True):
+    """Take up to `most` groups after `after` back to a checkpoint; returns the last, None where there are no more.
+
+    A group that was made later was never handed out. What follows from the sessions is computed again.
+    """
+
+    checkpoint_id: int
+    after: str
+    most: int
+
+    @property
+    def size(self) -> int:
+        return 256 * self.most
+
+    def apply(self, tx: Tx) -> str | None:
+        found = [row[0] for row in tx.all(_groups_after, {"after": self.after, "most": self.most})]
+        if not found:
+            return None
+        rows = tx.all(_was, {"id": self.checkpoint_id, "after": self.after, "upto": found[-1]})
+        was = {row[0]: dict(zip(_GROUP_COLUMNS, row, strict=True)) for row in rows}
+        for group_id in found:
+            values = was.get(group_id, _NEVER_LEASED)
+            tx.run(_set_group, {"gid": group_id, **{f"new_{name}": values[name] for name in _RESTORED}})
+        tx.insert(_note, [{"group_id": group_id} for group_id in found])
+        last: str = found[-1]
+        return last
+
+
+_epoch = select(store_meta.c.value).where(store_meta.c.key == "epoch")
+_set_epoch = update(store_meta).where(store_meta.c.key == "epoch").values(value=bindparam("to"))
+_end = (
+    update(checkpoints)
+    .where(checkpoints.c.id == _id, checkpoints.c.state == "restoring")
+    .values(state="made")
+    .returning(checkpoints.c.id)
+)
+
+
+class FinishRestore(StoreOperation, frozen=True):
+    """Raise the store's epoch, which ends every cursor, unless that was done. Returns the epoch."""
+
+    before_id: int
+
+    def apply(self, tx: Tx) -> str:
+        row = tx.one(_epoch, {})
+        assert row is not None
+        epoch: str = row[0]
+        if tx.one(_end, {"id": self.before_id}) is not None:
+            epoch = next_epoch(epoch)
+            tx.run(_set_epoch, {"to": epoch})
+        reach("in_restore_finished")
+        return epoch
+
+
+def next_epoch(epoch: str) -> str:
+    """The next number, and a random part that no other store with the same past has."""
+    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
