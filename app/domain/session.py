@@ -165,6 +165,12 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
         """The readable replay payloads, by turn, those of turns that are set aside too."""
         return {**self.payloads, **self.aside_payloads} if self.aside_payloads else self.payloads
 
+    @property
+    def with_aside(self) -> Session:
+        """The state as if nothing were set aside."""
+        every = {"turns": Turns(self.every_turn), "payloads": self.every_payload}
+        return msgspec.structs.replace(self, **every, aside=EMPTY, aside_payloads={}) if self.aside else self
+
     def turn(self, number: int) -> Turn:
         """A committed turn. Raises KeyError."""
         return self.turns[number]

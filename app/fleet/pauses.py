@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -82,7 +83,7 @@ class AdapterState(msgspec.Struct, frozen=True):
 
 class FleetGate(msgspec.Struct, frozen=True):
     """As `AdapterState`, for all turns. `version` is the version of the fleet's log, `weight_version` that of engines
-    that cannot say theirs."""
+    that cannot say theirs. `held_for`: all turns are held while a checkpoint is made or restored."""
 
     paused: bool
     mode: PauseMode | None
@@ -94,6 +95,7 @@ class FleetGate(msgspec.Struct, frozen=True):
     paused_adapters: list[str]
     version: int
     weight_version: str | None
+    held_for: Literal["drain", "restore"] | None = None
 
 
 class Pauses:
@@ -216,6 +218,7 @@ class Pauses:
             paused_adapters=sorted(name for name, gate in fleet.adapters.items() if gate.is_shut),
             version=fleet.version,
             weight_version=fleet.gate.version,
+            held_for=None if fleet.held is None else fleet.held.reason,
         )
 
     def _lease_left(self, gate: Gate) -> float | None:

@@ -66,7 +66,8 @@ class Checkpoints:
         self._restores = restores
         self._incarnation = incarnation
         self._lease_left = lease_left
-        self._draining = False
+        self._draining: list[TurnsHeld] = []
+        self._beginning = asyncio.Lock()
         self._running: asyncio.Task[Restored] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
@@ -88,14 +89,14 @@ class Checkpoints:
             return await self._make(name, "now")
         await self._require_free(name)
         held = TurnsHeld(name, "drain", self._incarnation())
-        self._draining = True
+        self._draining.append(held)
         try:
             await self._hold(held)
             await asyncio.sleep(self._gates.settled_s)
             await self._drained(drain_s)
             return await self._make(name, "drain")
         finally:
-            self._draining = False
+            self._draining.remove(held)
             await self._free(held)
 
     async def _make(self, name: str, cut: Cut) -> Checkpoint:
@@ -115,7 +116,7 @@ class Checkpoints:
         """Wait until no turn is in flight in any process. Raises CheckpointBusy."""
         try:
             async with asyncio.timeout(timeout_s):
-                while await self._database.read(fleet_store.open_counts):
+                while await self._database.read(fleet_store.open_counts):  # noqa: ASYNC110 - they may be others' turns
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise CheckpointBusy(f"turns were still in flight after {timeout_s:g} s; no checkpoint was made") from None
@@ -147,20 +148,26 @@ class Checkpoints:
             raise _unknown(name)
         epoch = await self._database.read(reads.epoch)
         before = f"{BEFORE}{epoch.partition('-')[0]}-{name}"[:128]
-        placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before))
-        reach("after_held")
-        return await asyncio.shield(self._run(placed))
+        async with self._beginning:
+            placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before))
+            reach("after_held")
+            running = self._run(placed)
+        return await asyncio.shield(running)
 
     def _run(self, held: TurnsHeld) -> asyncio.Task[Restored]:
         """Start to restore, in a task that outlives the request."""
         self._running = asyncio.create_task(self._restored(held), name="turnlog-restore")
-        self._running.add_done_callback(lambda done: self._woken.set())
+        self._running.add_done_callback(_tell)
         return self._running
 
     async def _restored(self, held: TurnsHeld) -> Restored:
         assert held.before is not None
         await asyncio.sleep(self._gates.settled_s)
-        restored = await self._restores.run(held.checkpoint, held.before)
+        try:
+            restored = await self._restores.run(held.checkpoint, held.before)
+        except NotFound:
+            await self._free(held)
+            raise
         await self._free(held)
         return restored
 
@@ -182,7 +189,8 @@ class Checkpoints:
     async def _watch(self) -> None:
         while True:
             try:
-                await self._take_over()
+                async with self._beginning:
+                    await self._take_over()
                 await self._drop_rows()
             except AppError as error:
                 log.warning("checkpoints: %s; it is tried again", error)
@@ -198,7 +206,7 @@ class Checkpoints:
     async def _take_over(self) -> None:
         """Finish what a dead process has begun, or this one could not finish."""
         held = self._fleet.fleet.held
-        if held is None or self._draining or (self._running is not None and not self._running.done()):
+        if held is None or held in self._draining or (self._running is not None and not self._running.done()):
             return
         own = self._incarnation()
         is_others = held.incarnation != own and not self._database.is_sqlite
@@ -213,12 +221,17 @@ class Checkpoints:
             if placed is None:
                 return
         log.info("going on to take the store back to checkpoint %s", held.checkpoint)
-        await self._run(taken)
+        self._run(taken)
 
     async def _drop_rows(self) -> None:
         after: str | None = ""
         while after is not None:
             after = await self._writer.submit(DropRows(after, ROWS_AT_ONCE))
+
+
+def _tell(done: asyncio.Task[Restored]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.warning("a restore was cut short: %s; it is tried again", error)
 
 
 def _busy() -> CheckpointBusy:

@@ -23,7 +23,7 @@ from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.restore import restoring
 from app.domain.session import Session, apply, fold
-from app.errors import SessionUnreadable, StoreUnavailable
+from app.errors import NotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.groups import settle_groups
@@ -94,7 +94,10 @@ class Restores:
         self._clock = clock
 
     async def run(self, name: str, before: str) -> Restored:
-        """Take the store back to checkpoint `name`, or finish that. Raises StoreUnavailable, StoreFull."""
+        """Take the store back to checkpoint `name`, or finish that.
+
+        Raises NotFound (it was deleted before this began), StoreUnavailable, StoreFull.
+        """
         target, kept = await self._checkpoint(name), await self._kept(name, before)
         tally = _Tally()
         if kept.state == "restoring":
@@ -111,7 +114,7 @@ class Restores:
     async def _checkpoint(self, name: str) -> Checkpoint:
         found = await self._database.read(lambda connection: store.named(connection, name))
         if found is None:
-            raise StoreUnavailable(f"checkpoint {name} is gone, to which the store was being taken back")
+            raise NotFound(f"there is no checkpoint {name}")
         return found
 
     async def _kept(self, name: str, before: str) -> Checkpoint:

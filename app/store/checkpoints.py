@@ -88,9 +88,7 @@ _insert = (
 )
 _copied_heads = select(sessions.c.session_id, _id, sessions.c.version, false())
 _SESSION_COLUMNS = ["session_id", "checkpoint_id", "seq", "is_done"]
-_copy_sessions = insert(checkpoint_sessions).from_select(
-    _SESSION_COLUMNS, _copied_heads.where(sessions.c.status.in_(("open", "closed")))
-)
+_copy_sessions = insert(checkpoint_sessions).from_select(_SESSION_COLUMNS, _copied_heads.where(sql.has_rows))
 _copy_all_sessions = insert(checkpoint_sessions).from_select(
     _SESSION_COLUMNS, _copied_heads.where(sessions.c.status != "erased")
 )

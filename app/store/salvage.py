@@ -311,7 +311,7 @@ def _lost_chunks(session_id: str, log: FoldedLog) -> Iterator[Fields]:
     """Every live chunk of the log, without its content; those that were copied stay as they are."""
     needed = {
         chunk.key: (payload.kind, chunk)
-        for live in log.session.payloads.values()
+        for live in log.session.every_payload.values()
         for payload in live
         for chunk in payload.chunks
     }

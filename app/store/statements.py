@@ -39,6 +39,10 @@ def of_session(table: Table) -> ColumnElement[bool]:
     return table.c.session_id == bindparam("sid")
 
 
+has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
+"""Condition on heads: neither erased nor set aside."""
+
+
 def _fenced(table: Table) -> ColumnElement[bool]:
     """Condition on rows: of the turn of the session `sid` that was opened under the fence `fenced`."""
     return of_session(table) & (table.c.fence == bindparam("fenced"))
@@ -121,7 +125,7 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(of_session(sessions), sessions.c.status.in_(("open", "closed")))
+    .where(of_session(sessions), has_rows)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
@@ -143,7 +147,11 @@ def is_idle(since: ColumnElement[float]) -> ColumnElement[bool]:
 close_idle_head = close_head.where(is_idle(bindparam("idle_since", type_=Double)))
 ENDED = ("closed", "set_aside")
 """What a session may be whose content is freed or erased."""
-erase_head = update(sessions).where(of_session(sessions), sessions.c.status.in_(ENDED)).values(status="erased")
+erase_head = (
+    update(sessions)
+    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
+    .values(status="erased")
+)
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
 holder_is_dead = or_(
     incarnations.c.ended_at.is_not(None),

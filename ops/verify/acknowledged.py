@@ -49,8 +49,8 @@ async def _check_session(
         if difference is not None:
             report.missing.append(turn)
             report.found(session_id, f"turn {turn.turn} was acknowledged, {difference}")
-    events = () if log is None else (entry.event for entry in log.events)
-    keys = Counter(event.retry_key for event in events if isinstance(event, TurnCommitted) and event.retry_key)
+    turns = () if log is None else log.session.turns
+    keys = Counter(turn.retry_key for turn in turns if turn.retry_key)
     doubled = [key for key, count in keys.items() if count > 1]
     for key in doubled:
         report.found(session_id, f"{keys[key]} turns were committed under the key {key}")
@@ -58,9 +58,9 @@ async def _check_session(
 
 
 async def _difference(database: Database, log: FoldedLog | None, turn: Acknowledged, report: Report) -> str | None:
-    if log is None or turn.turn not in log.session.turns:
+    session = None if log is None else log.session.with_aside
+    if log is None or session is None or turn.turn not in session.turns:
         return "but is not in the log"
-    session = log.session
     if turn.retry_key not in (None, _committed(log, session, turn.turn).retry_key):
         return "but with another key"
     if turn.reply_sha256 is None:

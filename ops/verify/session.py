@@ -108,7 +108,7 @@ class SessionCheck:
         self._derived(log)
         self._order()
         self._fences(session)
-        self._retry_keys()
+        self._retry_keys(session)
         self._bindings()
         self._snapshot(session)
         if session.status == "erased":
@@ -182,8 +182,9 @@ class SessionCheck:
                     self._expect(session.is_tree or ended.fence >= last, f"{place}, after fence {last}")
                     last = max(last, ended.fence)
 
-    def _retry_keys(self) -> None:
-        keys = [turn.retry_key for turn in self._committed() if turn.retry_key is not None]
+    def _retry_keys(self, session: Session) -> None:
+        """Check that no key has two turns. One that is set aside has none any more."""
+        keys = [turn.retry_key for turn in session.turns if turn.retry_key is not None]
         twice = sorted({key for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
         self._expect(not twice, f"committed twice under one retry key: {twice}")
 
@@ -313,7 +314,7 @@ class SessionCheck:
         needs it."""
         brought = [chunk for turn in self._committed() for ref in turn.payloads for chunk in ref.chunks]
         refs = {(chunk.fence, chunk.number): chunk for chunk in brought}
-        needed = {key for live in session.payloads.values() for payload in live for key in keys_of(payload)}
+        needed = {key for live in session.every_payload.values() for payload in live for key in keys_of(payload)}
         tombstones = {recorded.seq for recorded in self._log if isinstance(recorded.event, BlobsTombstoned)}
         rows = {(row[0], row[1]): row[2:] for row in self._rows(chunks, *_CHUNK)}
         held = {one.fence for one in session.open_turns.values()}

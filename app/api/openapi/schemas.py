@@ -160,8 +160,8 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "Checkpoint": record(
         "A named cut over all sessions and groups. `sessions` and `groups` count what is in it, `erased` the sessions "
-        "whose content has been erased since. A checkpoint with `restores` keeps what the store was before it was taken "
-        "back to that one; `state` is `restoring` until that is done.",
+        "whose content has been erased since. A checkpoint with `restores` keeps what the store was before it was "
+        "taken back to that one; `state` is `restoring` until that is done.",
         name=TEXT,
         state={"enum": ["made", "restoring"]},
         cut={"enum": ["now", "drain", "restore"]},
