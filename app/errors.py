@@ -156,9 +156,10 @@ class Restored(AppError):
     status, code, type, retry = 409, "restored", "conflict_error", False
     meaning = "the session, or a turn in the request's history, is later than the checkpoint that was restored"
 
-    def __init__(self, session_id: str, turn: int | None = None) -> None:
+    @classmethod
+    def of(cls, session_id: str, turn: int | None = None) -> Restored:
         what = f"session {session_id}" if turn is None else f"turn {turn} of session {session_id}"
-        super().__init__(f"{what} is set aside: the store was taken back to an earlier checkpoint")
+        return cls(f"{what} is set aside: the store was taken back to an earlier checkpoint")
 
 
 class CheckpointExists(AppError):

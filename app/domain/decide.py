@@ -222,7 +222,7 @@ def assign_reward(
     if session.status == "erased":
         raise SessionClosed(f"session {session_id} is erased")
     if session.status == "set_aside":
-        raise Restored(session_id)
+        raise Restored.of(session_id)
     for name, value in (
         ("reward", reward),
         *((f"components.{key}", value) for key, value in components.items()),

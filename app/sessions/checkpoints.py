@@ -32,7 +32,7 @@ from app.tasks import cancelled
 log = logging.getLogger("turnlog.checkpoints")
 
 WATCH_S = 1.0
-"""How often a process looks for turns that a dead process holds, and for rows of deleted checkpoints."""
+"""How often a process looks for turns that a dead process holds."""
 
 LOOK_S = 0.02
 """How often the turns in flight are counted while they drain."""
@@ -66,6 +66,7 @@ class Checkpoints:
         self._restores = restores
         self._incarnation = incarnation
         self._lease_left = lease_left
+        self._has_deleted = True
         self._draining: list[TurnsHeld] = []
         self._beginning = asyncio.Lock()
         self._running: asyncio.Task[Restored] | None = None
@@ -132,6 +133,7 @@ class Checkpoints:
             raise _busy()
         if not outcome:
             raise _unknown(name)
+        self._has_deleted = True
         self._woken.set()
 
     async def restore(self, name: str) -> Restored:
@@ -224,9 +226,11 @@ class Checkpoints:
         self._run(taken)
 
     async def _drop_rows(self) -> None:
-        after: str | None = ""
+        """After the start too: a process may have died in the middle of it."""
+        after: str | None = "" if self._has_deleted else None
         while after is not None:
             after = await self._writer.submit(DropRows(after, ROWS_AT_ONCE))
+        self._has_deleted = False
 
 
 def _tell(done: asyncio.Task[Restored]) -> None:

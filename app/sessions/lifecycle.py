@@ -360,7 +360,7 @@ def refusal(session_id: str, status: str | None) -> AppError:
     if status is None:
         return SessionNotFound(f"session {session_id} does not exist")
     if status == "set_aside":
-        return Restored(session_id)
+        return Restored.of(session_id)
     return SessionClosed(f"session {session_id} is {status}")
 
 
@@ -385,7 +385,7 @@ def hash_of(*creation: Any) -> str:
 
 def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
     if existing.status == "set_aside":
-        raise Restored(session_id)
+        raise Restored.of(session_id)
     if existing.status != "open":
         raise SessionEnded(f"session {session_id} is {existing.status}; an id is never used again")
     if existing.body_hash != body_hash:

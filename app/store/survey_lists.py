@@ -57,7 +57,8 @@ def claims(connection: Connection, since: float) -> ClaimCounts:
 def figures(connection: Connection) -> Figures:
     """As `figures.figures`."""
     found = counts(connection, 0.0)
-    by_status = {"open": found.open, "closed": found.closed, "erased": found.erased}
+    aside = sum(row.status == "set_aside" for row in all_heads(connection).rows.values())
+    by_status = {"open": found.open, "closed": found.closed, "erased": found.erased, "set_aside": aside}
     return Figures(by_status, claims(connection, 0.0).all, reads.database_bytes(connection))
 
 

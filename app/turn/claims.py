@@ -204,7 +204,7 @@ class Claims:
         """
         session = entry.session
         if session.aside and (aside := context.history.aside_turn(session, entry.every_index)) is not None:
-            raise Restored(session.session_id, aside)
+            raise Restored.of(session.session_id, aside)
         try:
             return context.history.join(session, entry.index, context.identity.agent_id)
         except (RollbackTooDeep, HistoryMismatch):

@@ -178,7 +178,7 @@ class Turns:
         """Raises Restored if it is set aside."""
         number = self._services.proofs.turn_of(session.session_id, proof) or 0
         if number in session.aside:
-            raise Restored(session.session_id, number)
+            raise Restored.of(session.session_id, number)
         turn = session.turns.get(number)
         return turn if turn is not None and turn.shape == "chat" else None
 

@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from app.api import (
+    checkpoints,
     counting,
     engines,
     exports,
@@ -44,6 +45,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     *(
         module.router
         for module in (
+            checkpoints,
             counting,
             engines,
             exports,
