@@ -23,7 +23,7 @@ from ops.verify import Acknowledged
 
 pytestmark = pytest.mark.long
 
-TITLE = "kill -9 at a point of a cut or a restore"
+TITLE = "kill -9 at a crash point"
 
 CUTS: tuple[CrashPoint, ...] = ("in_checkpoint", "after_checkpoint")
 

@@ -33,6 +33,18 @@ TITLE = "kill -9 at a crash point"
 OF_PAUSES: tuple[CrashPoint, ...] = ("after_gate_shut", "before_gate_opened")
 """Tried in `test_fleet_faults`: they need several processes and engines."""
 
+OF_CHECKPOINTS: tuple[CrashPoint, ...] = (
+    "in_checkpoint",
+    "after_checkpoint",
+    "after_held",
+    "in_restore",
+    "after_session_restored",
+    "after_groups_restored",
+    "in_restore_finished",
+    "after_restore_finished",
+)
+"""Tried in `test_checkpoint_crashes`."""
+
 LARGE: dict[str, Any] = {
     "experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1},
     "completion_tokens": 1500,
@@ -373,4 +385,4 @@ def test_every_point_is_tried() -> None:
     )
     marked = [mark for test in tests for mark in test.pytestmark]
     named = {point for mark in marked if mark.name == "parametrize" for point in mark.args[1]}
-    assert named | {case.point for case in TURNS} | set(OF_PAUSES) == set(POINTS)
+    assert named | {case.point for case in TURNS} | {*OF_PAUSES, *OF_CHECKPOINTS} == set(POINTS)
