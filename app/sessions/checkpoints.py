@@ -46,7 +46,7 @@ BEFORE = "before-"
 
 class Checkpoints:
     """The watch runs from `start` to `stop`. `incarnation()` is this process's number in the store; `lease_left` tells
-    how long another one's lease still lasts, None if it is dead."""
+    how long another one's lease still lasts; None, or not above zero, if it is dead."""
 
     def __init__(
         self,
@@ -211,9 +211,10 @@ class Checkpoints:
         if held is None or held in self._draining or (self._running is not None and not self._running.done()):
             return
         own = self._incarnation()
-        is_others = held.incarnation != own and not self._database.is_sqlite
-        if is_others and await self._lease_left(held.incarnation) is not None:
-            return
+        if held.incarnation != own and not self._database.is_sqlite:
+            left = await self._lease_left(held.incarnation)
+            if left is not None and left > 0:
+                return
         if held.reason == "drain":
             await self._free(held)
             return

@@ -14,11 +14,13 @@ from app.domain.events import (
     RewardAssigned,
     SessionClosed,
     SessionErased,
+    SessionRestored,
     TurnCommitted,
     TurnOpened,
     UnknownEvent,
     name_of,
 )
+from app.domain.restore import in_effect
 from app.store import projections as heads
 from app.store import reads
 from app.store.engine import Database as RealDatabase
@@ -31,7 +33,7 @@ from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
 T = TypeVar("T")
 
-AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned)
+AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, SessionRestored)
 """What may still happen to a session that is closed."""
 
 
@@ -90,9 +92,9 @@ class _Session:
             self._must(False, problem)
 
     def _order(self) -> None:
-        """Under a key that was committed there is no further claim."""
+        """Under a key that was committed there is no further claim, unless the turn was set aside."""
         done: set[str] = set()
-        for recorded in self._log:
+        for recorded in in_effect(self._log):
             match recorded.event:
                 case TurnCommitted(retry_key=str(key)):
                     done.add(key)
@@ -101,7 +103,7 @@ class _Session:
 
     def _ends(self) -> None:
         ended = False
-        for recorded in self._log:
+        for recorded in in_effect(self._log):
             late = ended and not isinstance(recorded.event, AFTER_THE_END)
             self._must(not late, f"event {recorded.seq} came after the session was closed")
             ended = ended or isinstance(recorded.event, SessionClosed)

@@ -55,6 +55,7 @@ class History:
         self.now = now
         self._turns: dict[str, list[Acknowledged]] = {}
         self.facts: list[Fact] = []
+        self._restored_at = -1.0
         self.problems: list[str] = []
 
     def problem(self, what: str) -> None:
@@ -69,7 +70,8 @@ class History:
                 self.problem(f"turn {turn.turn} of {turn.session_id} was acknowledged twice, with different replies")
             if same and earlier.logical != turn.logical:
                 self.problem(f"turn {turn.turn} of {turn.session_id} answered {earlier.logical} and {turn.logical}")
-            if turn.key is not None and earlier.key == turn.key and not same:
+            is_current = earlier.asked_at > self._restored_at
+            if turn.key is not None and earlier.key == turn.key and not same and is_current:
                 self.problem(f"key {turn.key} was answered with turns {earlier.turn} and {turn.turn}")
             if not turn.replayed and earlier.sent_at < turn.asked_at and earlier.turn >= turn.turn:
                 self.problem(f"turn {turn.turn} of {turn.session_id} was asked for after turn {earlier.turn} was there")
@@ -83,12 +85,17 @@ class History:
 
     def read(self, seen: Seen) -> None:
         """Every turn that was acknowledged before the question must be in the answer."""
-        known = {turn.turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at}
+        before = (turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at)
+        known = {turn.turn for turn in before if turn.asked_at > self._restored_at}
         if not known <= seen.turns:
             self.problem(
                 f"a read of {seen.session_id} lacks turns {sorted(known - seen.turns)}, which were there before"
             )
         self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
+
+    def restored(self) -> None:
+        """The store was taken back: what clients were told of turns and closes is still stored, but holds no more."""
+        self._restored_at = self.now()
 
     def turns_of(self, session_id: str) -> Sequence[Acknowledged]:
         return self._turns.get(session_id, ())
@@ -104,6 +111,7 @@ class History:
 
     def _not_after_an_end(self, session_id: str, asked_at: float, what: str) -> None:
         for fact in self.facts:
-            if fact.session_id == session_id and fact.what in ("closed", "erased") and fact.sent_at < asked_at:
+            is_over = fact.what == "erased" or (fact.what == "closed" and fact.asked_at > self._restored_at)
+            if fact.session_id == session_id and is_over and fact.sent_at < asked_at:
                 self.problem(f"{session_id} was {fact.what}, and afterwards {what}")
                 return

@@ -15,6 +15,7 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
 from tests.tools.simulation import checks, client, weather
+from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
@@ -32,6 +33,9 @@ HOUR_S = 3600.0
 
 STORM_S = 40.0
 """How long things go wrong at most; clients are mostly done before."""
+
+CHECKPOINTS = 0.3
+"""How many schedules end with a drill of checkpoints: it costs as much as all else."""
 
 PATIENCE_S = 1200.0
 """How long clients may take for what they want to do, all faults included."""
@@ -131,6 +135,8 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
         await self._drill(trainer)
+        if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
+            await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
         for process in self._processes:
             if process is not None:
@@ -296,6 +302,16 @@ class _Schedule:
             await self._within(RECOVERY_S, names.run(), self._names_left)
         except (SessionClosed, SessionNotFound) as error:
             self._was_idle(error)
+        await self._all_agree()
+
+    async def _check_checkpoints(self, clients: list[tuple[Client, SessionConfig]], trainer: Trainer) -> None:
+        users = [
+            self._client(f"user-{session_id}", session_id, client.Habits(), _kind(config))
+            for session_id, config in {one.session_id: config for one, config in clients}.items()
+        ]
+        drill = CheckpointDrill(self._world, self._seed, users, trainer, self._kill_again)
+        await self._within(2 * RECOVERY_S, drill.run(), "the drill of checkpoints was not over")
+        await self._keep_all()
         await self._all_agree()
 
     def _names_left(self) -> str:

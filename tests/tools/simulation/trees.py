@@ -33,7 +33,8 @@ def problems(connection: Connection, session_id: str) -> Iterator[str]:
             if (rows, count) != (1, turn.output_tokens):
                 yield f"of {branches} rows {rows} have turn {turn.number} in their loss: {count} tokens"
     if session.is_tree:
-        yield from _branches(session)
+        if not session.aside:  # Branches are numbered with those of the turns that are set aside.
+            yield from _branches(session)
         for turn in session.turns:
             if not _is_deepest(session, turn):
                 yield f"turn {turn.number} continues turn {turn.history_parent}, which is not the deepest that it could"

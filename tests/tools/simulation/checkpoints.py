@@ -1,0 +1,159 @@
+"""What must hold of checkpoints: a store that is taken back is what it was, whoever dies while that is done."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from sqlalchemy import Connection, select
+
+from app.domain import fleet
+from app.domain.session import Session, fold
+from app.errors import AppError
+from app.store import checkpoints as store
+from app.store import fleet as fleet_store
+from app.store import pins, reads
+from app.store.schema import checkpoint_sessions
+from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.trainer import Trainer
+from tests.tools.simulation.world import World
+
+T = TypeVar("T")
+
+NAME = "drill"
+
+KILLS = (0, 1, 1, 2, 4)
+"""How many processes die during a cut or a restore."""
+
+KILL_S = 0.02
+"""Mean time between them: a restore of a schedule's few sessions takes about a tenth of a second."""
+
+AGAIN_S = 0.5
+
+
+class CheckpointDrill:
+    """A cut, turns and rewards after it, a restore, and one of what was before; processes die in all of them."""
+
+    def __init__(
+        self,
+        world: World,
+        seed: int,
+        clients: Sequence[Client],
+        trainer: Trainer,
+        kill: Callable[[Process], Awaitable[None]],
+    ) -> None:
+        self._world = world
+        self._rng = random.Random(f"checkpoints {seed}")
+        self._clients = clients
+        self._trainer = trainer
+        self._kill = kill
+
+    async def run(self) -> None:
+        """Never ends where a restore is never finished."""
+        drain_s = self._rng.choice((None, None, 30.0))
+        await self._while_killed(self._make(drain_s))
+        at_cut = self._states(NAME)
+        await self._use()
+        await self._while_killed(self._restore(NAME))
+        self._compare(NAME, at_cut)
+        [before] = [one.name for one in self._made() if one.restores == NAME][-1:]
+        replaced = self._states(before)
+        await self._use()
+        using = asyncio.create_task(self._use())
+        await self._while_killed(self._restore(before))
+        await using
+        if self._rng.random() < 0.5:
+            await self._while_killed(self._restore(before))
+            self._compare(before, replaced)
+
+    async def _while_killed(self, work: Awaitable[None]) -> None:
+        """Nobody dies once it is done."""
+        killing = asyncio.create_task(self._die(self._rng.choice(KILLS)))
+        await work
+        await killing
+
+    async def _die(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(self._rng.expovariate(1 / KILL_S))
+            process = self._world.pick()
+            if process is not None:
+                await self._kill(process)
+
+    async def _make(self, drain_s: float | None) -> None:
+        while not any(one.name == NAME for one in self._made()):
+            await self._trainer.order(NAME, lambda process: process.service.checkpoints.make(NAME, drain_s=drain_s))
+            await asyncio.sleep(AGAIN_S)
+        await self._freed()
+
+    async def _restore(self, name: str) -> None:
+        before = len(self._made())
+        while len(self._made()) == before:
+            await self._trainer.order(f"restore {name}", lambda process: process.service.checkpoints.restore(name))
+            await asyncio.sleep(AGAIN_S)
+        await self._freed()
+        self._world.history.restored()
+
+    async def _freed(self) -> None:
+        """Turns are not held for longer than it takes to find out that a process is dead."""
+        while self._read(_is_held):
+            await asyncio.sleep(AGAIN_S)
+
+    def _made(self) -> list[store.Checkpoint]:
+        return [one for one in self._read(store.every) if one.state == "made"]
+
+    async def _use(self) -> None:
+        """Clients go on from what they know, and some reward or end their sessions."""
+        await asyncio.gather(*(self._go_on(client) for client in self._clients))
+
+    async def _go_on(self, client: Client) -> None:
+        what = self._rng.choice(("turn", "turn", "reward", "close"))
+        try:
+            await client.turn(tries=2)
+            if what == "reward":
+                await client.insist(client._reward, 2)
+            elif what == "close":
+                await client.close()
+        except (AppError, GaveUp, Disconnected) as error:
+            self._world.note(f"{client.name}: {type(error).__name__} {error}")
+
+    def _states(self, name: str) -> dict[str, Session]:
+        """The sessions as they were at a checkpoint, by their logs."""
+        return {session_id: self._state(session_id, seq) for session_id, seq in self._read(lambda c: _rows(c, name))}
+
+    def _state(self, session_id: str, seq: int | None = None) -> Session:
+        found = fold(session_id, self._read(lambda connection: reads.load_events(connection, session_id, limit=seq)))
+        assert found is not None
+        return found
+
+    def _compare(self, name: str, expected: dict[str, Session]) -> None:
+        for session_id, then in expected.items():
+            now = self._state(session_id)
+            if now.status == "erased":
+                continue
+            # What a root's reward or close had not reached at the cut, it reaches after the restore.
+            is_finished = now.has_roots_reward and not then.has_roots_reward
+            for what in ("status", "turns", "turn_rewards", *(() if is_finished else ("reward",))):
+                same = getattr(now, what) == getattr(then, what)
+                self._world.must(same, f"{session_id}: {what} is not what it was at checkpoint {name}")
+            lost = then.payloads.keys() - now.payloads.keys()
+            self._world.must(not lost, f"{session_id}: the payloads of turns {sorted(lost)} were not kept for {name}")
+            pinned = self._read(lambda connection, one=session_id: pins.read_pinned_upto(connection, one))  # type: ignore[misc]
+            self._world.must(pinned >= then.version, f"{session_id} is not pinned by checkpoint {name}")
+
+    def _read(self, function: Callable[[Connection], T]) -> T:
+        return self._world.store.read(function)
+
+
+def _is_held(connection: Connection) -> bool:
+    return fleet.fold(fleet_store.state(connection).events).held is not None
+
+
+def _rows(connection: Connection, name: str) -> list[tuple[str, int]]:
+    found = store.named(connection, name)
+    assert found is not None
+    columns = checkpoint_sessions.c.session_id, checkpoint_sessions.c.seq
+    query = select(*columns).where(checkpoint_sessions.c.checkpoint_id == found.id)
+    return [(row[0], row[1]) for row in connection.execute(query)]
