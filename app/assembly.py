@@ -158,6 +158,7 @@ class Assembly:
             ),
             incarnation=incarnation,
             lease_left=lease_left or self._recovery.lease_left,
+            on_delete=lambda: self.janitor.look_again(),
         )
         self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
 

@@ -46,7 +46,8 @@ BEFORE = "before-"
 
 class Checkpoints:
     """The watch runs from `start` to `stop`. `incarnation()` is this process's number in the store; `lease_left` tells
-    how long another one's lease still lasts; None, or not above zero, if it is dead."""
+    how long another one's lease still lasts; None, or not above zero, if it is dead. `on_delete` is called after a
+    checkpoint was deleted."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Checkpoints:
         restores: Restores,
         incarnation: Callable[[], int],
         lease_left: Callable[[int], Awaitable[float | None]],
+        on_delete: Callable[[], None],
     ) -> None:
         self._database = database
         self._writer = writer
@@ -66,6 +68,7 @@ class Checkpoints:
         self._restores = restores
         self._incarnation = incarnation
         self._lease_left = lease_left
+        self._on_delete = on_delete
         self._has_deleted = True
         self._draining: list[TurnsHeld] = []
         self._beginning = asyncio.Lock()
@@ -133,6 +136,7 @@ class Checkpoints:
             raise _busy()
         if not outcome:
             raise _unknown(name)
+        self._on_delete()
         self._has_deleted = True
         self._woken.set()
 

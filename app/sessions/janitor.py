@@ -95,6 +95,11 @@ class Janitor:
     async def stop(self) -> None:
         await cancelled(self._task)
 
+    def look_again(self) -> None:
+        """Sessions that were passed over because a checkpoint had them may be due."""
+        self._freed_upto = (0.0, "")
+        self._acknowledged_upto = (0.0, "")
+
     async def _run(self) -> None:
         told: tuple[type[AppError], str] | None = None
         while True:

@@ -264,6 +264,24 @@ def test_names_and_requests_that_are_refused(used: Stand) -> None:
     assert error_of(used.http.post(f"/checkpoints/{name}/restore")) == (404, "not_found")
 
 
+def test_the_janitor_leaves_what_a_checkpoint_has(sglang: SimulatorProcess, places: Places) -> None:
+    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "1", "TURNLOG_CLOSED_TTL_S": "1"}
+    with serving(places.new("janitor"), sglang.base_url, environment=environment) as stand:
+        kept = said(stand, "One")
+        [row] = rows(kept)
+        stand.http.delete(kept.path)
+        name = make(stand)
+        other = said(stand, "One")
+        stand.http.delete(other.path)
+        until(lambda: other.types()[-1] == "SessionErased")
+        assert rows(kept) == [{**row, "final": True}]
+        late = said(stand, "Later")
+        done = restore(stand, name)
+        delete(stand, name, done["before"])
+        until(lambda: kept.types()[-1] == late.types()[-1] == "SessionErased")
+        assert problems(stand) == []
+
+
 def test_cursors_end_with_a_restore(used: Stand) -> None:
     cursor = used.http.get("/export", params={"limit": 1}).headers["x-turnlog-cursor"]
     name = make(used)

@@ -19,7 +19,8 @@ from app.fleet.gates import Gates
 from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store import groups, log_turns, rollouts
+from app.sessions.checkpoints import Checkpoints
+from app.store import checkpoints, groups, log_turns, pins, rollouts
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -255,6 +256,30 @@ def an_engine_is_not_told(patch: Patch) -> None:
     patch.setattr(SessionControls, "close_at_engine", tell)
 
 
+def a_checkpoint_keeps_nothing(patch: Patch) -> None:
+    """A commit drops what a checkpoint has."""
+    patch.setattr(pins, "pinned_upto", lambda tx, session_id: 0)
+
+
+def a_dead_restore_is_left(patch: Patch) -> None:
+    """Who finds the turns held by a dead process leaves them so."""
+
+    async def take_over(self: Checkpoints) -> None:
+        return
+
+    patch.setattr(Checkpoints, "_take_over", take_over)
+
+
+def a_restore_forgets_a_session(patch: Patch) -> None:
+    """Of the sessions that have changed, the first is left as it is."""
+    plain = checkpoints.to_restore
+
+    def to_restore(*arguments: Any) -> list[tuple[str, int]]:
+        return plain(*arguments)[1:]
+
+    patch.setattr(checkpoints, "to_restore", to_restore)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -272,6 +297,8 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
+    a_dead_restore_is_left,
+    a_restore_forgets_a_session,
 )
 """Found within a second or two."""
 
@@ -285,6 +312,7 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     the_fence_is_not_looked_at,
     the_claim_goes_before_the_commit,
     a_commit_does_not_wait_for_the_disk,
+    a_checkpoint_keeps_nothing,
 )
 
 
