@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import typer.main
+from typer.core import TyperGroup as Group
 
 from turnlog.cli.commands import app
 
@@ -15,20 +16,23 @@ ELSEWHERE = {"--install-completion", "--shell", "--stop-timeout"}
 
 
 def options() -> dict[str, set[str]]:
-    """Of each command, its own."""
+    """Of each command, its own and those of the commands below it."""
     found = {}
     for name, command in typer.main.get_group(app).commands.items():
-        every = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+        below = command.commands.values() if isinstance(command, Group) else ()
+        params = [one for each in (command, *below) for one in each.params]
+        every = {flag for one in params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
         found[name] = every - COMMON
     return found
 
 
 def row_of(command: str) -> str:
-    """The command's row, or of one that has a section of its own, that."""
+    """The command's rows, or of one that has a section of its own, that."""
     if command == "export":
         return TEXT.partition("\n## Export\n")[2].partition("\n## ")[0]
-    [row] = [line for line in TEXT.splitlines() if re.match(rf"\| `{command}[ `]", line) and "engines add" not in line]
-    return row
+    rows = [line for line in TEXT.splitlines() if re.match(rf"\| `{command}[ `]", line)]
+    assert rows, command
+    return "\n".join(rows)
 
 
 def test_every_command_and_option_is_told() -> None:
