@@ -271,6 +271,13 @@ class StoreLocked(StoreUnavailable):
     """Another program held the database's lock during the whole wait; nothing was written."""
 
 
+class PayloadsUnavailable(StoreUnavailable):
+    """The turn is not committed. Its generation is lost, as with `store_unavailable`."""
+
+    code = "payloads_unavailable"
+    meaning = "the object storage of the replay payloads does not answer"
+
+
 class StoreFull(AppError):
     status, code, type = 507, "store_full", "server_error"
     meaning = "the disk or the database is full"

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.api.describe import BINARY, BYTES, NDJSON, READ, Reply, describe, lines
+from app.api.describe import BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, describe, lines
 from app.api.disconnect import while_connected
 from app.api.parameters import PageCursor, require_known
 from app.api.state import services
@@ -38,7 +38,7 @@ class ExportParameters(ExportQuery):
 
 
 @router.get("/export")
-@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ))
+@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS))
 async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
     """Training rows in the order of commit, in any format and shape.
 

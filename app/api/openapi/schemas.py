@@ -70,6 +70,12 @@ _BY_HAND: Mapping[str, Schema] = {
         token=TEXT,
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
+    "PayloadsMoved": record(
+        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        moved=COUNT,
+        bytes=COUNT,
+        after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
+    ),
     "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
     "Record": record(
         "A live turn.",
