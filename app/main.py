@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
-from app.api import counting, exports, forks, groups, models, responses, service, sessions, signin, skyrl, trees
+from app.api import counting, events, exports, forks, groups, models, responses, service, sessions, signin, skyrl, trees
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
@@ -86,6 +86,7 @@ async def run_services(
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
         stack.push_async_callback(made.counted.stop)
+        stack.push_async_callback(made.log_end.stop)
         stack.push_async_callback(made.lag.stop)
         made.lag.start()
         made.start()
@@ -206,6 +207,7 @@ def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
+    app.include_router(events.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
     app.include_router(responses.router)
