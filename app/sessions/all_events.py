@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+
 from app.domain.events import UnknownEvent
 from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.inspection import event_fields
