@@ -207,9 +207,9 @@ def create_app(settings: Settings) -> Turnlog:
     """The application. Its services live from the start to the end of the ASGI lifespan."""
     app = Turnlog(settings, _release())
     app.include_router(sessions.router)
-    app.include_router(events.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
+    app.include_router(events.router)
     app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(counting.router)

@@ -1,7 +1,7 @@
 """The parameters of exports, of the training feed and of all events, for both clients and the command line.
 
-The server's models are in `app/export/query.py`, `app/export/feed.py` and `app/api/events.py`; its defaults apply to parameters that are
-left out.
+The server's models are in `app/export/query.py`, `app/export/feed.py` and `app/api/events.py`; its defaults apply to
+parameters that are left out.
 """
 
 from __future__ import annotations
