@@ -70,9 +70,10 @@ def holds(connection: Connection, place: Position, at: float | None) -> bool:
 
 
 def written_at(connection: Connection, place: Position) -> float | None:
-    """When the event at this place was written; None without one."""
+    """When the event at this place was written; None without one, and where a damaged page has no number there."""
     query = select(events.c.at).where(events.c.tx == place.tx, events.c.position == place.position)
-    return connection.execute(query).scalar()
+    found = connection.execute(query).scalar()
+    return found if isinstance(found, float) else None
 
 
 def page(connection: Connection, after: Position, upto: Position, wanted: EventFilter, limit: int) -> EventPage:
@@ -122,7 +123,8 @@ def page_around_damage(
     found.sort(key=lambda row: row.place)
     if len(found) > limit:
         return EventPage(found[:limit], found[limit - 1].place, found[limit - 1].at)
-    return EventPage(found, place(last), None)
+    reached = max(min(place(last), upto), found[-1].place) if found else min(place(last), upto)
+    return EventPage(found, reached, attempt_or(connection, lambda again: written_at(again, reached), None))
 
 
 def _later_than(place: Position) -> ColumnElement[bool]:
