@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import AsyncGenerator
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
@@ -78,7 +79,7 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
 class _FollowedStream(ClosedStream):
     """Ends with the server, also if the client does not read."""
 
-    def __init__(self, pieces: Any, feed: AllEvents) -> None:
+    def __init__(self, pieces: AsyncGenerator[bytes], feed: AllEvents) -> None:
         super().__init__(pieces, NDJSON)
         self._feed = feed
 

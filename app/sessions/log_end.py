@@ -76,15 +76,13 @@ class LogEnd:
 
     async def _read(self) -> Ends:
         last, log = await self._database.read(_look)
-        newest = _unsynced(last, log)
-        if _is_synced(newest, log):
-            self._ends, self._unsynced = Ends(last, last), None
-        elif self._unsynced is None:
-            self._ends, self._unsynced = Ends(last, self._ends.synced), newest
-        elif _is_synced(self._unsynced, log):
-            self._ends, self._unsynced = Ends(last, self._unsynced.last), newest
-        else:
-            self._ends = Ends(last, self._ends.synced)
+        newest, waiting, synced = _unsynced(last, log), self._unsynced, self._ends.synced
+        if waiting is None or last < waiting.last or _is_synced(newest, log):
+            waiting = newest  # where the log is shorter, a crash undid what was waited for
+        if _is_synced(waiting, log):
+            synced, waiting = waiting.last, None if waiting is newest else newest
+        self._unsynced = waiting
+        self._ends = Ends(last, min(synced, last))
         return self._ends
 
     def _done(self, reading: asyncio.Task[Ends]) -> None:

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, or_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, select, tuple_
 
 from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
 from app.store.broken import BrokenRow
 from app.store.damaged import attempt_or, rows_in_parts
 from app.store.reads import EventRow, Position, at_or_before
-from app.store.schema import events, sessions
+from app.store.schema import events
 from app.store.tail import START
 
 WINDOW = 10_000
@@ -151,12 +151,8 @@ def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
     if wanted.session_id is not None:
         found.append(events.c.session_id == wanted.session_id)
     if wanted.group_id is not None:
-        found.append(events.c.session_id.in_(_members(wanted.group_id)))
+        found.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
     return found
-
-
-def _members(group_id: str) -> Select[Any]:
-    return select(sessions.c.session_id).where(or_(sessions.c.group_id == group_id, rollouts.in_groups([group_id])))
 
 
 def _placed(connection: Connection, query: Select[Any]) -> list[PlacedRow]:
@@ -183,4 +179,4 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
 
 
 def _of_group(connection: Connection, group_id: str) -> Collection[str | None]:
-    return set(connection.execute(_members(group_id)).scalars())
+    return set(connection.execute(rollouts.members_of_group(group_id)).scalars())

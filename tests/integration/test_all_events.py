@@ -171,6 +171,7 @@ class SlowReader:
         self._socket.close()
 
 
+@pytest.mark.long
 def test_slow_readers_hold_nothing(large: Stand) -> None:
     """Neither a connection to the database nor the stop of the server."""
     readers = [SlowReader(large, follow=number % 2 == 0) for number in range(SLOW)]

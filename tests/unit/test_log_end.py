@@ -92,6 +92,20 @@ async def test_an_end_is_synced_once_the_log_is_on_the_disk_up_to_there() -> Non
     assert found == [START, START, place(1), place(1), place(3), place(6)]
 
 
+async def test_an_end_that_a_crash_undid_is_not_waited_for() -> None:
+    """Its place may be another transaction's, which still runs."""
+    log = Log()
+    end = over(log)
+    log.last, log.log = place(5), Synced(50, 40, FAR_S)
+    await end.now()
+    log.last, log.log = place(3), Synced(60, 55, FAR_S)
+    assert await end.now() == Ends(place(3), START)
+    log.log = Synced(70, 60, FAR_S)
+    assert await end.now() == Ends(place(3), place(3))
+    log.last = place(2)
+    assert (await end.now()).synced == place(2)
+
+
 async def test_an_end_is_synced_once_the_database_has_had_its_time() -> None:
     log = Log()
     log.log = Synced(10, 5, -1.0)
