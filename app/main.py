@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from app import logs
 from app.api import (
     counting,
+    events,
     exports,
     forks,
     groups,
@@ -108,6 +109,7 @@ async def run_services(
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
         stack.push_async_callback(made.counted.stop)
+        stack.push_async_callback(made.log_end.stop)
         stack.push_async_callback(made.lag.stop)
         made.lag.start()
         made.start()
@@ -242,6 +244,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(sessions.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
+    app.include_router(events.router)
     app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(counting.router)

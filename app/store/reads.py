@@ -373,10 +373,7 @@ def changed_sessions(
     if session_id is not None:
         query = query.where(events.c.session_id == session_id)
     if group_id is not None:
-        members = select(sessions.c.session_id).where(
-            or_(sessions.c.group_id == group_id, rollouts.in_groups([group_id]))
-        )
-        query = query.where(events.c.session_id.in_(members))
+        query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 

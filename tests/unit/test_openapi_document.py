@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute
 from app.api import (
     counting,
     engines,
+    events,
     exports,
     fleet,
     forks,
@@ -47,6 +48,7 @@ ROUTERS: tuple[APIRouter, ...] = (
         for module in (
             counting,
             engines,
+            events,
             exports,
             fleet,
             forks,

@@ -144,6 +144,20 @@ _BY_HAND: Mapping[str, Schema] = {
         **record("An event of a session's log, and its own fields.", seq=COUNT, type=TEXT, at=NUMBER),
         "additionalProperties": True,
     },
+    "LogLine": {
+        **record(
+            "An event with its session and its own fields. `error`: the event cannot be read, and what is not known is "
+            "null. A line of `position` alone: up to there no other event matches.",
+            optional=["session_id", "seq", "type", "at", "error"],
+            position=TEXT,
+            session_id=nullable(TEXT),
+            seq=nullable(COUNT),
+            type=nullable(TEXT),
+            at=nullable(NUMBER),
+            error=TEXT,
+        ),
+        "additionalProperties": True,
+    },
     "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),
     "Engine": record(
         "An engine: its state in the pool, and its health as seen by the answering process.",
