@@ -10,7 +10,8 @@ TurnlogError
 ├── Unauthorized         401  no token, or an unknown one
 ├── Forbidden            403  a session's token on a route that needs the admin token
 ├── NotFound             404, 410
-│   └── SessionClosed    404 session_closed: closed or erased
+│   ├── SessionClosed    404 session_closed: closed or erased
+│   └── PositionGone     410 position_gone: the log is not the one that was read; begin anew
 ├── Conflict             409
 │   └── Restored         409 restored: later than the checkpoint to which the store was taken back
 ├── EnginesFailed        502 engines_failed: the gate is as requested; `body` gives the result at each engine
@@ -77,6 +78,10 @@ class SessionClosed(NotFound):
     pass
 
 
+class PositionGone(NotFound):
+    pass
+
+
 class Conflict(TurnlogError):
     pass
 
@@ -95,6 +100,7 @@ class Unavailable(TurnlogError):
 
 _BY_CODE: Mapping[tuple[int, str], type[TurnlogError]] = {
     (404, "session_closed"): SessionClosed,
+    (410, "position_gone"): PositionGone,
     (409, "restored"): Restored,
     (502, "engines_failed"): EnginesFailed,
 }

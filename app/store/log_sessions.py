@@ -24,6 +24,7 @@ from app.store.log import (
     blob_row,
     refused,
 )
+from app.store.packs.rows import note_erasure
 
 
 class Create(BaseOperation, frozen=True):
@@ -250,13 +251,14 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or set aside; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `unless_pinned`:
-    refused if a checkpoint has the session.
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `has_packs`: there
+    is object storage, where the collector must finish. `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
     at: float
     components_upto: int = 0
+    has_packs: bool = False
     unless_pinned: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
@@ -271,6 +273,8 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
+        if self.has_packs:
+            note_erasure(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

@@ -1,6 +1,6 @@
 """Adds checkpoints: named cuts over all sessions and groups.
 
-Revision: 0012, after 0010.
+Revision: 0012, after 0011.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0012"
-down_revision = "0010"
+down_revision = "0011"
 branch_labels = None
 depends_on = None
 

@@ -11,7 +11,21 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, latency, live, load, postgres, prompts, protocols, replies, staging, startup, tree, turns
+from ops.bench import (
+    export,
+    latency,
+    live,
+    load,
+    payloads,
+    postgres,
+    prompts,
+    protocols,
+    replies,
+    staging,
+    startup,
+    tree,
+    turns,
+)
 
 BENCHMARKS = {
     "turns": turns,
@@ -22,6 +36,7 @@ BENCHMARKS = {
     "staging": staging,
     "export": export,
     "postgres": postgres,
+    "payloads": payloads,
     "startup": startup,
     "tree": tree,
     "protocols": protocols,

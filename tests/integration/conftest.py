@@ -15,6 +15,7 @@ from ops.simulator.process import SimulatorProcess
 
 ON_BOTH = frozenset(
     {
+        "test_all_events",
         "test_checkpoints",
         "test_export",
         "test_fork",
