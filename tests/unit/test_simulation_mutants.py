@@ -20,7 +20,7 @@ from app.fleet.pauses import Pauses
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.checkpoints import Checkpoints
-from app.store import checkpoints, groups, log_turns, pins, rollouts
+from app.store import checkpoints, groups, log_turns, rollouts
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -256,11 +256,6 @@ def an_engine_is_not_told(patch: Patch) -> None:
     patch.setattr(SessionControls, "close_at_engine", tell)
 
 
-def a_checkpoint_keeps_nothing(patch: Patch) -> None:
-    """A commit drops what a checkpoint has."""
-    patch.setattr(pins, "pinned_upto", lambda tx, session_id: 0)
-
-
 def a_dead_restore_is_left(patch: Patch) -> None:
     """Who finds the turns held by a dead process leaves them so."""
 
@@ -297,8 +292,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
-    a_dead_restore_is_left,
-    a_restore_forgets_a_session,
 )
 """Found within a second or two."""
 
@@ -312,7 +305,8 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     the_fence_is_not_looked_at,
     the_claim_goes_before_the_commit,
     a_commit_does_not_wait_for_the_disk,
-    a_checkpoint_keeps_nothing,
+    a_dead_restore_is_left,
+    a_restore_forgets_a_session,
 )
 
 
