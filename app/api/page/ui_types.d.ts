@@ -80,6 +80,7 @@ export interface FleetGate extends Gate {
   paused_adapters: string[];
   version: number;
   weight_version: string | null;
+  held_for: "drain" | "restore" | null;
 }
 
 export interface Adapter extends Gate {
