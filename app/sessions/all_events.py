@@ -97,13 +97,14 @@ class _Reader:
 
 
 class AllEvents:
-    """The readers of the log of all sessions in this process."""
+    """The readers of the log of all sessions in this process; `readers` counts them."""
 
     def __init__(self, database: Database, log_end: LogEnd) -> None:
         self._database = database
         self._log_end = log_end
         self._reads = asyncio.Semaphore(READS)
         self.stopping = asyncio.Event()
+        self.readers = 0
 
     def stop(self) -> None:
         """End those who follow, since a stopping server waits for open replies."""
@@ -126,7 +127,16 @@ class AllEvents:
             at = await self._database.read(lambda connection: all_events.written_at(connection, upto))
             position = LogPosition(epoch, upto, at)
         reader = _Reader(query, position, upto, is_told=given is not None)
-        return self._lines(reader, await self._page(reader))
+        return self._counted(self._lines(reader, await self._page(reader)))
+
+    async def _counted(self, lines: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        self.readers += 1
+        try:
+            async with contextlib.aclosing(lines):
+                async for piece in lines:
+                    yield piece
+        finally:
+            self.readers -= 1
 
     async def _lines(self, reader: _Reader, page: EventPage) -> AsyncGenerator[bytes]:
         while True:
