@@ -36,7 +36,7 @@ LISTED = 1000
 """Objects of one page of a listing."""
 
 OWNER = "turnlog-owner"
-"""An object that names the epoch of the store whose packs these are."""
+"""An object that names the store whose packs these are."""
 
 PROBE = "turnlog-probe"
 
@@ -153,7 +153,7 @@ class Bucket:
         return pieces if list(map(len, pieces)) == lengths else None
 
     async def owner(self) -> str | None:
-        """The epoch of the store whose packs these are; None if none has said so."""
+        """The name of the store whose packs these are; None if none has said so."""
         try:
             return bytes(await (await obstore.get_async(self._store, OWNER)).bytes_async()).decode()
         except FileNotFoundError:
@@ -161,10 +161,10 @@ class Bucket:
         except _FAULTS as error:
             raise self._unavailable(error) from error
 
-    async def own(self, epoch: str) -> None:
-        """Say that the packs belong to the store of this epoch."""
+    async def own(self, name: str) -> None:
+        """Say that the packs belong to the store of this name."""
         try:
-            await obstore.put_async(self._store, OWNER, epoch.encode(), use_multipart=False)
+            await obstore.put_async(self._store, OWNER, name.encode(), use_multipart=False)
         except _FAULTS as error:
             raise self._unavailable(error) from error
 

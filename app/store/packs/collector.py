@@ -25,7 +25,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.errors import AppError
-from app.store import incarnations, reads
+from app.store import incarnations
 from app.store.packs.format import Entry, InPack, Packed, distinct_bytes, frame_bytes, read_index
 from app.store.packs.rows import (
     ChunkRow,
@@ -33,9 +33,11 @@ from app.store.packs.rows import (
     ForgetPacks,
     MoveChunks,
     Moved,
+    NamePlace,
     TakeKeeping,
     erasures,
     open_among,
+    place_name,
     rows_of,
 )
 from app.store.packs.writer import PACK_BYTES, PackWriter
@@ -157,25 +159,27 @@ class Collector:
 
     async def _owns_place(self) -> bool:
         """Do the packs here belong to this store? A copy of a database must not delete what its original needs."""
-        epoch = await self._database.read(reads.epoch)
-        owner = await self._bucket.owner()
+        own, owner = await self._name(), await self._bucket.owner()
         if owner is None:
-            await self._bucket.own(epoch)
+            await self._bucket.own(own)
             return True
-        if owner != epoch and owner != self._told_of:
+        if owner != own and owner != self._told_of:
             log.warning(
-                "%s belongs to epoch %s, this store is in %s: nothing is collected there, and erasures wait; if no "
-                "other store uses it: turnlog payloads adopt",
+                "%s belongs to another store, or to this one before a restore: nothing is collected there, and "
+                "erasures wait; if no other store uses it: turnlog payloads adopt",
                 self._bucket.url,
-                owner,
-                epoch,
             )
             self._told_of = owner
-        return owner == epoch
+        return owner == own
 
     async def adopt(self) -> None:
         """Make this store the owner of the bucket's place."""
-        await self._bucket.own(await self._database.read(reads.epoch))
+        await self._bucket.own(await self._name())
+
+    async def _name(self) -> str:
+        """The name that the store has for its place. A restore takes it away."""
+        known = await self._database.read(place_name)
+        return await self._writer.submit(NamePlace(secrets.token_hex(8))) if known is None else known
 
     async def _take_token(self) -> str:
         token = f"{self._incarnation()}-{secrets.token_hex(8)}"

@@ -87,6 +87,12 @@ def is_being_erased(connection: Connection, root_id: str) -> bool:
     return connection.execute(query.limit(1)).first() is not None
 
 
+def place_name(connection: Connection) -> str | None:
+    """The name of the store's place in object storage; None if it has none yet."""
+    found: str | None = connection.execute(_place_name).scalar()
+    return found
+
+
 def has_packs(connection: Connection) -> bool:
     """Does any chunk lie in a pack?"""
     return (
@@ -128,6 +134,19 @@ class TakeKeeping(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> None:
         if not tx.run(_take, {"token": self.token}):
             tx.insert(insert(store_meta), [{"key": KEEPER, "value": self.token}])
+
+
+class NamePlace(StoreOperation, frozen=True):
+    """Give the store's place in object storage a name, unless it has one; returns it."""
+
+    name: str
+
+    def apply(self, tx: Tx) -> str:
+        row = tx.one(_place_name, {})
+        if row is not None:
+            return str(row[0])
+        tx.insert(insert(store_meta), [{"key": PLACE, "value": self.name}])
+        return self.name
 
 
 class MoveChunks(StoreOperation, frozen=True):
@@ -195,9 +214,10 @@ def note_erasure(tx: Tx, session_id: str) -> None:
     tx.insert(insert(pack_erasures), [{"session_id": session_id}])
 
 
-KEEPER = "pack_keeper"
+KEEPER, PLACE = "pack_keeper", "pack_place"
 
 _is_keeper = store_meta.c.key == KEEPER
+_place_name = select(store_meta.c.value).where(store_meta.c.key == PLACE)
 _take = update(store_meta).where(_is_keeper).values(value=bindparam("token", type_=store_meta.c.value.type))
 _keeper = select(store_meta.c.value).where(_is_keeper).with_for_update(read=True)
 
