@@ -117,10 +117,8 @@ class AllEvents:
         if query.after is not None and query.after != END:
             given = decode_position(query.after, "GET /events", "after")
         epoch = await self._database.read(reads.epoch)
-        if given is not None and given.epoch != epoch:
-            raise PositionGone(
-                f"the position is of epoch {given.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
-            )
+        if given is not None:
+            _require_epoch(given, epoch)
         upto = await self._log_end.present()
         position = given or LogPosition(epoch, START)
         if query.after == END:
@@ -189,6 +187,7 @@ class AllEvents:
         limit = min(PAGE, reader.left)
 
         def read(connection: Connection, page: Pages) -> EventPage | None:
+            _require_epoch(position, reads.epoch(connection))
             if not all_events.holds(connection, position.place, position.at):
                 return None
             return reader.nothing if reader.is_at_end else page(connection, position.place, upto, reader.wanted, limit)
@@ -219,6 +218,14 @@ class AllEvents:
             known = {name: getattr(placed.row, name) for name in _NOTHING_KNOWN}
             return {**named, **known, "error": str(error)}
         return {**named, **event_fields(recorded)}
+
+
+def _require_epoch(position: LogPosition, epoch: str) -> None:
+    """Raises PositionGone. A store may be restored while its servers run."""
+    if position.epoch != epoch:
+        raise PositionGone(
+            f"the position is of epoch {position.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
+        )
 
 
 _NOTHING_KNOWN = {"seq": None, "type": None, "at": None}
