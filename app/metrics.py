@@ -131,6 +131,7 @@ class Metrics:
         self.pool_queue = self._gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process.")
         self.pool_jobs = self._counter("turnlog_pool_jobs_total", "Replies validated by worker processes.")
         self.pool_restarts = self._counter("turnlog_pool_restarts_total", "Worker processes that ended.")
+        self.event_readers = self._gauge("turnlog_event_readers", "Open replies with the events of all sessions.")
         self.exports_running = self._gauge("turnlog_exports_running", "Exports in progress.")
         self.exports = self._counter("turnlog_exports_total", "Exports by outcome.", "outcome")
         self.export_rows = self._counter("turnlog_export_rows_total", "Rows of all exports.")

@@ -83,6 +83,7 @@ def refresh(app: Services) -> None:
     _refresh_pool(app)
     _refresh_writer(app)
     _refresh_packs(app)
+    metrics.event_readers.set(app.all_events.readers)
     exported = app.exported
     metrics.exports_running.set(exported.running)
     metrics.totals(metrics.exports, {"whole": exported.whole, "cut": exported.cut})

@@ -97,13 +97,14 @@ class _Reader:
 
 
 class AllEvents:
-    """The readers of the log of all sessions in this process."""
+    """The readers of the log of all sessions in this process; `readers` counts them."""
 
     def __init__(self, database: Database, log_end: LogEnd) -> None:
         self._database = database
         self._log_end = log_end
         self._reads = asyncio.Semaphore(READS)
         self.stopping = asyncio.Event()
+        self.readers = 0
 
     def stop(self) -> None:
         """End those who follow, since a stopping server waits for open replies."""
@@ -116,17 +117,24 @@ class AllEvents:
         if query.after is not None and query.after != END:
             given = decode_position(query.after, "GET /events", "after")
         epoch = await self._database.read(reads.epoch)
-        if given is not None and given.epoch != epoch:
-            raise PositionGone(
-                f"the position is of epoch {given.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
-            )
+        if given is not None:
+            _require_epoch(given, epoch)
         upto = await self._log_end.present()
         position = given or LogPosition(epoch, START)
         if query.after == END:
             at = await self._database.read(lambda connection: all_events.written_at(connection, upto))
             position = LogPosition(epoch, upto, at)
         reader = _Reader(query, position, upto, is_told=given is not None)
-        return self._lines(reader, await self._page(reader))
+        return self._counted(self._lines(reader, await self._page(reader)))
+
+    async def _counted(self, lines: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        self.readers += 1
+        try:
+            async with contextlib.aclosing(lines):
+                async for piece in lines:
+                    yield piece
+        finally:
+            self.readers -= 1
 
     async def _lines(self, reader: _Reader, page: EventPage) -> AsyncGenerator[bytes]:
         while True:
@@ -179,6 +187,7 @@ class AllEvents:
         limit = min(PAGE, reader.left)
 
         def read(connection: Connection, page: Pages) -> EventPage | None:
+            _require_epoch(position, reads.epoch(connection))
             if not all_events.holds(connection, position.place, position.at):
                 return None
             return reader.nothing if reader.is_at_end else page(connection, position.place, upto, reader.wanted, limit)
@@ -209,6 +218,14 @@ class AllEvents:
             known = {name: getattr(placed.row, name) for name in _NOTHING_KNOWN}
             return {**named, **known, "error": str(error)}
         return {**named, **event_fields(recorded)}
+
+
+def _require_epoch(position: LogPosition, epoch: str) -> None:
+    """Raises PositionGone. A store may be restored while its servers run."""
+    if position.epoch != epoch:
+        raise PositionGone(
+            f"the position is of epoch {position.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
+        )
 
 
 _NOTHING_KNOWN = {"seq": None, "type": None, "at": None}

@@ -178,10 +178,14 @@ async def test_a_position_of_a_store_that_was_restored_is_gone(store: Store) -> 
     await filled(store)
     reading = Reading(store)
     position = (await reading.lines())[-1]["position"]
-    raised = update(store_meta).where(store_meta.c.key == "epoch").values(value="2-another")
-    await store.database.write(lambda tx: tx.run(raised, {}), durable=True)
+    await raise_epoch(store)
     with pytest.raises(PositionGone, match="restored"):
         await reading.lines(position)
+
+
+async def raise_epoch(store: Store) -> None:
+    raised = update(store_meta).where(store_meta.c.key == "epoch").values(value="2-another")
+    await store.database.write(lambda tx: tx.run(raised, {}), durable=True)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -200,11 +204,15 @@ async def test_a_position_whose_event_a_crash_undid_is_gone(store: Store, is_rep
     assert names(await reading.events(lines[-2]["position"])) == ([("b", 4)] if is_replaced else [])
 
 
-async def test_who_follows_is_sent_away_when_its_position_is_gone(store: Store) -> None:
+@pytest.mark.parametrize("is_restored", [False, True])
+async def test_who_follows_is_sent_away_when_its_position_is_gone(store: Store, is_restored: bool) -> None:
     order, reading = await filled(store), Reading(store)
     async with reading.followed() as lines:
         assert len([await anext(lines) for _ in order]) == len(order)
-        await store.forget_event("b", 4)
+        if is_restored:
+            await raise_epoch(store)
+        else:
+            await store.forget_event("b", 4)
         await store.create("c")
         assert [line async for line in lines] == []
 

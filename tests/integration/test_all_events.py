@@ -138,6 +138,19 @@ def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[
     assert "--after is the number" in complaint("tail", talk.id, "--after", "x", code=2)
 
 
+def test_a_reader_that_leaves_is_forgotten(stand: Stand) -> None:
+    def readers() -> float:
+        values = stand.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in values if line.startswith("turnlog_event_readers"))
+
+    until(lambda: readers() == 0)
+    with stand.http.stream("GET", "/events", params={"follow": "true", "after": "end"}) as reply:
+        received = reply.iter_lines()  # kept: the connection ends with it
+        assert "position" in next(received)
+        assert readers() == 1
+    until(lambda: readers() == 0)
+
+
 @pytest.fixture
 def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     """A server of the test's own whose log does not fit the buffers of a connection."""
