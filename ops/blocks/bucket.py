@@ -30,6 +30,9 @@ CREDENTIALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Of each scheme, variables of which one is set unless the machine itself has a role."""
 
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+"""Variables with the address of an own server; one that begins with `http://` allows HTTP."""
+
 PROBE_S, RETRY_S = 10, 120
 """For how many seconds a first request and a later one are repeated before they fail."""
 
@@ -63,9 +66,7 @@ class Bucket:
         self._scheme = parts.scheme
         self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
         if parts.scheme not in (*CREDENTIALS, "file"):
-            raise StartupError(
-                f"{url}: name s3://bucket/prefix, gs://…, az://container/prefix, file:///folder or a file"
-            )
+            raise StartupError(f"{url}: a place is s3://bucket/prefix, gs://…, az://container/prefix, file:///folder")
         with self._answering():
             self._store = self._opened(PROBE_S, create)
             for _ in obstore.list(self._store, "backups/", chunk_size=1):
@@ -79,7 +80,11 @@ class Bucket:
             return LocalStore(self._folder)
         store = from_url(
             self.url,
-            client_options={"connect_timeout": timedelta(seconds=CONNECT_S), "timeout": timedelta(seconds=ANSWER_S)},
+            client_options={
+                "allow_http": any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS),
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "timeout": timedelta(seconds=ANSWER_S),
+            },
             retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=retry_s)},
         )
         assert isinstance(store, S3Store | GCSStore | AzureStore)
@@ -152,14 +157,14 @@ class Bucket:
         try:
             yield
         except (BaseError, OSError) as error:
-            raise StartupError(f"{self.url}: {str(error).partition(chr(10))[0]}{self._hint()}") from error
+            raise StartupError(f"{self.url}: {self._hint()}{str(error).partition(chr(10))[0]}") from error
 
     def _hint(self) -> str:
         """What may be missing, judged by the environment."""
         names = CREDENTIALS.get(self._scheme, ())
         if not names or any(os.environ.get(name) for name in names):
             return ""
-        return f" (none of {', '.join(names)} is set)"
+        return f"no credentials in the environment ({', '.join(names)}), and then: "
 
 
 def _write_file(folder: Path, name: str, body: bytes, *, is_new: bool) -> None:
@@ -169,8 +174,9 @@ def _write_file(folder: Path, name: str, body: bytes, *, is_new: bool) -> None:
     """
     path = folder / name
     temporary = folder / "running" / f"partial-{secrets.token_hex(8)}"
-    for parent in (temporary.parent, path.parent):
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for parent in (temporary.parent, *reversed(path.parents)):
+        if folder in parent.parents:
+            parent.mkdir(mode=0o700, exist_ok=True)
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(body)
