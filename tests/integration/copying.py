@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -65,3 +66,14 @@ async def checked(url: str, held: list[Acknowledged]) -> Report:
 
 def url_of(path: Path) -> str:
     return f"sqlite+aiosqlite:///{path}"
+
+
+def exported(stand: Stand) -> tuple[bytes, bytes]:
+    """The bytes of an export with Turnlog's rows and a trainer's, but for the cursors, which name the store's epoch."""
+
+    def of(shape: str) -> bytes:
+        response = stand.http.get("/export", params={"shape": shape, "replay": "true"})
+        assert response.status_code == 200
+        return re.sub(rb'"cursor":"[^"]*"', b'"cursor":""', response.content)
+
+    return of("turnlog"), of("slime")

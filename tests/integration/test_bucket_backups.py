@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import sqlite3
 import subprocess
@@ -19,7 +18,7 @@ import pytest
 from helpers.s3 import BUCKET, S3Server
 from helpers.warm import popen
 
-from integration.copying import Writers, checked, command, failure
+from integration.copying import Writers, checked, command, exported, failure
 from integration.stand import Stand, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
@@ -74,17 +73,6 @@ def answer(stand: Stand, place: Place, *arguments: str, code: int = 0) -> dict[s
 
 def backed_up(stand: Stand, place: Place, *options: str) -> dict[str, Any]:
     return answer(stand, place, "ops.backup", place.url, *FAST, *options)
-
-
-def exported(stand: Stand) -> tuple[bytes, bytes]:
-    """The bytes of an export with Turnlog's rows and a trainer's, but for the cursors, which name the store's epoch."""
-
-    def of(shape: str) -> bytes:
-        response = stand.http.get("/export", params={"shape": shape, "replay": "true"})
-        assert response.status_code == 200
-        return re.sub(rb'"cursor":"[^"]*"', b'"cursor":""', response.content)
-
-    return of("turnlog"), of("slime")
 
 
 def blocks(folder: Path) -> set[Path]:
