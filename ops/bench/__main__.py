@@ -11,7 +11,21 @@ from pathlib import Path
 
 import uvloop
 
-from ops.bench import export, latency, live, load, postgres, prompts, protocols, replies, staging, startup, tree, turns
+from ops.bench import (
+    backup,
+    export,
+    latency,
+    live,
+    load,
+    postgres,
+    prompts,
+    protocols,
+    replies,
+    staging,
+    startup,
+    tree,
+    turns,
+)
 
 BENCHMARKS = {
     "turns": turns,
@@ -21,6 +35,7 @@ BENCHMARKS = {
     "replies": replies,
     "staging": staging,
     "export": export,
+    "backup": backup,
     "postgres": postgres,
     "startup": startup,
     "tree": tree,
