@@ -119,7 +119,9 @@ def _to_bucket(source: Path, url: str, options: Options) -> CommandResult:
 
 def _require_room(source: Path, temporary: Path) -> None:
     """Raises StartupError if the temporary copy could fill the disk that a running server writes to."""
-    needed, free = source.stat().st_size + SPARE_BYTES, shutil.disk_usage(temporary.parent).free
+    files = (source, Path(f"{source}-wal"))
+    needed = sum(one.stat().st_size for one in files if one.exists()) + SPARE_BYTES
+    free = shutil.disk_usage(temporary.parent).free
     if free < needed:
         raise StartupError(
             f"the temporary copy needs {needed / MIB:.0f} MiB, and {temporary.parent} has {free / MIB:.0f}: "

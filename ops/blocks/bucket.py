@@ -95,7 +95,7 @@ class Bucket:
         return self._folder is not None
 
     def put(self, name: str, body: bytes) -> None:
-        """Write an object, in place of one of the same name. It is durable then."""
+        """Write an object, in place of one of the same name. In a folder it is durable after the next `create`."""
         with self._answering():
             if self._folder is not None:
                 _write_file(self._folder, name, body, is_new=False)
@@ -103,14 +103,16 @@ class Bucket:
                 obstore.put(self._store, name, body, use_multipart=False)
 
     def create(self, name: str, body: bytes) -> None:
-        """Write an object under a name that nobody has used. It is durable then.
+        """Write an object under a name that nobody has used. It is durable then, and so are those that were put before.
 
         A repeated request may meet what the first one wrote; that is no error.
         """
         with self._answering():
             try:
                 if self._folder is not None:
+                    _sync_folders(self._folder)
                     _write_file(self._folder, name, body, is_new=True)
+                    _sync_folders(self._folder)
                 else:
                     obstore.put(self._store, name, body, mode="create", use_multipart=False)
             except (AlreadyExistsError, FileExistsError):
@@ -168,7 +170,7 @@ class Bucket:
 
 
 def _write_file(folder: Path, name: str, body: bytes, *, is_new: bool) -> None:
-    """Write a file and make it durable, which obstore does not do; only its owner may read it.
+    """Write a file and sync it, which obstore does not do; only its owner may read it.
 
     It gets its name when it is complete. Raises FileExistsError if it `is_new` and there is one, OSError.
     """
@@ -188,15 +190,13 @@ def _write_file(folder: Path, name: str, body: bytes, *, is_new: bool) -> None:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    for parent in path.parents:
-        _sync_folder(parent)
-        if parent == folder:
-            return
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _sync_folders(folder: Path) -> None:
+    """Make the names of all files durable, also of those that a killed run left."""
+    for one in (folder, *(path for path in folder.glob("*/**") if path.is_dir())):
+        handle = os.open(one, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

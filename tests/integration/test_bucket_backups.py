@@ -212,7 +212,7 @@ def test_a_backup_that_is_not_whole_is_not_restored(own: Stand, folder: Path, da
     own.talk(session_id="kept").say("Hello")
     add_ballast(own)
     place = Place(folder.as_uri(), {})
-    backed_up(own, place)
+    made = backed_up(own, place)
     one, other = sorted(blocks(folder))[:2]
     if damage == "missing":
         one.unlink()
@@ -225,7 +225,14 @@ def test_a_backup_that_is_not_whole_is_not_restored(own: Stand, folder: Path, da
         manifest.write_bytes(manifest.read_bytes()[:-1] + b"\0")
     store = own.server.database_path.read_bytes()
     line = failure(own, "ops.restore", place.url)
-    assert ("is missing" if damage == "missing" else "is damaged") in line
+    if damage == "manifest":
+        assert f"the list of blocks of backup {made['backup']}" in line
+        # Which blocks it needs is not known.
+        there = blocks(folder)
+        assert "the list of blocks" in failure(own, "ops.backups", place.url, "--keep", "1")
+        assert blocks(folder) == there
+    else:
+        assert f"{one.name} is {'missing' if damage == 'missing' else 'damaged'}" in line
     assert own.server.database_path.read_bytes() == store
     assert not own.server.database_path.with_name("turnlog.db.restoring").exists()
 
