@@ -26,6 +26,9 @@ from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.recovery import BEATS_PER_LEASE, Recovery
 from app.settings import Settings
+from app.store.packs.collector import Collector
+from app.store.packs.move import Mover
+from app.store.packs.writer import PackWriter
 from app.store.ports import Database
 from app.store.writer import Writer
 from app.turn.claims import Claims
@@ -129,6 +132,10 @@ class Assembly:
         self.native = NativeRoutes(client, self.engines, settings.upstream_api_key)
         self.staging = Staging(database, self.writer, settings, incarnation)
         self.proofs = Proofs(settings.session_secret or settings.admin_token)
+        self.packs = None if database.bucket is None else PackWriter(database, database.bucket, incarnation)
+        self.collector = self._collector(database, self.packs, settings, incarnation, clock)
+        to_packs = settings.payloads != "database"
+        self.mover = Mover(database, self.writer, self.packs, to_packs=to_packs)
         self.turns = self._turns(pool, settings, clock)
         self.sessions = Sessions(
             database,
@@ -137,11 +144,32 @@ class Assembly:
             self.followers,
             clock,
             names_engine_sessions=settings.engine_session_ids,
+            collector=self.collector,
         )
         self.forks = Forks(database, self.writer, self.sessions, clock)
         self.sessions.on_close(self.turns.close)
         self.sessions.on_close(self._controls.session_closed)
         self.janitor = Janitor(database, self.writer, self.sessions, settings, clock)
+
+    def _collector(
+        self,
+        database: Database,
+        packs: PackWriter | None,
+        settings: Settings,
+        incarnation: Callable[[], int],
+        clock: Clock,
+    ) -> Collector | None:
+        if packs is None:
+            return None
+        return Collector(
+            database,
+            self.writer,
+            packs,
+            incarnation,
+            self._recovery.lease_to_judge_by,
+            clock,
+            keep_s=settings.payloads_keep_s,
+        )
 
     def _turns(self, pool: Workers, settings: Settings, clock: Clock) -> Turns:
         return Turns(
@@ -150,6 +178,7 @@ class Assembly:
                 claims=self._claims,
                 retries=self.retries,
                 writer=self.writer,
+                packs=self.packs if settings.payloads != "database" else None,
                 engines=self.engines,
                 fleet=self.fleet,
                 gates=self.gates,
@@ -181,6 +210,8 @@ class Assembly:
         """The process is registered in the store, so it may take over from dead ones."""
         self._recovery.start()
         self._claims.start()
+        if self.collector is not None:
+            self.collector.start()
         self._controls.start()
 
     async def drain(self) -> None:
@@ -189,6 +220,8 @@ class Assembly:
             ends.push_async_callback(self._controls.stop)
             ends.push_async_callback(self.turns.drain, DRAIN_S)
             ends.push_async_callback(self.janitor.stop)
+            if self.collector is not None:
+                ends.push_async_callback(self.collector.stop)
 
     async def stop(self) -> None:
         """Stop all components, users before what they use. Allowed without `open`."""
@@ -196,6 +229,7 @@ class Assembly:
             for end in (
                 self._recovery.stop,
                 self.writer.stop,
+                *(() if self.packs is None else (self.packs.stop,)),
                 self.cache.close,
                 self._claims.close,
                 self.retries.close,

@@ -162,6 +162,13 @@ class PayloadTombstoned(AppError):
     meaning = "a replay payload older than the rollback window"
 
 
+class PositionGone(AppError):
+    """What the reader has of the log may differ from the log: it must begin anew."""
+
+    status, code, type, retry = 410, "position_gone", "invalid_request_error", False
+    meaning = "the store was restored since the position was given, or a database crash undid its event"
+
+
 class RequestTooLarge(AppError):
     status, code, type, retry = 413, "request_too_large", "invalid_request_error", False
     meaning = "past `TURNLOG_MAX_REQUEST_BYTES`"
@@ -269,6 +276,13 @@ class StoreLost(StoreUnavailable):
 
 class StoreLocked(StoreUnavailable):
     """Another program held the database's lock during the whole wait; nothing was written."""
+
+
+class PayloadsUnavailable(StoreUnavailable):
+    """The turn is not committed. Its generation is lost, as with `store_unavailable`."""
+
+    code = "payloads_unavailable"
+    meaning = "the object storage of the replay payloads does not answer"
 
 
 class StoreFull(AppError):

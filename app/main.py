@@ -17,7 +17,21 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app import logs
-from app.api import counting, exports, forks, groups, models, responses, service, sessions, signin, skyrl, trees
+from app.api import (
+    counting,
+    events,
+    exports,
+    forks,
+    groups,
+    models,
+    payloads,
+    responses,
+    service,
+    sessions,
+    signin,
+    skyrl,
+    trees,
+)
 from app.api import engines as engine_routes
 from app.api import fleet as fleet_routes
 from app.api import metrics as metrics_route
@@ -43,11 +57,14 @@ from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
 from app.store.engine import Database, load_driver
+from app.store.packs.opening import open_bucket
+from app.store.packs.rows import has_packs
 from app.tito.families import family
 from app.turn.stages import RecentTurnStats
 from app.upstream.client import EngineClient
 
 if TYPE_CHECKING:
+    from app.store.packs.bucket import Bucket
     from app.tito.prompts import Prompts
 
 log = logging.getLogger("turnlog")
@@ -71,9 +88,15 @@ async def run_services(
     async with contextlib.AsyncExitStack() as stack:
         metrics = Metrics(RecentTurnStats(time.monotonic))
         stack.callback(metrics.close)
-        database = Database(settings.database_url, metrics.committed, end_without_store)
+        bucket = await _bucket(settings)
+        database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
         stack.push_async_callback(database.close)
         await database.open()
+        if bucket is None and await database.read(has_packs):
+            raise StartupError(
+                "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones "
+                "should go into the database, TURNLOG_PAYLOADS_FROM"
+            )
         client = _client(settings)
         stack.push_async_callback(client.close)
         prompts = await _prompts(settings, load_prompts)
@@ -86,6 +109,7 @@ async def run_services(
         stack.push_async_callback(made.pool.stop, 0)
         stack.push_async_callback(made.drain)
         stack.push_async_callback(made.counted.stop)
+        stack.push_async_callback(made.log_end.stop)
         stack.push_async_callback(made.lag.stop)
         made.lag.start()
         made.start()
@@ -102,6 +126,18 @@ async def _open(made: Services) -> None:
         await made.open()
     except AppError as error:
         raise StartupError(f"the fleet's log cannot be read: {error}") from error
+
+
+async def _bucket(settings: Settings) -> Bucket | None:
+    """The object storage of replay payloads. Raises StartupError if there is no such bucket."""
+    bucket = open_bucket(settings)
+    if bucket is None:
+        return None
+    if silent := await bucket.probe():
+        log.warning("%s; turns with replay payloads wait for it", silent)
+    if bucket.versions is not None:
+        log.warning("%s keeps old versions: an erasure deletes those too", bucket.url)
+    return bucket
 
 
 def _client(settings: Settings) -> EngineClient:
@@ -208,6 +244,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(sessions.router)
     app.include_router(forks.router)
     app.include_router(trees.router)
+    app.include_router(events.router)
     app.include_router(responses.router)
     app.include_router(models.router)
     app.include_router(counting.router)
@@ -215,6 +252,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(exports.router)
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
+    app.include_router(payloads.router)
     app.include_router(fleet_routes.router)
     app.include_router(skyrl.router)
     app.include_router(engine_routes.router)

@@ -163,6 +163,10 @@ class Metrics:
         )
         self.totals(self.tombstones, _zero_by_reason(BlobsTombstoned))
         self.chunks_freed = self._counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted.")
+        self.packs = self._counter("turnlog_packs_total", "Objects of replay payloads in object storage.", "action")
+        self.pack_bytes = self._counter("turnlog_pack_bytes_total", "Bytes to and from object storage.", "direction")
+        self.pack_failures = self._counter("turnlog_pack_failures_total", "Requests to object storage that failed.")
+        self.packs_waiting = self._gauge("turnlog_pack_waiting_bytes", "Replay payloads that wait for object storage.")
         self.janitor = self._counter("turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action")
         self.janitor_round = self._largest(
             "turnlog_janitor_last_round_timestamp_seconds",

@@ -88,6 +88,12 @@ Size = Annotated[int, BeforeValidator(_in_bytes)]
 SEVERAL = "together"
 """Type of an error that concerns several settings; its message names them."""
 
+BUCKETS = ("s3", "gs", "az", "file")
+
+BOTH_PLACES = (
+    "TURNLOG_PAYLOADS and TURNLOG_PAYLOADS_FROM: only one can be a bucket; move the payloads into the database first"
+)
+
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
 
@@ -130,6 +136,10 @@ class Settings(BaseSettings):
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
     moe_topk: Annotated[int | None, BeforeValidator(_off)] = Field(default=None, ge=1, le=10_000)
+    payloads: str = "database"
+    payloads_from: str | None = None
+    payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
+    payloads_keep_s: float = Field(default=600, ge=0, le=30 * 86400)
     client_reply: Literal["auto", "verbatim", "lean", "asked"] = "auto"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
     on_disconnect: str = "finish"
@@ -232,6 +242,20 @@ class Settings(BaseSettings):
             raise ValueError("a file: a store in memory would lose every session")
         return value
 
+    @field_validator("payloads", "payloads_from")
+    @classmethod
+    def _place(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or (info.field_name == "payloads" and value == "database"):
+            return value
+        scheme, _, rest = value.partition("://")
+        if scheme not in BUCKETS or not rest.strip("/"):
+            raise ValueError(
+                "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
+            )
+        if info.field_name == "payloads_from" and info.data.get("payloads", "database") != "database":
+            raise PydanticCustomError(SEVERAL, BOTH_PLACES)
+        return value.rstrip("/")
+
     @field_validator("on_disconnect")
     @classmethod
     def _finish_or_abort(cls, value: str) -> str:
@@ -248,6 +272,11 @@ class Settings(BaseSettings):
     def expert_shape(self) -> tuple[int, int] | None:
         """Shape of a row of `routed_experts`: layers, experts per token; None if not set."""
         return None if self.moe_layers is None or self.moe_topk is None else (self.moe_layers, self.moe_topk)
+
+    @property
+    def bucket_url(self) -> str | None:
+        """Where replay payloads are outside the database, if any are."""
+        return self.payloads_from if self.payloads == "database" else self.payloads
 
     @property
     def warnings(self) -> list[str]:

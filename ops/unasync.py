@@ -21,6 +21,7 @@ SOURCE, TARGET = "_async", "_sync"
 
 NAMES = {
     "AsyncClient": "Client",
+    "AsyncEvents": "Events",
     "AsyncExport": "Export",
     "AsyncOpenAI": "OpenAI",
     "AsyncSession": "Session",

@@ -10,7 +10,8 @@ TurnlogError
 ├── Unauthorized         401  no token, or an unknown one
 ├── Forbidden            403  a session's token on a route that needs the admin token
 ├── NotFound             404, 410
-│   └── SessionClosed    404 session_closed: closed or erased
+│   ├── SessionClosed    404 session_closed: closed or erased
+│   └── PositionGone     410 position_gone: the log is not the one that was read; begin anew
 ├── Conflict             409
 ├── EnginesFailed        502 engines_failed: the gate is as requested; `body` gives the result at each engine
 └── Unavailable          429 and any other 5xx: `retry_after_s` is when to retry, if the server says so
@@ -76,6 +77,10 @@ class SessionClosed(NotFound):
     pass
 
 
+class PositionGone(NotFound):
+    pass
+
+
 class Conflict(TurnlogError):
     pass
 
@@ -90,6 +95,7 @@ class Unavailable(TurnlogError):
 
 _BY_CODE: Mapping[tuple[int, str], type[TurnlogError]] = {
     (404, "session_closed"): SessionClosed,
+    (410, "position_gone"): PositionGone,
     (502, "engines_failed"): EnginesFailed,
 }
 

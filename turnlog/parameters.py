@@ -1,11 +1,12 @@
-"""The parameters of exports and of the training feed, for both clients and the command line.
+"""The parameters of exports, of the training feed and of all events, for both clients and the command line.
 
-The server's models are in `app/export/query.py` and `app/export/feed.py`; its defaults apply to parameters that are
-left out.
+The server's models are in `app/export/query.py`, `app/export/feed.py` and `app/api/events.py`; its defaults apply to
+parameters that are left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypedDict
 
 
@@ -37,6 +38,17 @@ class ExportParameters(RowParameters, total=False):
     replay: Annotated[bool, "Include replay payloads."]
     limit: Annotated[int, "At most this many rows."]
     cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]
+
+
+class EventParameters(TypedDict, total=False):
+    """The parameters of `GET /events`."""
+
+    after: Annotated[str, "Only events after this position; end: only new ones."]
+    follow: Annotated[bool, "Also new events, as they are committed."]
+    limit: Annotated[int, "At most this many events."]
+    type: Annotated[Sequence[str], "Only events of these types."]
+    session_id: Annotated[str, "Only this session."]
+    group_id: Annotated[str, "Only this group's sessions, agents included."]
 
 
 class FeedParameters(RowParameters, total=False):

@@ -102,6 +102,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._settle(True)
             self._unsettled = settle
 
+    def drop(self) -> None:
+        """Close the connection at once, without what the client has not read."""
+        self.transport.abort()
+
     def _settle(self, delivered: bool) -> None:
         settle, self._unsettled = self._unsettled, None
         if settle is not None:

@@ -15,6 +15,7 @@ from app.errors import (
     InvalidRequest,
     NoUpstream,
     Overloaded,
+    PayloadsUnavailable,
     RequestTimeout,
     RequestTooLarge,
     SessionClosed,
@@ -73,6 +74,7 @@ Who = Literal["anyone", "session", "admin", "page"]
 BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, Overloaded)
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
+PAYLOADS: Errors = (PayloadsUnavailable,)
 SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, SessionUnreadable)
 ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
-from app.api.describe import BINARY, BYTES, NDJSON, READ, Reply, describe, lines
+from app.api.closed_stream import ClosedStream
+from app.api.describe import BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, describe, lines
 from app.api.disconnect import while_connected
 from app.api.parameters import PageCursor, require_known
 from app.api.state import services
@@ -38,7 +36,7 @@ class ExportParameters(ExportQuery):
 
 
 @router.get("/export")
-@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ))
+@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS))
 async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
     """Training rows in the order of commit, in any format and shape.
 
@@ -54,16 +52,4 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     }
     if query.limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
-    return _ClosedStream(started.pieces, started.media_type, headers)
-
-
-class _ClosedStream(StreamingResponse):
-    """Closes its pieces when the response ends, also after a disconnect: they may hold temporary files."""
-
-    def __init__(self, pieces: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
-        super().__init__(pieces, media_type=media_type, headers=headers)
-        self._pieces = pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._pieces):
-            await super().__call__(scope, receive, send)
+    return ClosedStream(started.pieces, started.media_type, headers)

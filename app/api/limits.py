@@ -58,11 +58,13 @@ CONNECTION = "connection"
 
 
 class Connection(Protocol):
-    """What a request may know of its connection. `when_handed_over` as in `BoundedProtocol`."""
+    """What a request may know of its connection. The methods are as in `BoundedProtocol`."""
 
     is_lost: bool
 
     def when_handed_over(self, settle: Callable[[bool], None]) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 def connection_of(scope: Scope) -> Connection | None:

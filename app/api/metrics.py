@@ -82,6 +82,7 @@ def refresh(app: Services) -> None:
     _refresh_cache(app)
     _refresh_pool(app)
     _refresh_writer(app)
+    _refresh_packs(app)
     exported = app.exported
     metrics.exports_running.set(exported.running)
     metrics.totals(metrics.exports, {"whole": exported.whole, "cut": exported.cut})
@@ -125,6 +126,17 @@ def _refresh_writer(app: Services) -> None:
     metrics.totals(metrics.tombstones, tally.tombstoned)
     metrics.total(metrics.chunks_freed, tally.chunks_freed)
     metrics.total(metrics.turns_rolled_back, tally.rolled_back)
+
+
+def _refresh_packs(app: Services) -> None:
+    if app.packs is None or app.collector is None:
+        return
+    metrics, requests, collected = app.metrics, app.packs.bucket.counters, app.collector.collected
+    done = {"put": requests.put, "rewritten": collected.rewritten, "deleted": collected.deleted}
+    metrics.totals(metrics.packs, done)
+    metrics.totals(metrics.pack_bytes, {"put": requests.put_bytes, "read": requests.read_bytes})
+    metrics.total(metrics.pack_failures, requests.failed)
+    metrics.packs_waiting.set(app.packs.waiting_bytes)
 
 
 class _ScrapeMetrics(Collector):

@@ -20,6 +20,7 @@ from app.api.describe import (
     JSON,
     NDJSON,
     NOTHING,
+    PAYLOADS,
     READ,
     SESSION,
     WRITE,
@@ -222,7 +223,7 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
     "The session's live turns: requests and replies",
     "session",
     json_reply("SessionRecords", "The session."),
-    errors=(*SESSION, *READ),
+    errors=(*SESSION, *READ, *PAYLOADS),
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The requests and replies of the live turns, and the fields with which the session was created."""
@@ -251,7 +252,7 @@ async def _session_json(app: Services, live: CacheEntry) -> AsyncIterator[bytes]
     "The session's samples as safetensors",
     "session",
     Reply("A safetensors file; docs/api.md describes its content.", {BYTES: BINARY}),
-    errors=(*BODY, *SESSION, *WRITE),
+    errors=(*BODY, *SESSION, *WRITE, *PAYLOADS),
     body=SamplesQuery,
     optional_body=True,
     example={"max_seq_len": 32768},
@@ -300,7 +301,7 @@ async def get_events(
         {BYTES: BINARY},
         ("x-turnlog-dtype", "x-turnlog-shape", "x-turnlog-row-start"),
     ),
-    errors=(InvalidRequest, *SESSION, NotFound, PayloadTombstoned, *READ),
+    errors=(InvalidRequest, *SESSION, NotFound, PayloadTombstoned, *READ, *PAYLOADS),
 )
 async def get_payload(
     request: Request,
@@ -362,18 +363,24 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     return {"session_id": session_id, "seq": seq}
 
 
+ERASING = Reply("Erased from the database; packs in object storage still hold bytes of it: repeat.", {}, status=202)
+
+
 @router.delete("/sessions/{session_id}", status_code=204)
-@describe("Close or erase the session", "session", NOTHING, errors=(InvalidRequest, *SESSION, *WRITE))
+@describe("Close or erase the session", "session", NOTHING, ERASING, errors=(InvalidRequest, *SESSION, *WRITE))
 async def delete_session(
     request: Request,
     session_id: SessionId,
     erase: Annotated[bool, Query(description="Also delete the content permanently.")] = False,
 ) -> Response:
-    """Close the session at once; with `erase` also delete its content permanently."""
+    """Close the session at once; with `erase` also delete its content permanently.
+
+    202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
+    """
     sessions = services(request).sessions
-    if erase:
-        await sessions.erase(session_id)
-        log.info("session erased", extra={"session_id": session_id})
-    else:
+    if not erase:
         await sessions.close(session_id)
-    return Response(status_code=204)
+        return Response(status_code=204)
+    is_gone = await sessions.erase(session_id)
+    log.info("session erased", extra={"session_id": session_id})
+    return Response(status_code=204 if is_gone else 202)

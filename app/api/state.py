@@ -22,6 +22,8 @@ from app.export.session_samples import SessionSamples
 from app.fleet.health import HealthWatch
 from app.lazy_import import LazyImport
 from app.metrics import Metrics
+from app.sessions.all_events import AllEvents
+from app.sessions.log_end import LogEnd
 from app.sessions.registration import Registration
 from app.settings import Settings
 from app.store.cached_figures import CachedFigures
@@ -84,12 +86,15 @@ class Services(Assembly):
         )
         self.inflight = RequestMemory(settings.inflight_bytes, settings.max_request_bytes)
         self.counted = CachedFigures(database, time.monotonic)
+        self.log_end = LogEnd(database)
+        self.all_events = AllEvents(database, self.log_end)
         self.lag = LoopLag(time.monotonic)
         self.page = LazyImport("app.api.page.page", lambda: _page(self))
 
     def end_waits(self) -> None:
         """The server stops: end open streams and waits at gates, which could keep requests open for long."""
         self.followers.stop()
+        self.all_events.stop()
         self.gates.stop()
         if self.page.made is not None:
             self.page.made.watch.stop()

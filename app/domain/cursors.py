@@ -16,12 +16,13 @@ def encode(place: object) -> str:
     return _packed(msgspec.json.encode(place))
 
 
-def decode(text: str, kind: Any, giver: str) -> Any:
-    """What `encode` was given, as this type. Raises InvalidRequest, which names the `giver` whose cursor it is not."""
+def decode(text: str, kind: Any, giver: str, name: str = "cursor") -> Any:
+    """What `encode` was given, as this type. Raises InvalidRequest, which names the parameter and the `giver` whose
+    cursor it is not."""
     try:
         return msgspec.json.decode(_unpacked(text), type=kind)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise _foreign(giver) from error
+        raise _foreign(giver, name) from error
 
 
 def encode_text(place: str) -> str:
@@ -47,5 +48,5 @@ def _unpacked(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
 
 
-def _foreign(giver: str) -> InvalidRequest:
-    return InvalidRequest(f"cursor is not one that {giver} gave")
+def _foreign(giver: str, name: str = "cursor") -> InvalidRequest:
+    return InvalidRequest(f"{name} is not one that {giver} gave")

@@ -20,6 +20,7 @@ from app.store import bulk, reads, survey
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
 from app.store.engine import Database
+from app.store.packs.reader import fetch_packed
 from app.store.reads import Connection, Position
 
 PAGE = 64
@@ -175,6 +176,7 @@ class ExportPages:
             return found, self._rollout_rows.members_around_damage(connection, found)
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
+        await fetch_packed(self._database, found.values())
         stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
         return await self._rollout_rows.counted(stored, members)
 

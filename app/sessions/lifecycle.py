@@ -52,6 +52,8 @@ from app.store.log_sessions import (
     FreeReplay,
     ShareReward,
 )
+from app.store.packs import rows as packs
+from app.store.packs.collector import Collector
 from app.store.ports import Database, Writer
 from workers import codec
 
@@ -85,6 +87,7 @@ class Sessions:
         clock: Clock,
         *,
         names_engine_sessions: bool = False,
+        collector: Collector | None = None,
     ) -> None:
         self._database = database
         self._writer = writer
@@ -92,6 +95,7 @@ class Sessions:
         self._followers = followers
         self._clock = clock
         self._names_engine_sessions = names_engine_sessions
+        self._collector = collector
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
         self.is_full = False
         self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -251,9 +255,9 @@ class Sessions:
         for callback in self._on_close:
             callback(session_id, ended)
 
-    async def erase(self, session_id: str) -> None:
+    async def erase(self, session_id: str) -> bool:
         """Close the session if needed, delete its content and, for a root, that of its whole rollout; then empty the
-        log files.
+        log files. Returns whether all of it is gone: packs are rewritten afterwards.
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
@@ -269,6 +273,10 @@ class Sessions:
                 await self.drop_content(member)
         await self.drop_content(session_id)
         await self._database.empty_log_file()
+        if self._collector is None:
+            return True
+        self._collector.hurry()
+        return not await self._database.read(partial(packs.is_being_erased, root_id=session_id))
 
     async def free_replay(self, session_id: str) -> None:
         """Tombstone a closed session's replay payloads and free their bytes and its refused replies, in steps."""
@@ -303,7 +311,8 @@ class Sessions:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id)
         upto = await self._erase_components(session_id)
-        erased = await self._writer.submit(Erase(session_id, self._clock(), upto))
+        has_packs = self._collector is not None
+        erased = await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs))
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):

@@ -9,6 +9,7 @@ from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind,
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store import reads
+from app.store.packs.reader import load_chunks
 from app.store.ports import Database
 from workers import payloads
 from workers.codec import CorruptContent, Wire
@@ -49,10 +50,7 @@ async def values(
             found[cut.kind] = b""
             continue
         keys = keys_of(payload, payload.sent)
-        frames = await database.read(
-            lambda connection: reads.load_chunks(connection, session.session_id, keys),  # noqa: B023
-            session_id=session.session_id,
-        )
+        frames = await load_chunks(database, session.session_id, keys)
 
         def render() -> bytes:
             return payloads.render(cut, rows_of(payload, frames, payload.sent, payload.stop))  # noqa: B023
@@ -75,9 +73,7 @@ async def payload_of(database: Database, session: Session, number: int, kind: Re
     if payload is None:
         raise await _why_not(database, session.session_id, number, kind)
     keys = keys_of(payload)
-    frames = await database.read(
-        lambda connection: reads.load_chunks(connection, session.session_id, keys), session_id=session.session_id
-    )
+    frames = await load_chunks(database, session.session_id, keys)
     try:
         rows = await asyncio.to_thread(rows_of, payload, frames, payload.start, payload.stop)
     except CorruptContent as error:

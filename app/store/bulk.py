@@ -14,13 +14,16 @@ from app.domain.groups import Root
 from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.damaged import PageDamaged, attempt, split
-from app.store.reads import SPAN, EventRow, Frames, Position, at_or_before
+from app.store.packs.format import InPack
+from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, frame_of
 from app.store.rollouts import REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
 
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
+
+    `packed` are chunks in packs, until `store.packs.reader` has fetched them into `chunks`.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
     export, where the rollout has several sessions.
@@ -36,6 +39,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     root: Root | None = None
     damage: str | None = None
     rollout_rows: int | None = None
+    packed: dict[ChunkKey, InPack] = {}
 
     @property
     def rollout_id(self) -> str:
@@ -100,7 +104,7 @@ def _read_damaged(connection: Connection, session_id: str, upto: Position, why: 
     try:
         attempt(connection, lambda again: _read_content(again, {session_id: stored}, upto, replay=replay))
     except PageDamaged as error:
-        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, damage=str(error))
+        return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, packed={}, damage=str(error))
     return msgspec.structs.replace(stored, status=_status(stored.events))
 
 
@@ -153,12 +157,16 @@ def _read_content(connection: Connection, found: Mapping[str, StoredSession], up
         if session_id in found:
             found[session_id].blobs[number] = data
     if replay:
-        rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, chunks.c.data).where(
-            chunks.c.session_id.in_(live), chunks.c.data.is_not(None)
+        rows = select(chunks.c.session_id, chunks.c.fence, chunks.c.number, *FRAME).where(
+            chunks.c.session_id.in_(live), chunks.c.tombstoned_by.is_(None)
         )
-        for session_id, fence, number, data in connection.execute(rows):
+        for session_id, fence, number, *frame in connection.execute(rows):
             if session_id in found:
-                found[session_id].chunks[fence, number] = data
+                place = frame_of(*frame)
+                if isinstance(place, InPack):
+                    found[session_id].packed[fence, number] = place
+                else:
+                    found[session_id].chunks[fence, number] = place
 
 
 def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, list[EventRow]]:

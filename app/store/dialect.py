@@ -70,6 +70,36 @@ class next_tx(_Expression):
     postgresql = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
 
 
+class log_written(_Expression):
+    """How far PostgreSQL has written its log of changes, in bytes; 0 on SQLite."""
+
+    inherit_cache = True
+    type = BigInteger()
+    sqlite = "0"
+    postgresql = "((pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint)"
+
+
+class log_synced(_Expression):
+    """How far that log is on the disk, in bytes; 0 on SQLite."""
+
+    inherit_cache = True
+    type = BigInteger()
+    sqlite = "0"
+    postgresql = "((pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint)"
+
+
+class sync_delay_s(_Expression):
+    """Within how many seconds PostgreSQL syncs a commit that did not wait for it; 0 on SQLite.
+
+    Three times wal_writer_delay: https://www.postgresql.org/docs/current/wal-async-commit.html
+    """
+
+    inherit_cache = True
+    type = Double()
+    sqlite = "0.0"
+    postgresql = "(3 * extract(epoch from current_setting('wal_writer_delay')::interval))::double precision"
+
+
 class now(_Expression):
     """Seconds since the epoch by the database's clock."""
 

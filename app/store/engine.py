@@ -11,7 +11,7 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
@@ -49,6 +49,9 @@ from app.store.sqlite import SqliteWriter
 from app.store.turnstile import Turnstile
 from app.store.unreadable import Unreadable
 from app.tasks import uncancelled
+
+if TYPE_CHECKING:
+    from app.store.packs.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -148,11 +151,15 @@ class Database:
     """The store's connections. Call `open` before use and `close` after; raises StartupError if it cannot serve.
 
     `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
-    its SQLite file: nothing is written from then on.
+    its SQLite file: nothing is written from then on. `bucket` holds replay payloads.
     """
 
     def __init__(
-        self, url: str, committed: Committed = lambda seconds: None, lost: Callable[[str], None] = _ignored
+        self,
+        url: str,
+        committed: Committed = lambda seconds: None,
+        lost: Callable[[str], None] = _ignored,
+        bucket: Bucket | None = None,
     ) -> None:
         self.url = url
         self.is_sqlite = make_url(url).get_backend_name() == "sqlite"
@@ -168,6 +175,7 @@ class Database:
         self._autocommit = None if self.is_sqlite else PostgresAutocommit(self.engine)
         self._opened = False
         self.unreadable = Unreadable()
+        self.bucket = bucket
 
     @property
     def lanes(self) -> int:

@@ -22,6 +22,7 @@ from app.domain.events import (
 )
 from app.store import statements as sql
 from app.store.dialect import Row, Tx
+from app.store.packs.format import InPack, place_columns
 
 Result = TypeVar("Result", covariant=True)
 
@@ -71,13 +72,14 @@ class StoredBlob(msgspec.Struct, frozen=True):
 
 
 class StoredChunk(msgspec.Struct, frozen=True):
-    """A chunk of a replay payload. Its key is its turn's fence and `number`."""
+    """A chunk of a replay payload. Its key is its turn's fence and `number`. `data` is empty if it is in a pack."""
 
     number: int
     kind: str
     size: int
     hash: str
     data: bytes
+    place: InPack | None = None
 
 
 def append(tx: Tx, session_id: str, first: int, at: float, new: Sequence[Event]) -> Appended:
@@ -199,7 +201,8 @@ def chunk_row(session_id: str, fence: int, chunk: StoredChunk) -> dict[str, Any]
         "kind": chunk.kind,
         "size": chunk.size,
         "hash": chunk.hash,
-        "data": chunk.data,
+        "data": None if chunk.place else chunk.data,
+        **place_columns(chunk.place),
     }
 
 

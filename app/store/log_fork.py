@@ -158,7 +158,7 @@ _copy_blob = insert(blobs).from_select(
     ).where(blobs.c.session_id == _sid, blobs.c.number == bindparam("old")),
 )
 _copy_chunk = insert(chunks).from_select(
-    ["session_id", "fence", "number", "kind", "size", "hash", "data"],
+    ["session_id", "fence", "number", "kind", "size", "hash", "data", "location", "pack_offset", "pack_length"],
     select(
         _fork_id,
         bindparam("as_fence", type_=BigInteger),
@@ -167,6 +167,9 @@ _copy_chunk = insert(chunks).from_select(
         chunks.c.size,
         chunks.c.hash,
         chunks.c.data,
+        chunks.c.location,
+        chunks.c.pack_offset,
+        chunks.c.pack_length,
     ).where(chunks.c.session_id == _sid, chunks.c.fence == bindparam("fenced"), chunks.c.number == bindparam("place")),
 )
 _newest_tombstone = (
@@ -201,7 +204,9 @@ def read_source(connection: Connection, session_id: str) -> ForkSource:
         turns.c.session_id == session_id, turns.c.facts.is_not(None), turns.c.wire.is_not(None)
     )
     kept = select(blobs.c.number).where(blobs.c.session_id == session_id, blobs.c.data.is_not(None))
-    live = select(chunks.c.fence, chunks.c.number).where(chunks.c.session_id == session_id, chunks.c.data.is_not(None))
+    live = select(chunks.c.fence, chunks.c.number).where(
+        chunks.c.session_id == session_id, chunks.c.tombstoned_by.is_(None)
+    )
     return ForkSource(
         reads.event_rows(connection, session_id),
         frozenset(connection.execute(whole).scalars()),

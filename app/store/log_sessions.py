@@ -24,6 +24,7 @@ from app.store.log import (
     blob_row,
     refused,
 )
+from app.store.packs.rows import note_erasure
 
 
 class Create(BaseOperation, frozen=True):
@@ -249,12 +250,14 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a closed session; its events stay.
 
-    The components of rewards up to event `components_upto` were removed before (`EraseComponents`).
+    The components of rewards up to event `components_upto` were removed before (`EraseComponents`). `has_packs`: there
+    is object storage, where the collector must finish.
     """
 
     session_id: str
     at: float
     components_upto: int = 0
+    has_packs: bool = False
 
     def apply(self, tx: Tx) -> Appended | Refused:
         row = tx.one(groups.erase_head, {"sid": self.session_id})
@@ -265,6 +268,8 @@ class Erase(BaseOperation, frozen=True):
             tx.run(statement, {"sid": self.session_id})
         staged_tokens.drop_of_session(tx, self.session_id)
         erase_remaining(tx, self.session_id, self.components_upto)
+        if self.has_packs:
+            note_erasure(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

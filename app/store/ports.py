@@ -7,7 +7,7 @@ memory behind the same names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.sql import Executable
@@ -15,6 +15,9 @@ from sqlalchemy.sql import Executable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
 from app.store.unreadable import Unreadable
+
+if TYPE_CHECKING:
+    from app.store.packs.bucket import Bucket
 
 T = TypeVar("T")
 
@@ -36,6 +39,11 @@ class Database(Protocol):
     @property
     def lanes(self) -> int:
         """How many write transactions may be open at a time."""
+        ...
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The object storage of replay payloads."""
         ...
 
     @property

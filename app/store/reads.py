@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, exists, func, literal, null, or_, select, tuple_
+from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain import upcast
@@ -16,6 +16,7 @@ from app.domain.session import Session, decode_session, fold
 from app.store import rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
+from app.store.packs.format import InPack
 from app.store.schema import (
     blobs,
     chunks,
@@ -218,13 +219,29 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
     return {number: codec.decompress(found.get(number)) for number in wanted}
 
 
-def load_chunks(connection: Connection, session_id: str, keys: Collection[ChunkKey]) -> dict[ChunkKey, bytes | None]:
-    """Stored frames of chunks; None for a tombstone, nothing for one that is not there."""
+FRAME = (
+    chunks.c.data,
+    case((chunks.c.tombstoned_by.is_(None), chunks.c.location)).label("location"),
+    chunks.c.pack_offset,
+    chunks.c.pack_length,
+)
+"""The columns of `frame_of`."""
+
+
+def load_chunks(
+    connection: Connection, session_id: str, keys: Collection[ChunkKey]
+) -> dict[ChunkKey, bytes | InPack | None]:
+    """Stored frames of chunks, or where they are; None for a tombstone, nothing for one that is not there."""
     wanted = sorted(keys)
-    query = select(chunks.c.fence, chunks.c.number, chunks.c.data).where(chunks.c.session_id == session_id)
+    query = select(chunks.c.fence, chunks.c.number, *FRAME).where(chunks.c.session_id == session_id)
     key = tuple_(chunks.c.fence, chunks.c.number)
     parts = (query.where(key.in_(wanted[at : at + SPAN])) for at in range(0, len(wanted), SPAN))
-    return {(row[0], row[1]): row[2] for part in parts for row in connection.execute(part)}
+    return {(row[0], row[1]): frame_of(*row[2:]) for part in parts for row in connection.execute(part)}
+
+
+def frame_of(data: bytes | None, location: str | None, offset: int, length: int) -> bytes | InPack | None:
+    """A chunk's stored frame, or where it is; None for a tombstone."""
+    return data if location is None else InPack(location, offset, length)
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
@@ -289,7 +306,7 @@ def closed_sessions(
 
 def holds_payload() -> ColumnElement[bool]:
     """Condition on sessions: still holds a replay payload or a refused reply."""
-    live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.data.is_not(None))
+    live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.tombstoned_by.is_(None))
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
@@ -356,10 +373,7 @@ def changed_sessions(
     if session_id is not None:
         query = query.where(events.c.session_id == session_id)
     if group_id is not None:
-        members = select(sessions.c.session_id).where(
-            or_(sessions.c.group_id == group_id, rollouts.in_groups([group_id]))
-        )
-        query = query.where(events.c.session_id.in_(members))
+        query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 

@@ -21,6 +21,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
+    Select,
     and_,
     bindparam,
     case,
@@ -68,6 +69,11 @@ def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
         .where(_roots.c.group_id.in_(group_ids))
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
+
+
+def members_of_group(group_id: str) -> Select[Any]:
+    """The sessions that name this group, and those whose rollout counts in it."""
+    return select(sessions.c.session_id).where(or_(sessions.c.group_id == group_id, in_groups([group_id])))
 
 
 is_finished: ColumnElement[bool] = and_(

@@ -251,6 +251,8 @@ blobs = Table(
 )
 """What a session stores once: metadata, parameters, tools. `location` names an object store's copy."""
 
+_IN_PACK = text("location IS NOT NULL")
+
 chunks = Table(
     "chunks",
     metadata,
@@ -263,13 +265,21 @@ chunks = Table(
     Column("tombstoned_by", BigInteger),
     Column("location", Text),
     Column("data", Content),
+    Column("pack_offset", BigInteger),
+    Column("pack_length", BigInteger),
     PrimaryKeyConstraint("session_id", "fence", "number"),
+    Index("ix_chunks_location", "location", sqlite_where=_IN_PACK, postgresql_where=_IN_PACK),
 )
 """Rows of replay payloads, keyed by the turn that brought them: its fence, and a number within it.
 
-A tombstone has no `data` and names the event that made it. Large chunks are written before the commit that
-refers to them; what a turn that came to nothing left behind goes with its claim.
+A chunk is in `data`, or `pack_length` bytes from `pack_offset` on in the pack `location` (`store.packs`). A tombstone
+has no `data` and names the event that made it; its `location` stays until its bytes are gone from the pack. In the
+database large chunks are written before the commit that refers to them; what a turn that came to nothing left behind
+goes with its claim.
 """
+
+pack_erasures = Table("pack_erasures", metadata, Column("session_id", SESSION_ID, primary_key=True))
+"""Erased sessions of which packs may still hold bytes."""
 
 refused_replies = Table(
     "refused_replies",

@@ -190,7 +190,7 @@ tombstone_event = select(events.c.seq).where(
 event_at = select(events.c.at).where(of_session(events), events.c.seq == bindparam("place", type_=BigInteger))
 live_chunks = (
     select(chunks.c.fence, chunks.c.number)
-    .where(of_session(chunks), chunks.c.data.is_not(None))
+    .where(of_session(chunks), chunks.c.tombstoned_by.is_(None))
     .limit(bindparam("most"))
 )
 oldest_refused = (

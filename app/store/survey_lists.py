@@ -107,7 +107,7 @@ def _holding(connection: Connection, ids: Sequence[str]) -> Mapping[str, bool]:
     """Those that still hold a replay payload or a refused reply, as far as that can be read."""
 
     def read(again: Connection, part: Sequence[str]) -> Mapping[str, bool]:
-        live = select(chunks.c.session_id).where(chunks.c.session_id.in_(part), chunks.c.data.is_not(None))
+        live = select(chunks.c.session_id).where(chunks.c.session_id.in_(part), chunks.c.tombstoned_by.is_(None))
         refused = select(refused_replies.c.session_id).where(refused_replies.c.session_id.in_(part))
         return dict.fromkeys(again.execute(union(live, refused)).scalars(), True)
 

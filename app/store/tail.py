@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sqlalchemy import Connection, select, tuple_
 
-from app.store.dialect import oldest_tx
+from app.store.dialect import log_synced, log_written, oldest_tx, sync_delay_s
 from app.store.reads import Position
 from app.store.schema import events
 
@@ -37,6 +37,21 @@ def end(connection: Connection) -> Position:
     )
     row = connection.execute(query).first()
     return START if row is None else Position(*row)
+
+
+class Synced(NamedTuple):
+    """How far PostgreSQL's log of changes is written and on the disk, in bytes, and within how many seconds of a commit
+    the rest is. All 0 on SQLite."""
+
+    written: int
+    synced: int
+    delay_s: float
+
+
+def synced(connection: Connection) -> Synced:
+    """Read it after `end`: with the log on the disk up to `written`, no crash of PostgreSQL undoes an event up to that
+    end."""
+    return Synced(*connection.execute(select(log_written(), log_synced(), sync_delay_s())).one())
 
 
 def since(connection: Connection, after: Position, limit: int) -> Tail:

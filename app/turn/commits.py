@@ -128,10 +128,13 @@ class Commits:
         )
 
     async def _stage(self, claimed: ClaimedTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Write large chunks before the commit, one at a time; returns the chunks that the commit must write."""
+        """Write chunks before the commit: all of them into a pack, or large ones into the database, one at a time.
+        Returns the chunks that the commit must write. Raises as `PackWriter.stored`."""
+        services, session_id = self._services, claimed.session.session_id
+        if chunks and services.packs is not None:
+            return await services.packs.stored(session_id, claimed.fence, chunks)
         if size_of(chunks) <= STAGE_BYTES:
             return chunks
-        services, session_id = self._services, claimed.session.session_id
         for chunk in chunks:
             stage = Stage(session_id, claimed.fence, services.claims.incarnation, [chunk], claimed.opened_at)
             if not await services.writer.submit(stage):

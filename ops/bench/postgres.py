@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg
@@ -21,7 +21,7 @@ from app.store.engine import Database
 from app.store.schema import turns
 from ops.bench.measure import percentile, save_figures, table
 from ops.bench.primary import SETTINGS, Primary, counted, plain_url, primary
-from ops.bench.sessions import short_turns
+from ops.bench.sessions import Script, short_turns
 from ops.bench.stand import Cores, Side, folder_for_bench, simulator, started
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
@@ -54,9 +54,10 @@ async def main(arguments: argparse.Namespace) -> int:
         bare = [await _plain_commits(database, url, count, 1, arguments) for count in arguments.connections]
         bare.append(await _plain_commits(database, url, 16, 16, arguments))
         table(bare)
-        rows = [await _measure_turns(None, engine, 1, arguments, everywhere)]
+        script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
+        rows = [await measure_turns(None, engine, 1, arguments, everywhere, script)]
         for count in arguments.processes:
-            rows.append(await _measure_turns(database, engine, count, arguments, everywhere))  # noqa: PERF401 - in turn
+            rows.append(await measure_turns(database, engine, count, arguments, everywhere, script))  # noqa: PERF401
     best = max(float(row["commits/s"]) for row in bare[:-1])
     rows = [{**row, "of the ceiling": row["turns/s"] / best} for row in rows]
     table(rows)
@@ -102,18 +103,27 @@ async def _plain_commits(
     }
 
 
-async def _measure_turns(
-    database: Primary | None, engine: SimulatorProcess, processes: int, arguments: argparse.Namespace, cpu_sets: Cores
+async def measure_turns(
+    database: Primary | None,
+    engine: SimulatorProcess,
+    processes: int,
+    arguments: argparse.Namespace,
+    cpu_sets: Cores,
+    script: Script,
+    turns_per_session: int = TURNS_PER_SESSION,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Measure turns; returns a row of the table. `database` None means SQLite."""
     url = None if database is None else database.new_database()
     with folder_for_bench(arguments.folder) as folder, contextlib.ExitStack() as stack:
-        servers = [ServerProcess(folder, upstreams=[engine.base_url], database_url=url) for _ in range(processes)]
+        servers = [
+            ServerProcess(folder, upstreams=[engine.base_url], database_url=url, environment=environment)
+            for _ in range(processes)
+        ]
         servers[0].migrate()
         for server in servers:
             stack.enter_context(started(server, cpu_sets))
-        script = short_turns(arguments.request_bytes, TURNS_PER_SESSION)
-        side = Side(servers, script, clients=arguments.clients, turns_per_session=TURNS_PER_SESSION)
+        side = Side(servers, script, clients=arguments.clients, turns_per_session=turns_per_session)
         await side.warm_up()
         await side.create_ahead(arguments.seconds)
         before = None if url is None else await counted(url)

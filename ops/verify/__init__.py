@@ -13,15 +13,20 @@ from functools import partial
 import msgspec
 from sqlalchemy import Connection
 
+from app.domain.events import ChunkRef
 from app.errors import StoreDamaged
+from app.settings import load_settings
 from app.store import damaged
 from app.store import projections as heads
 from app.store.engine import Database
+from app.store.packs.opening import open_bucket
+from app.store.packs.reader import load_chunks
+from app.store.packs.rows import places_of
 from ops.keeping import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
 from ops.verify.report import STORE, Acknowledged, Problem, Report
-from ops.verify.session import PAGE, TABLES, SessionCheck, check_damaged
+from ops.verify.session import PAGE, TABLES, SessionCheck, check_damaged, chunk_fault
 from ops.verify.whole import check_file, check_groups, check_order
 
 __all__ = ["STORE", "TABLES", "Acknowledged", "Problem", "Report", "perform", "verify", "verify_url"]
@@ -37,11 +42,12 @@ async def verify(
     """
     report = Report()
     async for session_id in _session_ids(database, report):
-        await database.read(
+        packed = await database.read(
             partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
             or_else=partial(check_damaged, session_id=session_id, report=report),
         )
+        await _check_packed(database, session_id, packed or (), report)
         progress(f"{report.sessions} sessions, {len(report.problems)} problems, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -75,14 +81,26 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
             yield session_id
 
 
-def _check_session(connection: Connection, session_id: str, report: Report) -> None:
-    SessionCheck(connection, session_id, report).run()
+def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
+    check = SessionCheck(connection, session_id, report)
+    check.run()
+    return check.packed
+
+
+async def _check_packed(database: Database, session_id: str, packed: Iterable[ChunkRef], report: Report) -> None:
+    """Check the chunks in packs, one in memory at a time. One that was tombstoned since the look at the log is well."""
+    for ref in packed:
+        frames = await load_chunks(database, session_id, [ref.key])
+        is_live = bool(await database.read(partial(places_of, session_id=session_id, keys=[ref.key])))
+        fault = chunk_fault(ref, frames.get(ref.key)) if is_live else None
+        if fault is not None:
+            report.found(session_id, fault)
 
 
 async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
-    database = Database(url)
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_from", "payloads_timeout_s")))
     try:
         await heads.require_revision(database)
         return await verify(database, progress=progress)

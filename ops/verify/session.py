@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from app.domain.events import (
     AffinityBound,
@@ -30,6 +30,7 @@ from app.store import projections as heads
 from app.store import reads
 from app.store.damaged import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
+from app.store.packs.format import InPack
 from app.store.projections import FoldedLog
 from app.store.schema import (
     blobs,
@@ -53,7 +54,7 @@ _CHUNK = (
     chunks.c.size,
     chunks.c.hash,
     chunks.c.tombstoned_by,
-    chunks.c.data.is_not(None),
+    or_(chunks.c.data.is_not(None), and_(chunks.c.location.is_not(None), chunks.c.tombstoned_by.is_(None))),
 )
 
 TABLES = (sessions, events, open_turns, turns, blobs, chunks, refused_replies, staged_tokens, snapshots)
@@ -89,14 +90,24 @@ def check_damaged(connection: Connection, session_id: str, report: Report) -> No
     report.found(session_id, f"its rows in {names} cannot be read: {reason}")
 
 
+def chunk_fault(ref: ChunkRef, frame: bytes | None) -> str | None:
+    """What is wrong with a chunk's frame."""
+    try:
+        payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
+    except CorruptContent as error:
+        return f"chunk {ref.key}: {error}"
+    return None
+
+
 class SessionCheck:
-    """Compares one session with its log, in one transaction."""
+    """Compares one session with its log, in one transaction. `packed` are its chunks in packs, which are not read."""
 
     def __init__(self, connection: Connection, session_id: str, report: Report) -> None:
         self._connection = connection
         self._session_id = session_id
         self._report = report
         self._log: Sequence[Recorded] = ()
+        self.packed: list[ChunkRef] = []
 
     def run(self) -> None:
         self._report.sessions += 1
@@ -348,10 +359,10 @@ class SessionCheck:
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
         """Check one chunk. Chunks are large, so only one is in memory."""
         frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
-        try:
-            payloads.load(payloads.Chunk(ref.start, ref.rows, ref.dtype, ref.size, ref.hash), frame)
-        except CorruptContent as error:
-            self._found(f"chunk {key}: {error}")
+        if isinstance(frame, InPack):
+            self.packed.append(ref)
+        elif (fault := chunk_fault(ref, frame)) is not None:
+            self._found(fault)
 
     def _wire(self, turn: TurnCommitted, wire: Wire) -> None:
         sent = len(wire.messages)

@@ -17,6 +17,7 @@ from app.api.page import watch as watching
 from app.api.page.watch import Listener, Watch
 from app.api.state import Services
 from app.errors import InvalidRequest, Overloaded
+from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList, SessionRow
 from app.store.dialect import Tx
 from app.store.engine import Database
@@ -34,7 +35,7 @@ class Watched:
         self.store = store
         self.held: dict[str, bool] = {}
         listed = SessionList(store.database, lambda: self.held, engines_at(), lambda: 0.0)
-        self.watch = Watch(store.database, listed, poll_s=0.01)
+        self.watch = Watch(store.database, listed, LogEnd(store.database, 0.01), poll_s=0.01)
 
     async def heads(self) -> dict[str, int]:
         """The versions of all sessions."""

@@ -89,6 +89,7 @@ class Mortal:
         self.is_sqlite = database.is_sqlite
         self.lanes = database.lanes
         self.unreadable = database.unreadable
+        self.bucket = database.bucket
         self.dead = False
 
     async def read(self, function: Callable[..., Any], **options: Any) -> Any:

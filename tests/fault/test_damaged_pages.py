@@ -24,6 +24,8 @@ from integration.stand import Stand, error_of, serving, until, user
 from sqlalchemy import Connection
 
 from app.errors import SessionUnreadable, StoreDamaged, StoreUnavailable
+from app.sessions.all_events import AllEvents, EventQuery
+from app.sessions.log_end import LogEnd
 from app.store import damaged, reads, survey
 from app.store.engine import Database
 from app.store.log import Appended
@@ -163,6 +165,34 @@ def test_a_place_that_is_no_number_is_its_sessions_business(whole: Whole, tmp_pa
     upto, types = reads.Position(0, 1 << 40), ("SessionCreated", "TurnCommitted")
     places = looked(path, lambda connection: survey.last_places(connection, whole.session_ids, upto, types))
     assert set(whole.session_ids) - {"session-003"} <= set(places)
+
+
+def all_events(path: Path) -> list[Row]:
+    """The lines of `GET /events`, without the epoch in their positions."""
+
+    async def run() -> bytes:
+        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
+            lines = await AllEvents(database, LogEnd(database)).start(EventQuery())
+            return b"".join([piece async for piece in lines])
+
+    return [json.loads(line) for line in asyncio.run(run()).splitlines()]
+
+
+@pytest.mark.parametrize("where", ["events", "ix_events_tx_position"])
+def test_the_events_of_all_sessions_are_given_around_a_damaged_page(whole: Whole, tmp_path: Path, where: str) -> None:
+    """Each event that cannot be read is a line that says so, at its place."""
+    rng = random.Random(f"all events {where}")
+    page = rng.choice(pages(whole.path, where)[:-1])
+    damaged = Damaged(whole, tmp_path, [page.number], "zeros", rng)
+    before, after = all_events(whole.path), all_events(damaged.path)
+    lost = {at for at, line in enumerate(after) if "error" in line}
+    assert 0 < len(lost) < len(before) / 2
+    assert [line for at, line in enumerate(after) if at not in lost] == [
+        line for at, line in enumerate(before) if at not in lost
+    ]
+    assert len(after) == len(before)
+    if where == "events":
+        assert {before[at]["session_id"] for at in lost} <= unreadable_in_full(whole, damaged)
 
 
 FORGETFUL = {**BOTH, "TURNLOG_CACHE_BYTES": "0"}

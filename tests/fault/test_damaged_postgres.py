@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 
@@ -13,7 +14,9 @@ from integration.test_damaged_export import add, excluded, rows_of
 
 from app.errors import SessionUnreadable
 from app.export.query import ExportQuery
+from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.cache import SessionCache
+from app.sessions.log_end import LogEnd
 from app.store.engine import Database
 from app.store.log import Appended
 from ops.verify import verify_url
@@ -52,6 +55,20 @@ def damage(cluster: Cluster, relation: str, page: int) -> None:
     cluster.start()
 
 
+async def all_events_are_given(database: Database, lost: set[str], relation: str) -> None:
+    """Those of the other sessions, in their order; of a transaction that cannot be read there is one line."""
+    found = await AllEvents(database, LogEnd(database)).start(EventQuery())
+    lines = [json.loads(line) async for piece in found for line in piece.splitlines()]
+    unread = [line for line in lines if "error" in line]
+    assert bool(unread) == (relation in ("events", "ix_events_tx_position"))
+    if relation == "ix_events_tx_position":
+        return
+    for name in set(NAMES) - lost:
+        seqs = [line["seq"] for line in lines if line.get("session_id") == name]
+        assert seqs == list(range(1, len(seqs) + 1))
+        assert len(seqs) > 2
+
+
 @pytest.mark.parametrize(
     ("relation", "page"),
     [
@@ -76,6 +93,7 @@ def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str
             assert all(reason.startswith("unreadable: the database answered SQLSTATE XX00") for reason in lost.values())
             if relation in ("events", "turns"):
                 assert lost
+            await all_events_are_given(database, set(lost), relation)
             cache = SessionCache(database, store.writer, 0)
             if relation == "events":
                 for name in lost:

@@ -10,8 +10,10 @@ from collections.abc import Collection
 import httpx
 from integration.stand import Stand
 
+from app.settings import load_settings
 from app.store import projections as heads
 from app.store.engine import Database
+from app.store.packs.opening import open_bucket
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
 
@@ -45,7 +47,7 @@ def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), ta
 
 
 async def _verify(url: str, acknowledged: Collection[Acknowledged]) -> Report:
-    database = Database(url)
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
         await heads.require_revision(database)
         return await verify(database, acknowledged=acknowledged)

@@ -15,6 +15,7 @@ from ops.simulator.process import SimulatorProcess
 
 ON_BOTH = frozenset(
     {
+        "test_all_events",
         "test_export",
         "test_fork",
         "test_odd_parameters",

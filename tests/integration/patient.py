@@ -12,15 +12,14 @@ from integration.stand import Stand, Talk
 AGAIN_S = 0.02
 
 
-def answered(stand: Stand, talk: Talk, body: dict[str, Any], within_s: float) -> httpx.Response:
-    """The turn's 200. An answer of the 400s is the test's own mistake."""
+def answered(stand: Stand, talk: Talk, body: dict[str, Any], within_s: float, key: str | None = None) -> httpx.Response:
+    """The turn's 200. An answer of the 400s is the test's own mistake. `key` marks the turn, by default its session."""
+    headers = {"idempotency-key": key or talk.id}
     deadline = time.monotonic() + within_s
     while True:
         assert time.monotonic() < deadline, "never answered"
         try:
-            response = httpx.post(
-                stand.base_url + talk.chat_path, json=body, headers={"idempotency-key": talk.id}, timeout=within_s
-            )
+            response = httpx.post(stand.base_url + talk.chat_path, json=body, headers=headers, timeout=within_s)
         except httpx.TransportError:
             time.sleep(AGAIN_S)
             continue

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers.s3 import BUCKET, S3Server
+from helpers.buckets import TestBucket
 from helpers.warm import popen
 
 from integration.copying import Writers, checked, command, exported, failure
@@ -38,16 +38,19 @@ class Place(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    with S3Server(tmp_path_factory.mktemp("s3")) as server:
-        yield server.bucket()
+def s3() -> Iterator[Place]:
+    """A bucket on a local S3 server."""
+    bucket = TestBucket()
+    yield Place(f"s3://{bucket.name}", {name: bucket.environment[name] for name in bucket.environment if "AWS" in name})
+    bucket.close()
 
 
 @pytest.fixture(params=["folder", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "folder":
         return Place((tmp_path / "backups").as_uri(), {})
-    return Place(f"s3://{BUCKET}/{tmp_path.name}", request.getfixturevalue("s3"))
+    bucket: Place = request.getfixturevalue("s3")
+    return bucket._replace(url=f"{bucket.url}/{tmp_path.name}")
 
 
 @pytest.fixture
@@ -254,8 +257,8 @@ def test_a_place_that_cannot_be_used_is_said_in_a_line(
     assert [one for one in os.listdir(own.server.database_path.parent) if "partial" in one] == []
 
 
-def test_a_bucket_that_is_not_there_is_said_in_a_line(own: Stand, s3: Mapping[str, str], tmp_path: Path) -> None:
-    assert "404" in failure(own, "ops.backup", "s3://nowhere/x", environment=s3)
-    assert "has no backups" in failure(own, "ops.restore", f"s3://{BUCKET}/never", environment=s3)
+def test_a_bucket_that_is_not_there_is_said_in_a_line(own: Stand, s3: Place, tmp_path: Path) -> None:
+    assert "404" in failure(own, "ops.backup", "s3://nowhere/x", environment=s3.environment)
+    assert "has no backups" in failure(own, "ops.restore", f"{s3.url}/never", environment=s3.environment)
     assert "has no backups" in failure(own, "ops.restore", str(tmp_path))
     assert "are for a bucket" in failure(own, "ops.backup", str(tmp_path / "copy.db"), "--keep", "2")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnlog.client import NotTurnlog
-from turnlog.client.lines import EventsPlace, ExportPlace, Lines, cursor_of
+from turnlog.client.lines import AllEventsPlace, EventsPlace, ExportPlace, Lines, cursor_of
 
 ENDS_OF_LINES_ELSEWHERE = "\u2028\u2029\x85\x0b\x0c\r"
 
@@ -72,3 +72,18 @@ def test_a_followed_log_ends_with_its_content() -> None:
     place.read({"seq": 9, "type": "SessionErased"})
     assert place.is_done
     assert EventsPlace(0, follow=False).is_done
+
+
+def test_all_events_go_on_behind_the_last_position() -> None:
+    place = AllEventsPlace({"after": "end", "follow": True, "limit": 2, "type": ["SessionClosed"]})
+    assert place.parameters() == {"after": "end", "follow": "true", "limit": 2, "type": ["SessionClosed"]}
+    assert place.position is None
+    place.read({"position": "p1"})
+    place.read({"position": "p2", "session_id": "s", "seq": 1, "type": "SessionClosed"})
+    assert (place.position, place.is_done) == ("p2", False)
+    assert place.parameters() == {"after": "p2", "follow": "true", "limit": 1, "type": ["SessionClosed"]}
+    place.read({"position": "p3", "session_id": None, "seq": None, "type": None, "error": "damaged"})
+    assert place.is_done
+    assert AllEventsPlace({}).is_done
+    with pytest.raises(NotTurnlog):
+        place.read({"seq": 1})

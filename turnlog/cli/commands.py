@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli import export, fleet, forks, maintain, sessions, tail, tree
+from turnlog.cli import export, fleet, forks, maintain, payloads, sessions, tail, tree
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
 from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
@@ -52,6 +52,7 @@ app.command("bench", cls=ServerCommand, rich_help_panel=RUN, add_help_option=Fal
     serving.bench
 )
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
+app.add_typer(payloads.payloads_app, name="payloads", rich_help_panel=KEEP)
 
 
 def _version(wanted: bool) -> None:

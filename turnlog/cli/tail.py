@@ -1,4 +1,4 @@
-"""`turnlog tail`: a session's events, followed across restarts of the server."""
+"""`turnlog tail`: a session's events, or those of all sessions, followed across restarts of the server."""
 
 from __future__ import annotations
 
@@ -11,46 +11,69 @@ from urllib.parse import quote
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import say, wants_json
+from turnlog.cli.run import UsageError, say, wants_json
 from turnlog.errors import TurnlogError
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
+    from turnlog.client.lines import AllEventsPlace, EventsPlace
 
 MOST = 60
 """Characters of an event's field that are shown."""
 
+_SHOWN = frozenset({"seq", "type", "at", "session_id", "position"})
+
 
 def tail(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str | None, typer.Argument(help="The session's id; without one: all sessions.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
     ] = False,
-    after: Annotated[int, typer.Option(min=0, help="Begin behind this event.")] = 0,
+    after: Annotated[
+        str | None,
+        typer.Option(help="Begin behind this event: its number, or of all sessions its position; end: new ones only."),
+    ] = None,
+    types: Annotated[
+        list[str] | None, typer.Option("--type", help="Of all sessions: only events of this type. May be repeated.")
+    ] = None,
+    group: Annotated[str | None, typer.Option(help="Of all sessions: only those of this group.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of all sessions: at most this many events.")] = None,
 ) -> None:
-    """A session's events; with -f each new event as soon as it is on disk."""
-    from turnlog.client.lines import EventsPlace
+    """A session's events, or all sessions'; with -f each new event as soon as it is on disk."""
+    from turnlog.client.lines import AllEventsPlace, EventsPlace, is_event
 
     for_machine = wants_json(ctx)
-    path = f"/sessions/{quote(session, safe='')}/events"
-    if follow:
-        events = _followed(remote(ctx, patience_s=0), path, after)
+    server = remote(ctx, patience_s=0) if follow else remote(ctx)
+    place: AllEventsPlace | EventsPlace
+    if session is None:
+        given = {"after": after, "follow": follow, "type": types or None, "group_id": group, "limit": limit}
+        path, place = "/events", AllEventsPlace(given)
+    elif types or group or limit:
+        raise UsageError("--type, --group and --limit are for the events of all sessions")
     else:
-        events = remote(ctx).lines(path, EventsPlace(after, follow=False))
-    for event in events:
-        _print(event, for_machine)
+        path, place = f"/sessions/{quote(session, safe='')}/events", EventsPlace(_number(after), follow)
+    for event in _followed(server, path, place) if follow else server.lines(path, place):
+        if for_machine or session is not None or is_event(event):
+            _print(event, for_machine)
+    if isinstance(place, AllEventsPlace) and not for_machine and place.position is not None:
+        say(f"go on with --after {place.position}")
 
 
-def _followed(server: Transport, path: str, after: int) -> Iterator[dict[str, Any]]:
+def _number(after: str | None) -> int:
+    """Raises UsageError."""
+    if after is None or (after.isascii() and after.isdecimal()):
+        return int(after or 0)
+    raise UsageError(f"--after is the number of a session's event, not {after:.64}")
+
+
+def _followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace) -> Iterator[dict[str, Any]]:
     """Each event once and in order, across restarts of the server.
 
     Raises TurnlogError if waiting cannot help, or if the server cannot be reached at first.
     """
-    from turnlog.client.lines import EventsPlace
     from turnlog.client.waits import Waits
 
-    place = EventsPlace(after, follow=True)
     waits, is_told = Waits(math.inf), False
     while True:
         try:
@@ -64,7 +87,7 @@ def _followed(server: Transport, path: str, after: int) -> Iterator[dict[str, An
             if wait_s is None:
                 raise
             if not is_told:
-                say(f"{error}; going on behind event {place.after} when it is back")
+                say(f"{error}; going on {place} when it is back")
             is_told = True
         time.sleep(wait_s)
 
@@ -75,5 +98,7 @@ def _print(event: dict[str, Any], for_machine: bool) -> None:
     if for_machine:
         machine(event)
         return
-    fields = {name: value for name, value in event.items() if name not in ("seq", "type", "at")}
-    line(f"{event['seq']:>6}  {when(event['at'], milliseconds=True)}  {event['type']:<16}  {compact(fields, MOST)}")
+    fields = {name: value for name, value in event.items() if name not in _SHOWN}
+    at = "" if event["at"] is None else when(event["at"], milliseconds=True)
+    of = f"{event['session_id'] or '?'}  " if "session_id" in event else ""
+    line(f"{event['seq'] or '?':>6}  {at}  {of}{event['type'] or '?':<16}  {compact(fields, MOST)}")

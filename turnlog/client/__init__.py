@@ -1,8 +1,8 @@
 """The client for rollout code and trainers, synchronous and asynchronous, over httpx and numpy."""
 
-from turnlog.client._async.client import AsyncExport, AsyncTurnlog
+from turnlog.client._async.client import AsyncEvents, AsyncExport, AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
-from turnlog.client._sync.client import Export, Turnlog
+from turnlog.client._sync.client import Events, Export, Turnlog
 from turnlog.client._sync.session import Session
 from turnlog.client.samples import Sample, Samples
 from turnlog.errors import (
@@ -12,6 +12,7 @@ from turnlog.errors import (
     InvalidRequest,
     NotFound,
     NotTurnlog,
+    PositionGone,
     SessionClosed,
     TurnlogError,
     Unauthorized,
@@ -20,16 +21,19 @@ from turnlog.errors import (
 )
 
 __all__ = [
+    "AsyncEvents",
     "AsyncExport",
     "AsyncSession",
     "AsyncTurnlog",
     "Conflict",
     "EnginesFailed",
+    "Events",
     "Export",
     "Forbidden",
     "InvalidRequest",
     "NotFound",
     "NotTurnlog",
+    "PositionGone",
     "Sample",
     "Samples",
     "Session",

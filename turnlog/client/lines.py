@@ -85,6 +85,9 @@ class EventsPlace:
         self.has_begun = False
         """Has the server answered?"""
 
+    def __str__(self) -> str:
+        return f"behind event {self.after}"
+
     def parameters(self) -> Mapping[str, Any]:
         return {"after": self.after, "follow": "true" if self._follow else "false"}
 
@@ -107,6 +110,52 @@ class EventsPlace:
     def is_done(self) -> bool:
         """A followed log ends when the session is erased; any other end means that the server was stopped."""
         return self._is_erased or not self._follow
+
+
+class AllEventsPlace:
+    """The log of all sessions after a position. `position` is None until the server has given one."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = dict(parameters)
+        self._after: str | None = self._parameters.pop("after", None)
+        self._left: int | None = self._parameters.pop("limit", None)
+        self._follow = bool(self._parameters.pop("follow", False))
+        self.position = None if self._after == "end" else self._after
+        self.has_begun = False
+        """Has the server answered?"""
+
+    def __str__(self) -> str:
+        return "behind the last event"
+
+    def parameters(self) -> Mapping[str, Any]:
+        after = self.position or self._after
+        follow = "true" if self._follow else None
+        return present({**self._parameters, "after": after, "limit": self._left, "follow": follow})
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        self.has_begun = True
+
+    def read(self, line: Object) -> None:
+        match line:
+            case {"position": str(position)}:
+                self.position = position
+            case _:
+                raise NotTurnlog("a line without a position: is this Turnlog's address?")
+        if self._left is not None and is_event(line):
+            self._left -= 1
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self._follow
+
+    @property
+    def is_done(self) -> bool:
+        return self._left == 0 or not self._follow
+
+
+def is_event(line: Object) -> bool:
+    """Of the log of all sessions: is it an event, not a position alone?"""
+    return "session_id" in line
 
 
 class ExportPlace:

@@ -70,6 +70,12 @@ _BY_HAND: Mapping[str, Schema] = {
         token=TEXT,
     ),
     "ForkedSessions": record("The new sessions.", sessions=listed(ref("CreatedSession"))),
+    "PayloadsMoved": record(
+        "A step of a move: how many chunks it moved, their bytes, and where the next step begins.",
+        moved=COUNT,
+        bytes=COUNT,
+        after=nullable(record("The last chunk of the step.", session_id=TEXT, fence=COUNT, number=COUNT)),
+    ),
     "SessionPage": record("Some sessions, newest first.", sessions=listed(ref("Head")), next_cursor=nullable(TEXT)),
     "Record": record(
         "A live turn.",
@@ -136,6 +142,20 @@ _BY_HAND: Mapping[str, Schema] = {
     ),
     "Event": {
         **record("An event of a session's log, and its own fields.", seq=COUNT, type=TEXT, at=NUMBER),
+        "additionalProperties": True,
+    },
+    "LogLine": {
+        **record(
+            "An event with its session and its own fields. `error`: the event cannot be read, and what is not known is "
+            "null. A line of `position` alone: up to there no other event matches.",
+            optional=["session_id", "seq", "type", "at", "error"],
+            position=TEXT,
+            session_id=nullable(TEXT),
+            seq=nullable(COUNT),
+            type=nullable(TEXT),
+            at=nullable(NUMBER),
+            error=TEXT,
+        ),
         "additionalProperties": True,
     },
     "Rewarded": record("The event that assigned the reward.", session_id=TEXT, seq=COUNT),

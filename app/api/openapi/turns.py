@@ -11,6 +11,7 @@ from app.api.describe import (
     ENGINE,
     EVENTS,
     JSON,
+    PAYLOADS,
     SESSION,
     TEXT,
     WRITE,
@@ -57,6 +58,7 @@ ERRORS: Errors = (
     SessionOpenFailed,
     GenerationAborted,
     *WRITE,
+    *PAYLOADS,
     TokenPrefixMismatch,
 )
 

@@ -13,10 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from app.api.describe import EVENTS, READ, Reply, describe
 from app.api.page.routes import HEADERS, overview_of
-from app.api.page.watch import POLL_S, Listener, LiveCursor
+from app.api.page.watch import Listener
 from app.api.parameters import PageCursor
 from app.api.state import Services, services
 from app.errors import StoreUnavailable
+from app.sessions.log_end import POLL_S
+from app.sessions.log_position import LogPosition
 
 router = APIRouter(prefix="/ui/api", tags=["Page"])
 
@@ -125,11 +127,11 @@ async def _overview(app: Services) -> list[bytes]:
         return []
 
 
-def _hello(cursor: LiveCursor) -> bytes:
+def _hello(cursor: LogPosition) -> bytes:
     return _event("hello", {"cursor": cursor.encode()}, cursor)
 
 
-def _event(name: str, data: object, cursor: LiveCursor | None = None) -> bytes:
+def _event(name: str, data: object, cursor: LogPosition | None = None) -> bytes:
     """A server-sent event. `cursor` becomes its id: a browser with this event has seen everything up to there."""
     place = b"" if cursor is None else b"id: %b\n" % cursor.encode().encode()
     return b"event: %b\n%bdata: %b\n\n" % (name.encode(), place, msgspec.json.encode(data))

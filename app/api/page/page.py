@@ -35,7 +35,7 @@ def page_of(app: Services) -> PageReaders:
     return PageReaders(
         sessions=sessions,
         overviews=Overviews(database, sessions, app.pauses, app.metrics.recent, app.registration, time.time),
-        watch=Watch(database, sessions),
+        watch=Watch(database, sessions, app.log_end),
         views=SessionViews(database, held),
         conversations=Conversations(database),
         tokens=TokenViews(database, app.token_in.prompts),

@@ -12,20 +12,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-import msgspec
-
-from app.domain import cursors
 from app.errors import AppError, Overloaded
+from app.sessions.log_end import POLL_S, LogEnd
+from app.sessions.log_position import LogPosition, decode_position
 from app.sessions.session_list import SessionList, SessionRow
 from app.store import reads, tail
 from app.store.engine import Database
-from app.store.reads import Connection, Position
+from app.store.reads import Connection
 from app.store.tail import START, Tail
 
 log = logging.getLogger("turnlog.watch")
-
-POLL_S = 0.25
-"""Interval at which the log is polled, and the minimum interval of a listener's updates."""
 
 BATCH = 5_000
 """Events in one read."""
@@ -36,22 +32,6 @@ MAX_BEHIND = 10_000
 MAX_LISTENERS = 64
 
 
-class LiveCursor(msgspec.Struct, frozen=True, array_like=True):
-    """Everything up to `place` has been seen, in the database with this epoch."""
-
-    epoch: str
-    place: Position
-
-    def encode(self) -> str:
-        return cursors.encode(self)
-
-
-def decode_cursor(text: str) -> LiveCursor:
-    """The cursor in `text`. Raises InvalidRequest."""
-    found: LiveCursor = cursors.decode(text, LiveCursor, "the live stream")
-    return found
-
-
 class Listener:
     """One browser. It starts at `start_cursor`; `cursor` is after all rows that were taken or are pending.
 
@@ -59,7 +39,7 @@ class Listener:
     """
 
     def __init__(self, on_close: Callable[[Listener], None]) -> None:
-        self.start_cursor = self.cursor = LiveCursor("", START)
+        self.start_cursor = self.cursor = LogPosition("", START)
         self.is_over = False
         self._must_reset = False
         self._pending: dict[str, SessionRow] = {}
@@ -92,7 +72,7 @@ class Listener:
         except TimeoutError:
             return
 
-    def add(self, rows: Iterable[SessionRow], cursor: LiveCursor) -> None:
+    def add(self, rows: Iterable[SessionRow], cursor: LogPosition) -> None:
         """Add pending rows. Those of one session may come in any order; the latest version is kept."""
         for row in rows:
             known = self._pending.get(row.session_id)
@@ -103,7 +83,7 @@ class Listener:
         if self._pending:
             self._woken.set()
 
-    def reset(self, cursor: LiveCursor) -> None:
+    def reset(self, cursor: LogPosition) -> None:
         self._must_reset = True
         self._pending = {}
         self.cursor = cursor
@@ -124,14 +104,15 @@ class Listener:
 class Watch:
     """Reads the log for all listeners of this process, while there are any."""
 
-    def __init__(self, database: Database, sessions: SessionList, poll_s: float = POLL_S) -> None:
+    def __init__(self, database: Database, sessions: SessionList, log_end: LogEnd, poll_s: float = POLL_S) -> None:
         self._database = database
         self._sessions = sessions
+        self._log_end = log_end
         self._poll_s = poll_s
         self._listeners: set[Listener] = set()
         self._starting = asyncio.Lock()
         self._polling: asyncio.Task[None] | None = None
-        self._position = LiveCursor("", START)
+        self._position = LogPosition("", START)
         self._held: frozenset[str] = frozenset()
         self._stopping = False
 
@@ -144,7 +125,7 @@ class Watch:
 
         Raises Overloaded for too many listeners, InvalidRequest for an invalid cursor, StoreUnavailable.
         """
-        resumed = None if cursor is None else decode_cursor(cursor)
+        resumed = None if cursor is None else decode_position(cursor, "the live stream")
         if self._stopping or len(self._listeners) >= MAX_LISTENERS:
             raise Overloaded(f"the server is stopping, or there are {MAX_LISTENERS} listeners already")
         listener = Listener(self._closed)
@@ -175,10 +156,10 @@ class Watch:
         self._polling = asyncio.create_task(self._poll(), name="turnlog-watch")
         self._polling.add_done_callback(self._ended)
 
-    async def _present(self) -> LiveCursor:
-        return await self._database.read(lambda connection: LiveCursor(reads.epoch(connection), tail.end(connection)))
+    async def _present(self) -> LogPosition:
+        return await self._database.read(lambda connection: LogPosition(reads.epoch(connection), tail.end(connection)))
 
-    async def _catch_up(self, listener: Listener, resumed: LiveCursor) -> None:
+    async def _catch_up(self, listener: Listener, resumed: LogPosition) -> None:
         """Add the changes since the end of an earlier stream, or reset the listener. Raises StoreUnavailable."""
         rows: list[SessionRow] = []
         if resumed.epoch != self._position.epoch:
@@ -193,20 +174,25 @@ class Watch:
         missed = await self._database.read(read)
         if not missed.holds or missed.events > MAX_BEHIND:
             return listener.reset(self._position)
-        return listener.add(rows, LiveCursor(resumed.epoch, missed.last))
+        return listener.add(rows, LogPosition(resumed.epoch, missed.last))
 
     async def _poll(self) -> None:
         failed = False
         while True:
             await asyncio.sleep(self._poll_s)
             try:
-                while await self._read_new() == BATCH:
+                while await self._has_changed() and await self._read_new() == BATCH:
                     pass
                 failed = False
             except AppError as error:
                 if not failed:
                     log.warning("the log cannot be followed, listeners wait: %s", error)
                 failed = True
+
+    async def _has_changed(self) -> bool:
+        """Raises StoreUnavailable."""
+        end = (await self._log_end.now()).last
+        return end != self._position.place or frozenset(self._sessions.held()) != self._held
 
     async def _read_new(self) -> int:
         """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
@@ -235,7 +221,7 @@ class Watch:
                 listener.reset(self._position)
             return 0
         self._held = held
-        self._position = LiveCursor(self._position.epoch, new.last)
+        self._position = LogPosition(self._position.epoch, new.last)
         for listener in self._listeners:
             listener.add(rows, self._position)
         return new.events

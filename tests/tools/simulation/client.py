@@ -311,7 +311,7 @@ class Client:
         await self._fact(process, "erased", lambda: process.service.sessions.erase(self.session_id))
 
     async def _fact(
-        self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, None]], value: float = 0.0
+        self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, object]], value: float = 0.0
     ) -> None:
         asked_at = self._history.now()
         self._note(f"{self.name} asks {process.name}: {what}")

@@ -104,6 +104,7 @@ class Transactions(ABC):
 
     is_sqlite = False
     lanes = 1
+    bucket = None
 
     def __init__(self) -> None:
         self.unreadable = Unreadable()

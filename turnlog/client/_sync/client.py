@@ -11,8 +11,8 @@ from typing import Any, Literal, Unpack
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.lines import ExportPlace, Object, decode, present
-from turnlog.parameters import ExportParameters, FeedParameters
+from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
+from turnlog.parameters import EventParameters, ExportParameters, FeedParameters
 
 
 class Turnlog:
@@ -121,6 +121,10 @@ class Turnlog:
         """Training rows as they arrive."""
         return Export(self._transport, ExportPlace(present(parameters)))
 
+    def events(self, **parameters: Unpack[EventParameters]) -> Events:
+        """The events of all sessions in the order of commits; with `follow` also new ones, without an end."""
+        return Events(self._transport, AllEventsPlace(present(parameters)))
+
     def hand_out(self, consumer: str, **parameters: Unpack[FeedParameters]) -> list[Object]:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
@@ -200,3 +204,25 @@ class Export:
 
     def __iter__(self) -> Iterator[Object]:
         return self._transport.lines("/export", self._place)
+
+
+class Events:
+    """The events of all sessions, as they arrive. Can be iterated once.
+
+    A broken connection causes no gap and no repetition. Raises PositionGone if the store was restored since, or a crash
+    of the database undid what was read last: begin anew, without a position.
+    """
+
+    def __init__(self, transport: Transport, place: AllEventsPlace) -> None:
+        self._transport = transport
+        self._place = place
+
+    @property
+    def position(self) -> str | None:
+        """Resumes after the last event, or further on where a filter has left out what follows it: `after=position`."""
+        return self._place.position
+
+    def __iter__(self) -> Iterator[Object]:
+        for line in self._transport.lines("/events", self._place):
+            if is_event(line):
+                yield line

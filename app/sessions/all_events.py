@@ -1,0 +1,218 @@
+"""The events of all sessions as lines, in the order of commits, optionally followed.
+
+Nothing is held while a line is written to a slow reader: each page is read by itself, after the one before it has been
+sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from app.domain.events import UnknownEvent
+from app.errors import PositionGone, StoreDamaged, StoreUnavailable
+from app.sessions.inspection import event_fields
+from app.sessions.log_end import POLL_S, LogEnd
+from app.sessions.log_position import LogPosition, decode_position
+from app.store import all_events, reads
+from app.store.all_events import EventFilter, EventPage, PlacedRow
+from app.store.engine import Database
+from app.store.reads import Connection, Position
+from app.store.tail import START
+
+log = logging.getLogger("turnlog.events")
+
+END = "end"
+"""As `after`: behind all that has been committed."""
+
+PAGE = 500
+"""Events in one read."""
+
+READS = 2
+"""Reads at a time, so that readers of the whole log leave connections to others."""
+
+POSITION_S = 15.0
+"""A line with the position alone is sent after so many seconds without another: a reader learns how far a filter has
+looked, and a proxy does not close the connection."""
+
+
+class EventQuery(msgspec.Struct, frozen=True):
+    """`after`: a position of an earlier line, END, or None for the beginning. `limit`: of events."""
+
+    after: str | None = None
+    follow: bool = False
+    limit: int | None = None
+    wanted: EventFilter = EventFilter()
+
+
+class _Reader:
+    """How far one reader of the log is; `upto` is the end of the log as it knows it.
+
+    `left`: how many events it may still get. `told`: the position that the client has.
+    """
+
+    def __init__(self, query: EventQuery, position: LogPosition, upto: Position, *, is_told: bool) -> None:
+        self.wanted = query.wanted
+        self.follows = query.follow
+        self.position = position
+        self.upto = upto
+        self.left = query.limit or sys.maxsize
+        self._told = position if is_told else None
+        self._clock = asyncio.get_running_loop().time
+        self._told_at = self._clock()
+        self.waits_for_store = False
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.position.place >= self.upto
+
+    @property
+    def nothing(self) -> EventPage:
+        return EventPage([], self.position.place, self.position.at)
+
+    def advance(self, page: EventPage) -> None:
+        """The page's rows have been sent."""
+        self.position = LogPosition(self.position.epoch, page.reached, page.at)
+        self.left -= len(page.rows)
+        if page.rows:
+            self._told_at = self._clock()
+            if page.rows[-1].place == page.reached:
+                self._told = self.position
+
+    def position_line(self) -> bytes:
+        """The position alone, if it is due; else nothing."""
+        is_late = self._clock() >= self._told_at + POSITION_S
+        is_last = self.is_at_end and not self.follows and self._told != self.position
+        if not (is_late or is_last or self._told is None):
+            return b""
+        self._told, self._told_at = self.position, self._clock()
+        return msgspec.json.encode({"position": self.position.encode()}) + b"\n"
+
+
+class AllEvents:
+    """The readers of the log of all sessions in this process."""
+
+    def __init__(self, database: Database, log_end: LogEnd) -> None:
+        self._database = database
+        self._log_end = log_end
+        self._reads = asyncio.Semaphore(READS)
+        self.stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End those who follow, since a stopping server waits for open replies."""
+        self.stopping.set()
+
+    async def start(self, query: EventQuery) -> AsyncGenerator[bytes]:
+        """The lines, of which the first are read. Raises InvalidRequest for a text that is no position, PositionGone,
+        StoreUnavailable."""
+        given = None
+        if query.after is not None and query.after != END:
+            given = decode_position(query.after, "GET /events", "after")
+        epoch = await self._database.read(reads.epoch)
+        if given is not None and given.epoch != epoch:
+            raise PositionGone(
+                f"the position is of epoch {given.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
+            )
+        upto = await self._log_end.present()
+        position = given or LogPosition(epoch, START)
+        if query.after == END:
+            at = await self._database.read(lambda connection: all_events.written_at(connection, upto))
+            position = LogPosition(epoch, upto, at)
+        reader = _Reader(query, position, upto, is_told=given is not None)
+        return self._lines(reader, await self._page(reader))
+
+    async def _lines(self, reader: _Reader, page: EventPage) -> AsyncGenerator[bytes]:
+        while True:
+            if page.rows:
+                yield await asyncio.to_thread(self._ndjson, page.rows, reader.position.epoch)
+            reader.advance(page)
+            if not reader.left:
+                return
+            if line := reader.position_line():
+                yield line
+            if self.stopping.is_set() if reader.follows else reader.is_at_end:
+                return
+            try:
+                page = await self._next(reader)
+            except PositionGone as error:
+                log.warning("a reader of all events must begin anew: %s", error)
+                return
+
+    async def _next(self, reader: _Reader) -> EventPage:
+        """The next page, empty if there is nothing new.
+
+        Raises PositionGone, StoreUnavailable; a reader that follows waits for a database that is away.
+        """
+        try:
+            if reader.is_at_end:
+                await self._wait()
+                reader.upto = (await self._log_end.now()).synced
+            page = reader.nothing if reader.is_at_end else await self._page(reader)
+            reader.waits_for_store = False
+            return page
+        except StoreDamaged:
+            raise
+        except StoreUnavailable as error:
+            if not reader.follows:
+                raise
+            if not reader.waits_for_store:
+                log.warning("the log cannot be followed, a reader of all events waits: %s", error)
+            reader.waits_for_store = True
+            await self._wait()
+            return reader.nothing
+
+    async def _wait(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self.stopping.wait()
+
+    async def _page(self, reader: _Reader) -> EventPage:
+        """Raises PositionGone, StoreUnavailable."""
+        position, upto = reader.position, reader.upto
+        limit = min(PAGE, reader.left)
+
+        def read(connection: Connection, page: Pages) -> EventPage | None:
+            if not all_events.holds(connection, position.place, position.at):
+                return None
+            return reader.nothing if reader.is_at_end else page(connection, position.place, upto, reader.wanted, limit)
+
+        async with self._reads:
+            found = await self._database.read(
+                partial(read, page=all_events.page), or_else=partial(read, page=all_events.page_around_damage)
+            )
+        if found is None:
+            raise PositionGone(
+                f"the event at {position.place.tx}.{position.place.position}, which was the last one given, is not in "
+                "the log any more: a crash of the database undid it; begin anew"
+            )
+        return found
+
+    def _ndjson(self, rows: Sequence[PlacedRow], epoch: str) -> bytes:
+        return b"".join(msgspec.json.encode(self._line(row, epoch)) + b"\n" for row in rows)
+
+    def _line(self, placed: PlacedRow, epoch: str) -> dict[str, Any]:
+        position = LogPosition(epoch, placed.place, placed.at).encode()
+        named = {"position": position, "session_id": placed.session_id}
+        if placed.row is None:
+            return {**named, **_NOTHING_KNOWN, "error": "the database cannot read it: a page is damaged"}
+        try:
+            [recorded] = reads.decode_events([placed.row])
+        except UnknownEvent as error:
+            self._database.unreadable.warn(placed.session_id or "", error)
+            known = {name: getattr(placed.row, name) for name in _NOTHING_KNOWN}
+            return {**named, **known, "error": str(error)}
+        return {**named, **event_fields(recorded)}
+
+
+_NOTHING_KNOWN = {"seq": None, "type": None, "at": None}
+"""Fields of a line that cannot be read."""
+
+Pages = Callable[[Connection, Position, Position, EventFilter, int], EventPage]
+"""`all_events.page`, or around damage."""

@@ -1,0 +1,227 @@
+"""The object storage of replay payloads: S3, Google Cloud Storage, Azure, or a folder.
+
+Requests are repeated by obstore, with growing pauses, for at most `timeout_s` seconds. Credentials, regions and
+endpoints come from the environment, by the names that each vendor's own tools use (`AWS_ACCESS_KEY_ID`,
+`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_KEY`, …).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
+
+if TYPE_CHECKING:
+    from obstore import PutResult
+    from obstore.store import BackoffConfig
+
+from app.errors import PayloadsUnavailable, StartupError, StoreFull, Unsupported
+from app.store.packs.versions import Versions
+
+SCHEMES = ("s3", "gs", "az", "file")
+
+PROBE_S = 10.0
+"""How long a start waits for the bucket."""
+
+LISTED = 1000
+"""Objects of one page of a listing."""
+
+OWNER = "turnlog-owner"
+"""An object that names the store whose packs these are."""
+
+PROBE = "turnlog-probe"
+
+_FAULTS = (BaseError, OSError)
+
+
+class Listed(NamedTuple):
+    """An object of the bucket and its bytes."""
+
+    name: str
+    size: int
+
+
+class BucketCounters(msgspec.Struct):
+    """Requests of this process: bytes sent and received, and requests that failed for good."""
+
+    put: int = 0
+    put_bytes: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    deleted: int = 0
+    failed: int = 0
+
+
+class Bucket:
+    """Objects below one URL. Methods raise PayloadsUnavailable after `timeout_s` seconds without success.
+
+    `versions` is set if the bucket keeps old versions of its objects, as far as is known.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Raises StartupError for a URL that names no storage."""
+        self.url = url
+        self.counters = BucketCounters()
+        self.versions: Versions | None = None
+        self._timeout_s = timeout_s
+        self._folder: Path | None = None
+        try:
+            self._store = self._opened(url, timeout_s)
+        except (*_FAULTS, ValueError) as error:
+            raise StartupError(f"TURNLOG_PAYLOADS={url!r}: {_first_line(error)}") from error
+
+    def _opened(self, url: str, timeout_s: float) -> S3Store | GCSStore | AzureStore | LocalStore:
+        if url.startswith("file://"):
+            self._folder = Path(url.removeprefix("file://"))
+            return LocalStore(self._folder, mkdir=True)
+        pauses: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3)}
+        store = from_url(
+            url,
+            client_options={
+                "connect_timeout": timedelta(seconds=5),
+                "timeout": timedelta(seconds=timeout_s),
+                "allow_http": True,  # of an endpoint that is so named
+            },
+            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=timeout_s), "backoff": pauses},
+        )
+        assert isinstance(store, S3Store | GCSStore | AzureStore)
+        return store
+
+    async def probe(self) -> str | None:
+        """Write a small object; returns why that failed, if it may pass. Raises StartupError if it cannot: there is
+        no such bucket, or it may not be written to."""
+        try:
+            async with asyncio.timeout(PROBE_S):
+                written = await obstore.put_async(self._store, PROBE, b"", use_multipart=False)
+        except (TimeoutError, GenericError) as error:
+            return f"{self.url} does not answer: {_first_line(error) or f'{PROBE_S:.0f} s'}"
+        except _FAULTS as error:
+            raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {_first_line(error)}") from error
+        self._note_version(written)
+        return None
+
+    async def put(self, name: str, body: bytes) -> None:
+        """Create an object; it is durable afterwards. Raises StoreFull (of a folder), PayloadsUnavailable.
+
+        A repeated request may find what the first one wrote. Another content under the same name is another store's.
+        """
+        try:
+            written = await obstore.put_async(self._store, name, body, mode="create", use_multipart=False)
+            self._note_version(written)
+        except AlreadyExistsError:
+            if await self.read(name, 0, len(body)) != body:
+                self.counters.failed += 1
+                raise PayloadsUnavailable(f"{self.url}/{name} is another store's") from None
+        except _FAULTS as error:
+            self.counters.failed += 1
+            if self._folder is not None and shutil.disk_usage(self._folder).free <= len(body):
+                raise StoreFull(f"{self.url} is full") from error
+            raise self._unavailable(error) from error
+        if self._folder is not None:
+            await asyncio.to_thread(_sync, self._folder, self._folder / name)
+        self.counters.put += 1
+        self.counters.put_bytes += len(body)
+
+    async def read(self, name: str, offset: int, length: int) -> bytes | None:
+        """A part of an object; None if it is not there."""
+        found = await self.read_parts(name, [(offset, length)])
+        return None if found is None else found[0]
+
+    async def read_parts(self, name: str, parts: Sequence[tuple[int, int]]) -> list[bytes] | None:
+        """Parts (offset, length) of an object, neighbours in one request; None if it is not there or shorter."""
+        starts, lengths = [offset for offset, _ in parts], [length for _, length in parts]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                found = await obstore.get_ranges_async(self._store, name, starts=starts, lengths=lengths)
+        except FileNotFoundError:
+            return None
+        except (*_FAULTS, TimeoutError) as error:
+            self.counters.failed += 1
+            raise self._unavailable(error) from error
+        pieces = [bytes(piece) for piece in found]
+        self.counters.read += 1
+        self.counters.read_bytes += sum(map(len, pieces))
+        return pieces if list(map(len, pieces)) == lengths else None
+
+    async def owner(self) -> str | None:
+        """The name of the store whose packs these are; None if none has said so."""
+        try:
+            return bytes(await (await obstore.get_async(self._store, OWNER)).bytes_async()).decode()
+        except FileNotFoundError:
+            return None
+        except _FAULTS as error:
+            raise self._unavailable(error) from error
+
+    async def own(self, name: str) -> None:
+        """Say that the packs belong to the store of this name."""
+        try:
+            await obstore.put_async(self._store, OWNER, name.encode(), use_multipart=False)
+        except _FAULTS as error:
+            raise self._unavailable(error) from error
+
+    async def pages(self) -> AsyncIterator[list[Listed]]:
+        """All objects, page by page."""
+        listing = obstore.list(self._store, chunk_size=LISTED)
+        try:
+            async for page in listing:
+                yield [Listed(one["path"], one["size"]) for one in page]
+        except _FAULTS as error:
+            raise self._unavailable(error) from error
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects, with all their versions; one that is gone already is no error."""
+        for name in names:
+            try:
+                if self.versions is None:
+                    await obstore.delete_async(self._store, name)
+                else:
+                    await asyncio.to_thread(self.versions.delete, name)
+            except FileNotFoundError:
+                continue
+            except _FAULTS as error:
+                self.counters.failed += 1
+                raise self._unavailable(error) from error
+            self.counters.deleted += 1
+
+    def _note_version(self, written: PutResult) -> None:
+        if written["version"] is not None and self.versions is None:
+            self.versions = Versions(self.url)
+
+    async def url_of(self, name: str, seconds: int) -> str:
+        """A URL that anyone may read the object by for so long. Raises Unsupported for a folder."""
+        store = self._store
+        if isinstance(store, LocalStore):
+            raise Unsupported("replay=urls needs a bucket: a folder has no URLs")
+        try:
+            return await obstore.sign_async(store, "GET", name, timedelta(seconds=seconds))
+        except _FAULTS as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: BaseException) -> PayloadsUnavailable:
+        return PayloadsUnavailable(f"{self.url} does not answer: {_first_line(error) or type(error).__name__}")
+
+
+def _first_line(error: BaseException) -> str:
+    """obstore's messages go on with the structure of the fault."""
+    return str(error).partition("\n")[0]
+
+
+def _sync(root: Path, path: Path) -> None:
+    """Make a new file and its folders durable, which obstore does not."""
+    for one in (path, *path.parents):
+        descriptor = os.open(one, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if one == root:
+            return

@@ -1,0 +1,86 @@
+"""Reads chunks wherever they are: in the database, or in packs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from app.domain.events import ChunkKey
+from app.errors import PayloadsUnavailable
+from app.store import reads
+from app.store.bulk import StoredSession
+from app.store.packs.format import InPack
+from app.store.packs.rows import places_of
+from app.store.ports import Database
+
+if TYPE_CHECKING:
+    from app.store.packs.bucket import Bucket
+
+log = logging.getLogger("turnlog.packs")
+
+Frames = dict[ChunkKey, bytes | None]
+
+
+async def load_chunks(database: Database, session_id: str, keys: Collection[ChunkKey]) -> Frames:
+    """Stored frames of chunks; None for a tombstone or a frame that is lost, nothing for a chunk that is not there.
+
+    Raises PayloadsUnavailable, SessionUnreadable, StoreUnavailable.
+    """
+    found = await database.read(
+        lambda connection: reads.load_chunks(connection, session_id, keys), session_id=session_id
+    )
+    frames: Frames = {key: one for key, one in found.items() if not isinstance(one, InPack)}
+    places = {key: one for key, one in found.items() if isinstance(one, InPack)}
+    return frames | await _fetched(database, session_id, places)
+
+
+async def fetch_packed(database: Database, sessions: Iterable[StoredSession]) -> None:
+    """Fetch the chunks of sessions that are in packs. Raises PayloadsUnavailable, StoreUnavailable."""
+    for stored in sessions:
+        if stored.packed:
+            stored.chunks.update(await _fetched(database, stored.session_id, stored.packed))
+            stored.packed.clear()
+
+
+async def _fetched(database: Database, session_id: str, places: Mapping[ChunkKey, InPack]) -> Frames:
+    """The frames in packs. A chunk may be moved between the look at its row and that at its pack; one that is
+    tombstoned meanwhile is left out."""
+    frames: Frames = {}
+    while places:
+        frames |= await _read(_bucket_of(database), places)
+        missing = places.keys() - frames.keys()
+        if not missing:
+            break
+        now = await database.read(lambda connection: places_of(connection, session_id, missing))  # noqa: B023
+        for key in missing & now.keys():
+            if now[key] == places[key]:
+                log.error("session %s: chunk %s is not in pack %s", session_id, key, now[key].pack)
+                frames[key] = None
+        places = {key: place for key, place in now.items() if key not in frames}
+    return frames
+
+
+def _bucket_of(database: Database) -> Bucket:
+    if database.bucket is None:
+        raise PayloadsUnavailable(
+            "replay payloads are in object storage: set TURNLOG_PAYLOADS or TURNLOG_PAYLOADS_FROM"
+        )
+    return database.bucket
+
+
+async def _read(bucket: Bucket, places: Mapping[ChunkKey, InPack]) -> Frames:
+    """The frames that are there."""
+    packs: dict[str, list[ChunkKey]] = {}
+    for key, place in places.items():
+        packs.setdefault(place.pack, []).append(key)
+
+    async def of_pack(pack: str, keys: list[ChunkKey]) -> Frames:
+        parts = await bucket.read_parts(pack, [(places[key].offset, places[key].length) for key in keys])
+        return {} if parts is None else dict(zip(keys, parts, strict=True))
+
+    found: Frames = {}
+    for frames in await asyncio.gather(*(of_pack(pack, keys) for pack, keys in packs.items())):
+        found |= frames
+    return found

@@ -1,0 +1,102 @@
+"""Replay payloads in the database and in object storage: what a turn costs the database, the server and the client.
+
+The same turns four times on one PostgreSQL: without replay payloads, with them in the database, in a folder, and in a
+bucket of a local S3 server. The ceiling is what the database's CPU would allow on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from ops.bench.measure import cpu_s, save_figures, table
+from ops.bench.postgres import measure_turns
+from ops.bench.primary import primary
+from ops.bench.sessions import Script
+from ops.bench.sizes import REQUESTED_FIELDS, SIZES
+from ops.bench.stand import Cores, folder_for_bench, simulator
+from ops.server import PORT, OwnProcess
+
+KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--size", choices=SIZES, default="100KiB")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=1)
+
+
+async def main(arguments: argparse.Namespace) -> int:
+    everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
+    size = SIZES[arguments.size]
+    rows: list[dict[str, Any]] = []
+    with (
+        primary(arguments.folder) as database,
+        simulator(everywhere) as engine,
+        folder_for_bench(arguments.folder) as folder,
+        S3Server(folder) as s3,
+    ):
+        whole = await size.script(engine.base_url)
+        places: dict[str, tuple[Script, Mapping[str, str]]] = {
+            "no payloads": (_without_payloads(whole), {}),
+            "database": (whole, {}),
+            "folder": (whole, {"TURNLOG_PAYLOADS": f"file://{folder}/packs"}),
+            "bucket": (whole, s3.bucket()),
+        }
+        for number in range(arguments.rounds):
+            for place, (script, environment) in places.items():
+                before = cpu_s(s3.pid)
+                row = await measure_turns(
+                    database, engine, 1, arguments, everywhere, script, size.turns_per_session, environment
+                )
+                storage = (cpu_s(s3.pid) - before) * 1000 / max(row["turns"], 1)
+                rows.append({"round": number + 1, "payloads": place, **row, "storage ms/turn": storage})
+    shown = [_shown(row) for row in rows]
+    table(shown)
+    save_figures(f"payloads-{arguments.clients}x{arguments.size}", shown)
+    return 1 if any(row["errors"] for row in rows) else 0
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("round", "payloads", "turns/s", "p50 ms", "p99 ms", "server CPU ms a turn", "database ms/turn")
+    found = {name: row[name] for name in (*names, "storage ms/turn", "WAL KiB a turn", "reply KiB")}
+    return {**found, "database's ceiling, turns/s": 1000 / row["database ms/turn"]}
+
+
+def _without_payloads(script: Script) -> Script:
+    """The same prompts and tokens, without expert routing."""
+    sim = msgspec.json.decode(script.sim, type=dict[str, Any])
+    sim.pop("experts", None)
+    return script._replace(sim=msgspec.json.encode(sim), more=REQUESTED_FIELDS)
+
+
+class S3Server(OwnProcess):
+    """A local S3 server."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "moto.server", "-p", PORT]
+        super().__init__(command, folder / "s3.log", environment=dict(os.environ))
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.base_url}/moto-api/").is_success
+        except httpx.TransportError:
+            return False
+
+    def bucket(self) -> dict[str, str]:
+        """The environment of a server that uses a new bucket."""
+        assert httpx.put(f"{self.base_url}/payloads").is_success
+        places = {
+            "TURNLOG_PAYLOADS": "s3://payloads/bench",
+            "AWS_ENDPOINT_URL": self.base_url,
+            "AWS_ALLOW_HTTP": "true",
+        }
+        return {**KEYS, **places}

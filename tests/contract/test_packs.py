@@ -1,0 +1,290 @@
+"""Packs: what the writer puts together, what the collector deletes and copies, and how payloads are moved; on both
+databases, over a folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from helpers.log import digest, payload
+from helpers.store import Store
+from sqlalchemy import select
+
+from app.domain import retention
+from app.errors import PayloadsUnavailable, StartupError
+from app.store import reads
+from app.store.log import StoredChunk
+from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
+from app.store.packs import rows
+from app.store.packs.bucket import Bucket
+from app.store.packs.collector import Collector
+from app.store.packs.format import Packed, build, frame_bytes, read_index
+from app.store.packs.move import START, Key, Mover
+from app.store.packs.reader import load_chunks
+from app.store.packs.rows import MoveChunks, Moved, TakeKeeping
+from app.store.packs.writer import UPLOADS, PackWriter
+from app.store.schema import chunks as chunks_table
+from workers import codec
+
+pytestmark = pytest.mark.anyio
+
+KEEP_S = 600.0
+
+
+class Yard:
+    """A store with packs, whose collector's clock is set by hand."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.now = 0.0
+        self.bucket = Bucket(f"file://{folder}", 5.0)
+        store.database.bucket = self.bucket
+        self.packs = PackWriter(store.database, self.bucket, lambda: store.me)
+        self.collector = Collector(
+            store.database,
+            store.writer,
+            self.packs,
+            lambda: store.me,
+            lambda: 8.0,
+            lambda: self.now,
+            keep_s=KEEP_S,
+        )
+
+    def objects(self) -> list[str]:
+        return sorted(
+            name
+            for path in self.folder.rglob("*")
+            if path.is_file() and frame_bytes(name := str(path.relative_to(self.folder))) is not None
+        )
+
+    async def put(self, session_id: str, fence: int, *frames: bytes) -> list[StoredChunk]:
+        """Chunks of a turn, in a pack of their own."""
+        made = [
+            StoredChunk(number, "routed_experts", len(frame), digest("row"), codec.compress(frame))
+            for number, frame in enumerate(frames)
+        ]
+        return await self.packs.stored(session_id, fence, made)
+
+    async def turn(self, session_id: str, *frames: bytes) -> int:
+        """A committed turn of a new session with these frames; its fence."""
+        await self.store.create(session_id)
+        await self.store.claim(session_id, 1)
+        stored = await self.put(session_id, 2, *frames)
+        await self.commit(session_id, stored)
+        return 2
+
+    async def commit(self, session_id: str, stored: Sequence[StoredChunk]) -> None:
+        ref = payload(2, *range(len(stored)))
+        await self.store.commit(session_id, 2, payloads=(ref,), chunks=stored)
+
+    async def round(self, after_s: float = 0.0) -> list[str]:
+        """One round of the collector; the packs that are left."""
+        self.now += after_s
+        await self.collector.round()
+        return self.objects()
+
+    async def frames(self, session_id: str, *numbers: int) -> list[bytes | None]:
+        found = await load_chunks(self.store.database, session_id, [(2, number) for number in numbers])
+        return [None if (frame := found[2, number]) is None else codec.decompress(frame) for number in numbers]
+
+    async def erase(self, session_id: str) -> None:
+        await self.store.submit(Close(session_id, 5.0))
+        await self.store.submit(Erase(session_id, 6.0, has_packs=True))
+
+    async def is_being_erased(self, session_id: str) -> bool:
+        return await self.store.database.read(lambda connection: rows.is_being_erased(connection, session_id))
+
+    def left_of(self, frame: bytes) -> list[str]:
+        """The packs that hold a frame."""
+        stored = codec.compress(frame)
+        return [name for name in self.objects() if stored in (self.folder / name).read_bytes()]
+
+
+@pytest.fixture
+async def yard(store: Store, tmp_path: Path) -> Yard:
+    return Yard(store, tmp_path / "packs")
+
+
+def text(number: int) -> bytes:
+    """A frame that no other is part of."""
+    return f"frame {number} ".encode() * 20
+
+
+def test_a_pack_is_its_frames_and_an_index_of_them() -> None:
+    pack = build("1/2/00000003", [Packed("a", 2, 0, b"one"), Packed("b", 7, 1, b"three")])
+    assert pack.name == "1/2/00000003-8"
+    assert frame_bytes(pack.name) == 8
+    assert [(place.offset, place.length) for place in pack.places] == [(0, 3), (3, 5)]
+    assert pack.body[:8] == b"onethree"
+    assert [entry.turn for entry in read_index(pack.body[8:])] == [("a", 2), ("b", 7)]
+    assert [frame_bytes(name) for name in ("turnlog-owner", "1/2/x-y", "a-1")] == [None, None, None]
+
+
+async def test_turns_that_end_while_packs_are_uploaded_share_one(yard: Yard) -> None:
+    await yard.put("first", 2, text(99))
+    stored = await asyncio.gather(*(yard.put(f"s{number}", 2, text(number)) for number in range(20)))
+    assert len(yard.objects()) == 1 + UPLOADS + 1
+    for number, [chunk] in enumerate(stored):
+        assert chunk.data == b""
+        assert chunk.place is not None
+        frame = await yard.bucket.read(chunk.place.pack, chunk.place.offset, chunk.place.length)
+        assert frame is not None
+        assert codec.decompress(frame) == text(number)
+
+
+async def test_a_name_is_never_written_twice(yard: Yard) -> None:
+    await yard.bucket.put("1/1/1-3", b"abc")
+    await yard.bucket.put("1/1/1-3", b"abc")
+    with pytest.raises(PayloadsUnavailable, match="another store's"):
+        await yard.bucket.put("1/1/1-3", b"xyz")
+
+
+async def test_what_is_committed_stays_and_is_read(yard: Yard) -> None:
+    await yard.turn("s", text(1), text(2))
+    assert await yard.round(KEEP_S) == await yard.round(KEEP_S) != []
+    assert await yard.frames("s", 0, 1) == [text(1), text(2)]
+
+
+async def test_a_pack_of_an_open_turn_waits_for_its_end(yard: Yard) -> None:
+    await yard.store.create("s")
+    await yard.store.claim("s", 1)
+    stored = await yard.put("s", 2, text(1))
+    assert await yard.round() == await yard.round(2 * KEEP_S) != []
+    await yard.commit("s", stored)
+    assert await yard.round(2 * KEEP_S) != []
+    assert await yard.frames("s", 0) == [text(1)]
+
+
+async def test_a_pack_of_a_turn_that_came_to_nothing_is_deleted_after_a_while(yard: Yard) -> None:
+    await yard.store.create("s")
+    await yard.store.claim("s", 1)
+    await yard.put("s", 2, text(1))
+    await yard.store.release("s", 2)
+    assert await yard.round() != []
+    assert await yard.round(KEEP_S / 2) != []
+    assert await yard.round(KEEP_S / 2) == []
+
+
+async def test_dead_parts_are_left_behind_in_a_copy(yard: Yard) -> None:
+    """One pack for two turns, of which one comes to nothing."""
+    for session_id in ("kept", "lost"):
+        await yard.store.create(session_id)
+        await yard.store.claim(session_id, 1)
+    packed = [Packed("kept", 2, 0, codec.compress(text(1))), Packed("lost", 2, 0, codec.compress(text(2)))]
+    [place, _] = await yard.packs.put(packed)
+    await yard.commit("kept", [StoredChunk(0, "routed_experts", 5, digest("row"), b"", place)])
+    [first] = yard.objects()
+    await yard.store.release("lost", 2)
+    [old, new] = await yard.round()
+    assert old == first
+    assert yard.left_of(text(2)) == [first]
+    assert await yard.frames("kept", 0) == [text(1)]
+    await yard.round()
+    assert await yard.round(KEEP_S) == [new]
+    assert await yard.frames("kept", 0) == [text(1)]
+
+
+async def test_an_erasure_takes_the_bytes_out_of_shared_packs_at_once(yard: Yard) -> None:
+    for session_id in ("erased", "kept"):
+        await yard.store.create(session_id)
+        await yard.store.claim(session_id, 1)
+    chunks = await asyncio.gather(yard.put("erased", 2, text(1), text(2)), yard.put("kept", 2, text(3), text(4)))
+    for session_id, stored in zip(("erased", "kept"), chunks, strict=True):
+        await yard.commit(session_id, stored)
+    await yard.erase("erased")
+    assert await yard.is_being_erased("erased")
+    await yard.round()
+    assert (yard.left_of(text(1)), yard.left_of(text(2))) == ([], [])
+    assert not await yard.is_being_erased("erased")
+    assert await yard.frames("kept", 0, 1) == [text(3), text(4)]
+
+
+async def test_an_erasure_waits_for_turns_that_share_the_pack(yard: Yard) -> None:
+    for session_id in ("erased", "open"):
+        await yard.store.create(session_id)
+        await yard.store.claim(session_id, 1)
+    packed = [Packed(one, 2, 0, codec.compress(text(number))) for number, one in enumerate(("erased", "open"))]
+    gone, place = await yard.packs.put(packed)
+    await yard.commit("erased", [StoredChunk(0, "routed_experts", 5, digest("row"), b"", gone)])
+    await yard.erase("erased")
+    await yard.round()
+    assert await yard.is_being_erased("erased")
+    await yard.commit("open", [StoredChunk(0, "routed_experts", 5, digest("row"), b"", place)])
+    await yard.round()
+    assert not await yard.is_being_erased("erased")
+    assert yard.left_of(text(0)) == []
+    assert await yard.frames("open", 0) == [text(1)]
+
+
+async def test_tombstoned_chunks_are_deleted_after_a_while(yard: Yard) -> None:
+    await yard.turn("s", text(1))
+    await yard.store.submit(Close("s", 5.0))
+    closed = await yard.store.session("s")
+    assert closed is not None
+    event = retention.tombstone_all(closed)
+    assert event is not None
+    freed = await yard.store.submit(FreeReplay("s", closed.version, 6.0, event))
+    await yard.store.submit(FreeChunks("s", freed.events[0].seq, 10))
+    assert await yard.round() != []
+    assert await yard.round(KEEP_S) == []
+    left = select(chunks_table.c.location).where(chunks_table.c.location.is_not(None))
+    assert await yard.store.database.read(lambda connection: connection.execute(left).all()) == []
+
+
+async def test_a_stale_token_moves_and_deletes_nothing(yard: Yard) -> None:
+    await yard.turn("s", text(1))
+    await yard.store.submit(TakeKeeping("mine"))
+    places = await yard.store.database.read(lambda connection: rows.places_of(connection, "s", [(2, 0)]))
+    [other] = await yard.packs.put([Packed("s", 2, 0, codec.compress(text(1)))])
+    await yard.store.submit(TakeKeeping("another's"))
+    assert await yard.store.submit(MoveChunks("mine", [Moved("s", 2, 0, places[2, 0], other)])) == 0
+    assert await yard.store.submit(rows.ForgetPacks("mine", [other.pack])) == []
+
+
+async def test_nothing_is_collected_in_another_stores_place(yard: Yard) -> None:
+    """As after a copy of the database was started beside its original."""
+    await yard.round()
+    await yard.bucket.own("another")
+    await yard.store.create("s")
+    await yard.store.claim("s", 1)
+    await yard.put("s", 2, text(1))
+    await yard.store.release("s", 2)
+    await yard.round()
+    assert await yard.round(2 * KEEP_S) != []
+    await yard.collector.adopt()
+    await yard.round()
+    assert await yard.round(2 * KEEP_S) == []
+
+
+async def test_payloads_are_moved_there_and_back(yard: Yard) -> None:
+    for number in range(10):
+        await yard.store.create(f"s{number}")
+        await yard.store.claim(f"s{number}", 1)
+        frame = codec.compress(text(number))
+        stored = [StoredChunk(0, "routed_experts", 5, digest("row"), frame)]
+        await yard.commit(f"s{number}", stored)
+    assert await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=True)) == 10
+    assert len(yard.objects()) == 1
+    assert [await yard.frames(f"s{number}", 0) for number in range(10)] == [[text(number)] for number in range(10)]
+    assert await moved(Mover(yard.store.database, yard.store.writer, yard.packs, to_packs=False)) == 10
+    assert not await yard.store.database.read(rows.has_packs)
+    found = await yard.store.database.read(lambda connection: reads.load_chunks(connection, "s3", [(2, 0)]))
+    assert found == {(2, 0): codec.compress(text(3))}
+
+
+async def moved(mover: Mover) -> int:
+    after: Key | None = START
+    count = 0
+    while after is not None:
+        step = await mover.step(after)
+        count, after = count + step.moved, step.after
+    return count
+
+
+@pytest.mark.parametrize("url", ["s3:///x", "ftp://a/b"])
+def test_a_url_that_names_no_storage(url: str) -> None:
+    with pytest.raises(StartupError, match="TURNLOG_PAYLOADS"):
+        Bucket(url, 5.0)

@@ -1,0 +1,234 @@
+"""Replay payloads in a bucket that is slow, fails, is full or goes away, and `kill -9` around every step of a pack."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import httpx
+import pytest
+from helpers.buckets import TestBucket, Weather
+from helpers.databases import Postgres, SqliteTemplate
+from integration.patient import answered
+from integration.stand import Stand, Talk, until, user
+
+from app.crash_points import VARIABLE, CrashPoint
+from app.store.packs.format import frame_bytes, read_index
+from fault.forking import ForkedServer
+from fault.table import Tally
+from fault.verified import acknowledgement, verified
+from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
+
+pytestmark = pytest.mark.long
+
+AGENTS, TURNS = 10, 2
+WITHIN_S = 240.0
+ROUTED: dict[str, Any] = {"sim": {"experts": {"layers": 8, "top_k": 8}}, "return_routed_experts": True}
+BOTH = pytest.mark.parametrize(
+    "database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.untimed)], indirect=True
+)
+POINTS: tuple[CrashPoint, ...] = ("before_put", "after_put", "in_commit", "after_commit")
+COLLECTING: tuple[CrashPoint, ...] = ("after_repacked", "in_move", "after_forgotten", "after_pack_deleted")
+
+
+class Site:
+    """A store with its bucket and its server, and what clients were told."""
+
+    def __init__(self, bucket: TestBucket, server: ForkedServer, engine: SimulatorProcess, url: str) -> None:
+        self.bucket = bucket
+        self.server = server
+        self.engine = engine
+        self.url = url
+        self.acknowledged: list[Acknowledged] = []
+        self.talks: list[Talk] = []
+
+    @contextlib.contextmanager
+    def serving(self, **settings: str) -> Iterator[Stand]:
+        stand = Stand(self.server.start(**settings), self.engine.base_url)
+        try:
+            yield stand
+        finally:
+            stand.close()
+
+    def crowd(self, stand: Stand, turns: int = TURNS) -> None:
+        """Agents whose turns each end with a 200, however often they must be asked for."""
+        with ThreadPoolExecutor(AGENTS) as pool:
+            self.talks += list(pool.map(lambda _: self._agent(stand, turns), range(AGENTS)))
+
+    def _agent(self, stand: Stand, turns: int) -> Talk:
+        talk = stand.talk()
+        for number in range(turns):
+            talk.messages = [*talk.messages, user(f"Question {number}")]
+            body = talk.body(talk.messages, **ROUTED)
+            reply = answered(stand, talk, body, WITHIN_S, f"{talk.id} {number}")
+            self.acknowledged.append(acknowledgement(talk.id, reply))
+            talk.messages = [*talk.messages, reply.json()["choices"][0]["message"]]
+        return talk
+
+    def erase(self, stand: Stand, session_id: str) -> None:
+        until(lambda: self.is_erased(stand, session_id), WITHIN_S)
+
+    def is_erased(self, stand: Stand, session_id: str) -> bool:
+        response = httpx.delete(f"{stand.base_url}/sessions/{session_id}", params={"erase": "true"}, timeout=60)
+        assert response.status_code in (202, 204, 503), response.text
+        return response.status_code == 204
+
+    def frames_of(self, session_id: str) -> list[bytes]:
+        """The session's frames in the bucket, by the packs' own indexes."""
+        found = []
+        for key, body in self.bucket.packs().items():
+            index = read_index(body[frame_bytes(key) or 0 :])
+            found += [body[one.offset : one.offset + one.length] for one in index if one.session_id == session_id]
+        return found
+
+    def verified(self, stand: Stand, tally: Tally) -> None:
+        """Every turn that was acknowledged is there, and every live chunk can be read: no reference dangles."""
+        verified(self.url, self.acknowledged, tally)
+        tally.doubled += sum(len(stand.known(talk.id).committed()) for talk in self.talks) - len(self.acknowledged)
+
+    def ends_empty(self, stand: Stand) -> None:
+        """Erase one session, of which nothing is left then, and all others: nothing at all is left."""
+        first, *others = self.talks
+        frames = self.frames_of(first.id)
+        self.erase(stand, first.id)
+        assert not self.left_of(frames)
+        with ThreadPoolExecutor(AGENTS) as pool:
+            list(pool.map(lambda talk: self.erase(stand, talk.id), others))
+        assert self.bucket.packs() == {}
+
+    def left_of(self, frames: Sequence[bytes]) -> list[bytes]:
+        """Those of the frames that are in the bucket."""
+        packs = self.bucket.packs().values()
+        return [frame for frame in frames if any(frame in body for body in packs)]
+
+    def in_company(self) -> Talk:
+        """A session that shares a pack with others."""
+        for key, body in self.bucket.packs().items():
+            owners = {entry.session_id for entry in read_index(body[frame_bytes(key) or 0 :])}
+            if len(owners) > 1:
+                return next(talk for talk in self.talks if talk.id in owners)
+        raise AssertionError("no pack has chunks of two sessions")
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest) -> str:
+    """SQLite; tests with a parameter of this name also run on PostgreSQL."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture
+def site(
+    request: pytest.FixtureRequest,
+    database: str,
+    engine: SimulatorProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Site]:
+    with contextlib.ExitStack() as stack:
+        if database == "sqlite":
+            template: SqliteTemplate = request.getfixturevalue("sqlite_template")
+            url = template.copy(tmp_path / "turnlog.db")
+        else:
+            postgres: Postgres = request.getfixturevalue("postgres")
+            url = stack.enter_context(postgres.database())
+        bucket = TestBucket()
+        stack.callback(bucket.close)
+        for name, value in bucket.environment.items():
+            monkeypatch.setenv(name, value)  # for `verified` in this process
+        settings = {**bucket.environment, "TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_LEASE_S": "2"}
+        server = ForkedServer(tmp_path, url, [engine.base_url], **settings)
+        stack.callback(server.stop)
+        yield Site(bucket, server, engine, url)
+
+
+@pytest.mark.fault(16, "a bucket that is slow, fails, is full or is gone")
+@pytest.mark.parametrize("weather", ["slow", "failing", "gone", "full"])
+@BOTH
+def test_no_turn_is_lost(site: Site, tally: Tally, weather: Weather) -> None:
+    """Turns wait, or get a 503 and are taken again; every 200 can be read afterwards, and erased."""
+    with site.serving(TURNLOG_PAYLOADS_TIMEOUT_S="1") as stand:
+        site.crowd(stand, 1)
+        site.bucket.weather = weather
+        ends = Timer(2.0, setattr, (site.bucket, "weather", "fair"))
+        ends.start()
+        tally.tried += 1
+        site.crowd(stand)
+        ends.join()
+        site.verified(stand, tally)
+        site.ends_empty(stand)
+
+
+@pytest.mark.fault(17, "kill -9 around a pack")
+@pytest.mark.parametrize("point", POINTS)
+@BOTH
+def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """What the dead process put into the bucket and did not commit is collected."""
+    with site.serving() as stand:
+        site.crowd(stand, 1)
+    with site.serving(**{VARIABLE: f"{point}:4"}) as stand, ThreadPoolExecutor(1) as pool:
+        crowd = pool.submit(site.crowd, stand)
+        site.server.ended()
+        tally.tried += 1
+        site.server.start()
+        crowd.result()
+        site.verified(stand, tally)
+        site.ends_empty(stand)
+
+
+@pytest.mark.fault(17, "kill -9 around a pack")
+@pytest.mark.parametrize("point", COLLECTING)
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
+def test_a_collection(site: Site, tally: Tally, point: CrashPoint) -> None:
+    with site.serving() as stand:
+        site.bucket.weather = "slow"  # so that turns share packs
+        site.crowd(stand, 1)
+        site.bucket.weather = "fair"
+        victim = site.in_company()
+        frames = site.frames_of(victim.id)
+    with site.serving(**{VARIABLE: f"{point}:1"}) as stand:
+        with contextlib.suppress(httpx.TransportError):
+            site.is_erased(stand, victim.id)
+        site.server.ended()
+        tally.tried += 1
+        site.server.start()
+        site.erase(stand, victim.id)
+        assert not site.left_of(frames)
+        kept = [one for one in site.acknowledged if one.session_id != victim.id]
+        verified(site.url, kept, tally)
+        site.ends_empty(stand)
+
+
+@pytest.mark.fault(18, "an object is deleted behind the server's back")
+@BOTH
+def test_a_lost_object(site: Site, tally: Tally) -> None:
+    """Its sessions say so, and only they; their turns go on."""
+    with site.serving() as stand:
+        site.crowd(stand, 2)
+        lost = max(site.bucket.packs())
+        site.bucket.lose(lost)
+        tally.tried += 1
+        rows = stand.rows(replay=True, explain=True)
+        assert {row["session_id"] for row in rows} == {talk.id for talk in site.talks}
+        excluded = [row for row in rows if row.get("excluded")]
+        assert 0 < len(excluded) < len(rows)
+        site.crowd(stand, 1)
+        tally.acknowledged += len(site.acknowledged)
+        site.ends_empty(stand)
+
+
+@pytest.mark.fault(19, "an erasure in a bucket that keeps versions")
+@BOTH
+def test_versions_are_erased_too(site: Site, tally: Tally) -> None:
+    site.bucket.keep_versions()
+    with site.serving() as stand:
+        site.crowd(stand, 2)
+        tally.tried += 1
+        site.verified(stand, tally)
+        assert site.bucket.versions()
+        site.ends_empty(stand)
+        assert site.bucket.versions() == []

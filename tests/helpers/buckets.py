@@ -1,0 +1,112 @@
+"""A local S3 server in a thread of the test, which may be slow, fail, be full or be gone."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable
+from threading import Thread
+from typing import Any, Literal
+
+import boto3
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Response
+
+from app.store.packs.format import frame_bytes
+
+Weather = Literal["fair", "slow", "failing", "gone", "full"]
+
+NAME = "turnlog"
+_numbers = itertools.count()
+
+
+class _Handler(MotoRequestHandler):
+    def log_request(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class TestBucket:
+    """A bucket of its own. `slow_s` is how long each request takes in slow weather; of failing ones a fifth fails."""
+
+    __test__ = False
+
+    def __init__(self, *, slow_s: float = 0.5) -> None:
+        self.weather: Weather = "fair"
+        self.requests = 0
+        self._slow_s = slow_s
+        self._rng = random.Random(7)
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Handler)
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.name = f"{NAME}-{next(_numbers)}"
+        self._s3: Any = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
+        )
+        self._s3.create_bucket(Bucket=self.name)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a server needs to use the bucket."""
+        return {
+            "TURNLOG_PAYLOADS": f"s3://{self.name}/run",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+
+    def packs(self) -> dict[str, bytes]:
+        """The packs by their names."""
+        listed = self._s3.list_objects_v2(Bucket=self.name).get("Contents", [])
+        keys = [one["Key"] for one in listed if frame_bytes(one["Key"]) is not None]
+        found = {}
+        for key in keys:
+            with contextlib.suppress(self._s3.exceptions.NoSuchKey):  # collected since
+                found[key] = self._s3.get_object(Bucket=self.name, Key=key)["Body"].read()
+        return found
+
+    def keep_versions(self) -> None:
+        """From now on, keep old versions of objects."""
+        self._s3.put_bucket_versioning(Bucket=self.name, VersioningConfiguration={"Status": "Enabled"})
+
+    def versions(self) -> list[str]:
+        """The names of packs of which a version or a delete marker is left."""
+        found = self._s3.list_object_versions(Bucket=self.name)
+        every = [*found.get("Versions", []), *found.get("DeleteMarkers", [])]
+        return [one["Key"] for one in every if frame_bytes(one["Key"]) is not None]
+
+    def lose(self, key: str) -> None:
+        """Delete an object behind the server's back."""
+        self._s3.delete_object(Bucket=self.name, Key=key)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        self.requests += 1
+        weather = self.weather
+        if weather == "gone":
+            environ["werkzeug.socket"].close()
+            raise ConnectionError("the bucket is gone")
+        if weather == "slow":
+            time.sleep(self._slow_s)
+        if weather == "full" and environ["REQUEST_METHOD"] == "PUT":
+            return Response("full", status=507)(environ, start_response)
+        if weather == "failing" and self._rng.random() < 0.2:
+            return Response("later", status=503)(environ, start_response)
+        answer: Iterable[bytes] = self._moto(environ, start_response)
+        return answer

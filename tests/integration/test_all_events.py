@@ -1,0 +1,211 @@
+"""`GET /events` at a real server: by the client, by the command line, and by readers that do not read."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.cli import complaint, run
+from integration.places import Places
+from integration.stand import Stand, error_of, serving, until
+from integration.test_export_running import multiply
+from ops.simulator.process import SimulatorProcess
+from turnlog.client import AsyncTurnlog, PositionGone, Turnlog
+
+Line = dict[str, Any]
+
+
+def lines(stand: Stand, **parameters: Any) -> list[Line]:
+    reply = stand.http.get("/events", params=parameters)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def end(stand: Stand) -> str:
+    """The position behind all that there is."""
+    [line] = lines(stand, after="end")
+    return str(line["position"])
+
+
+def own(line: Line) -> Line:
+    """The line as its session's own log has it."""
+    return {name: value for name, value in line.items() if name not in ("position", "session_id")}
+
+
+def test_every_sessions_log_is_in_it(stand: Stand) -> None:
+    before = end(stand)
+    group = "all-events"
+    talks = [stand.talk(group_id=group) for _ in range(3)]
+    for talk in talks:
+        talk.say("Hello")
+    stand.http.put(f"{talks[0].path}/reward", json={"reward": 1.0})
+    stand.http.delete(talks[1].path)
+    stand.http.delete(talks[2].path, params={"erase": "true"})
+    found = lines(stand, after=before)
+    for talk in talks:
+        assert [own(line) for line in found if line["session_id"] == talk.id] == talk.events()
+    assert lines(stand, after=before, group_id=group) == found
+    for types in (["SessionClosed,RewardAssigned"], ["SessionClosed", "SessionErased"]):
+        wanted = ",".join(types).split(",")
+        kept = [line for line in found if line["type"] in wanted]
+        assert kept
+        assert [line for line in lines(stand, after=before, type=types) if "seq" in line] == kept
+    kept = [line for line in found if line["session_id"] == talks[0].id]
+    assert [line for line in lines(stand, after=before, session_id=talks[0].id) if "seq" in line] == kept
+    assert lines(stand, after=before, limit=2) == found[:2]
+    assert lines(stand, after=found[1]["position"], limit=2) == found[2:4]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"after": "x"}, "after"),
+        ({"after": ""}, "after"),
+        ({"follow": "perhaps"}, "follow"),
+        ({"limit": 0}, "limit"),
+        ({"type": "TurnComitted"}, "type"),
+        ({"type": ["SessionClosed", ""]}, "type"),
+        ({"session_id": "a b"}, "session_id"),
+        ({"group_id": "a\0b"}, "group_id"),
+        ({"typ": "SessionClosed"}, "typ"),
+    ],
+)
+def test_a_wrong_parameter_is_named(stand: Stand, parameters: Line, named: str) -> None:
+    reply = stand.http.get("/events", params=parameters)
+    assert error_of(reply) == (400, "invalid_request")
+    assert reply.json()["error"]["message"].startswith(named)
+
+
+def test_a_position_from_before_a_restore_is_gone(stand: Stand) -> None:
+    other = "WyIwLWFub3RoZXIiLFswLDFdLDEuMF0"
+    reply = stand.http.get("/events", params={"after": other})
+    assert error_of(reply) == (410, "position_gone")
+    assert reply.headers["x-should-retry"] == "false"
+    with Turnlog(stand.server.base_url) as client, pytest.raises(PositionGone):
+        list(client.events(after=other, follow=True))
+
+
+def test_the_client_follows_and_goes_on(stand: Stand) -> None:
+    before = end(stand)
+    with Turnlog(stand.server.base_url) as client:
+        events = client.events(after=before, follow=True, type=["SessionCreated", "SessionClosed"])
+        following = iter(events)
+        talk = stand.talk()
+        assert own(next(following)) == talk.events()[0]
+        talk.say("Hello")
+        stand.http.delete(talk.path)
+        assert next(following)["type"] == "SessionClosed"
+        assert [line["type"] for line in client.events(after=before, session_id=talk.id, limit=3)] == talk.types()[:3]
+        left = client.events(after=events.position)
+        assert [line for line in left if line["session_id"] == talk.id] == []
+        assert left.position is not None
+
+
+@pytest.mark.anyio
+async def test_the_async_client_reads_them(stand: Stand) -> None:
+    async with AsyncTurnlog(stand.server.base_url) as client:
+        before = client.events(after="end")
+        assert [line async for line in before] == []
+        session = await client.create_session()
+        found = [line async for line in client.events(after=before.position or "", follow=True, limit=1)]
+    assert [line["session_id"] for line in found] == [session.id]
+
+
+def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[..., None]) -> None:
+    clean_environment(URL=stand.server.base_url)
+    before = end(stand)
+    talk = stand.talk()
+    talk.say("Hello")
+    printed = run("tail", "--after", before, "--json").stdout.splitlines()
+    assert [own(json.loads(line)) for line in printed] == talk.events()
+    done = run("tail", "--after", before, "--type", "SessionCreated", "--type", "TurnCommitted")
+    assert [line.split()[3:5] for line in done.stdout.splitlines()] == [
+        [talk.id, "SessionCreated"],
+        [talk.id, "TurnCommitted"],
+    ]
+    assert done.stderr.startswith("turnlog: go on with --after ")
+    position = done.stderr.split()[-1]
+    assert run("tail", "--after", position, "--json").stdout.splitlines() == []
+    assert len(run("tail", "--after", before, "--limit", "2", "--json").stdout.splitlines()) == 2
+    assert "are for the events of all sessions" in complaint("tail", talk.id, "--type", "TurnCommitted", code=2)
+    assert "--after is the number" in complaint("tail", talk.id, "--after", "x", code=2)
+
+
+@pytest.fixture
+def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    """A server of the test's own whose log does not fit the buffers of a connection."""
+    with serving(places.new("large-log"), sglang.base_url) as stand:
+        talk = stand.talk(session_id="one")
+        for number in range(4):
+            talk.say(f"Question {number}")
+        stand.server.stop()
+        multiply(stand.url, "one", COPIES)
+        stand.server.start()
+        yield stand
+
+
+COPIES = 1500
+SLOW = 12
+"""More than the connections for reads that a server has."""
+
+
+class SlowReader:
+    """Asks, and reads nothing."""
+
+    def __init__(self, stand: Stand, follow: bool) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._socket.connect(("127.0.0.1", stand.server.port))
+        path = "/events?follow=true" if follow else "/events"
+        self._socket.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
+        assert self._socket.recv(12) == b"HTTP/1.1 200"
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.long
+def test_slow_readers_hold_nothing(large: Stand) -> None:
+    """Neither a connection to the database nor the stop of the server."""
+    readers = [SlowReader(large, follow=number % 2 == 0) for number in range(SLOW)]
+    try:
+        talk = large.talk()
+        for _ in range(3):
+            talk.say("Still here?")
+            assert large.http.get("/sessions").status_code == 200
+        assert len([line for line in lines(large, session_id=talk.id) if "seq" in line]) == len(talk.events())
+        everything = lines(large)
+        assert len(everything) > 10 * COPIES
+        for reader in readers[1::2]:
+            reader.close()
+        large.http.close()
+        large.sim.close()
+        assert large.server.stop() == -signal.SIGTERM
+        assert "Traceback" not in large.server.log_path.read_text()
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def test_a_follower_goes_on_over_a_kill(sglang: SimulatorProcess, places: Places) -> None:
+    with serving(places.new("killed"), sglang.base_url) as stand, Turnlog(stand.server.base_url) as client:
+        talk = stand.talk()
+        talk.say("Before")
+        following = iter(client.events(follow=True))
+        found = [next(following) for _ in talk.events()]
+        stand.server.kill()
+        stand.server.start()
+        talk.say("After")
+        while len(found) < len(talk.events()):
+            found.append(next(following))
+        assert [own(line) for line in found] == talk.events()
+        assert found == [line for line in lines(stand) if "seq" in line]
+        following.close()  # type: ignore[attr-defined]
+        until(lambda: httpx.get(f"{stand.server.base_url}/ready").is_success)
