@@ -114,17 +114,16 @@ REST_S = 0.01
 """Pause in seconds between two steps, so that a running server gets access to the disk."""
 
 
-def copy_sqlite(read: sqlite3.Connection, target: Path, progress: Callable[[str], None], *, rest_s: float) -> None:
+def copy_sqlite(read: sqlite3.Connection, target: Path, progress: Callable[[str], None]) -> None:
     """Copy a consistent state of a database, while others write to it, over the existing file `target`, and sync it.
 
     One read transaction stays open during the copy. Without it, SQLite restarts the copy after each commit of another
-    process, and under load the copy never ends. Raises sqlite3.Error.
+    process, and under load the copy never ends. `progress` is called after each step and may rest. Raises
+    sqlite3.Error.
     """
 
     def report_copied(_: int, left: int, pages: int) -> None:
         progress(f"{100 * (pages - left) // max(pages, 1)} % of {pages} pages copied")
-        if rest_s:
-            time.sleep(rest_s)
 
     with closing(sqlite3.connect(target, isolation_level=None)) as written:
         written.execute("PRAGMA journal_mode = OFF")

@@ -1,9 +1,9 @@
-"""Restores a store from a copy: `turnlog restore COPY` or `python -m ops.restore COPY`.
+"""Restores a store from a copy or a backup: `turnlog restore PLACE` or `python -m ops.restore PLACE`.
 
-Without COPY, it finishes the restore of a PostgreSQL store. No server may run. A restored store gets a new epoch, so
-old export cursors are refused, and the server processes and transactions that it names are no longer current
-(`app/store/restored.py`). On SQLite the new store is prepared in a temporary file, and the replaced store is kept under
-another name.
+PLACE is a file, or a bucket or folder with backups (`ops/blocks`). Without PLACE, it finishes the restore of a
+PostgreSQL store. No server may run. A restored store gets a new epoch, so old export cursors are refused, and the
+server processes and transactions that it names are no longer current (`app/store/restored.py`). On SQLite the new store
+is prepared in a temporary file, and the replaced store is kept under another name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -29,6 +30,9 @@ from app.store import restored
 from app.store.engine import ROOT, Database, create_engine
 from app.store.projections import require_revision
 from app.store.revision import revision_head
+from ops.blocks import manifest
+from ops.blocks.bucket import Bucket, bucket_url
+from ops.blocks.download import download
 from ops.keeping import (
     DONE,
     CommandResult,
@@ -47,39 +51,68 @@ from ops.keeping import (
 )
 
 
-def perform(database_url: str | None, copy: Path | None, *, as_json: bool = False) -> int:
+def perform(database_url: str | None, place: str | None, name: str | None, *, as_json: bool = False) -> int:
     """Run the command and return its exit code. If `database_url` is None, it uses the store from the service's
-    settings. `copy` is None for PostgreSQL."""
-    work = partial(_restore, database_url, copy)
+    settings. `place` is None for PostgreSQL. `name` is a bucket's backup; None for the newest."""
+    work = partial(_restore, database_url, place, name)
     return run("restore", work, interrupted="run it again before a server starts", as_json=as_json)
 
 
-def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
+def _restore(database_url: str | None, place: str | None, name: str | None) -> CommandResult:
     settings = settings_for(database_url, "lease_s")
     path = sqlite_path(settings.database_url)
     if path is None:
-        if copy is not None:
+        if place is not None:
             raise StartupError("load a PostgreSQL copy with pg_restore first, then run this without a file")
         return asyncio.run(_finish_postgres(settings.database_url, settings.lease_s))
-    if copy is None:
+    if place is None:
         raise StartupError("name the copy to restore")
-    if not copy.is_file():
-        raise StartupError(f"there is no copy {copy}")
-    with exclusive(settings.database_url):
-        return _replace_store(copy, path)
-
-
-def _replace_store(copy: Path, path: Path) -> CommandResult:
-    """Replace the store at `path` by the copy. Raises StartupError; the store is then unchanged."""
     progress = Progress("restore")
+    url = bucket_url(place)
+    if url is not None:
+        bucket = Bucket(url)
+        chosen = name or _newest(bucket)
+        what, fill = f"backup {chosen} of {url}", partial(_download, bucket, chosen, progress=progress)
+    else:
+        if name is not None:
+            raise StartupError("--at is for a bucket or a folder with backups")
+        if not Path(place).is_file():
+            raise StartupError(f"there is no copy {place}")
+        what, fill = place, partial(_copy, Path(place), progress=progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(settings.database_url):
+        return _replace_store(fill, what, path)
+
+
+def _newest(bucket: Bucket) -> str:
+    """Raises StartupError if there is no backup."""
+    names = manifest.names(bucket)
+    if not names:
+        raise StartupError(f"{bucket.url} has no backups")
+    return names[-1]
+
+
+def _download(bucket: Bucket, name: str, staged: Path, *, progress: Progress) -> None:
+    """Raises StartupError, OSError."""
+    download(bucket, name, staged, progress)
+    check_sqlite(staged, progress)
+
+
+def _copy(copy: Path, staged: Path, *, progress: Progress) -> None:
+    """Raises StartupError, sqlite3.Error."""
     check_sqlite(copy, progress)
+    with closing(open_readonly(copy)) as read:
+        copy_sqlite(read, staged, progress)
+
+
+def _replace_store(fill: Callable[[Path], None], what: str, path: Path) -> CommandResult:
+    """Replace the store at `path` by the file that `fill` writes. Raises StartupError; the store is then unchanged."""
     staged = path.with_name(f"{path.name}.restoring")
     for suffix in ("", "-wal", "-shm", "-journal"):
         Path(f"{staged}{suffix}").unlink(missing_ok=True)
     os.close(os.open(staged, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
     try:
-        with closing(open_readonly(copy)) as read:
-            copy_sqlite(read, staged, progress, rest_s=0)
+        fill(staged)
         revision, epoch = asyncio.run(_prepare(f"sqlite+aiosqlite:///{staged}"))
         merge_wal(staged)
         copy_mode_and_owner(staged, path)
@@ -88,7 +121,7 @@ def _replace_store(copy: Path, path: Path) -> CommandResult:
         staged.unlink(missing_ok=True)
         raise
     kept = _swap(staged, path)
-    lines = [f"{path} is now {copy}, in epoch {epoch}: older export cursors are refused"]
+    lines = [f"{path} is now {what}, in epoch {epoch}: older export cursors are refused"]
     if kept is not None:
         lines.append(f"the replaced store is {kept}: remove it when it is no longer needed")
     if revision != revision_head():

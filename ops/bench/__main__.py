@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
+    backup,
     export,
     latency,
     live,
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "replies": replies,
     "staging": staging,
     "export": export,
+    "backup": backup,
     "postgres": postgres,
     "payloads": payloads,
     "startup": startup,

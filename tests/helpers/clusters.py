@@ -99,10 +99,27 @@ class Cluster:
 
     def standby(self, folder: Path, name: str = "standby") -> Cluster:
         """A copy that follows this server's log under `name`, not started yet."""
-        _prepare(folder)
-        source = f"host=127.0.0.1 port={self.port} user=postgres application_name={name}"
-        _run("pg_basebackup", "-d", source, "-D", str(folder), "-R", "-X", "stream", "-c", "fast", "--no-sync")
+        self.base_backup(folder, "-R", name=name)
         return Cluster(folder)
+
+    def base_backup(self, folder: Path, *options: str, name: str = "backup") -> None:
+        """A copy of the data folder, while the server runs."""
+        prepare(folder)
+        source = f"host=127.0.0.1 port={self.port} user=postgres application_name={name}"
+        _run("pg_basebackup", "-d", source, "-D", str(folder), *options, "-X", "stream", "-c", "fast", "--no-sync")
+
+    @staticmethod
+    def recovered(folder: Path, archive: Path, moment: str) -> Cluster:
+        """A base backup in `folder`, which goes on by the log in `archive` to `moment` when it is started."""
+        (folder / "recovery.signal").touch()
+        return Cluster(
+            folder,
+            {
+                "restore_command": f"cp {archive}/%f %p",
+                "recovery_target_time": moment,
+                "recovery_target_action": "promote",
+            },
+        )
 
 
 @contextlib.contextmanager
@@ -138,7 +155,7 @@ def _template() -> Path:
     """One initdb and one migration for all servers of a test run."""
     folder = Path(tempfile.mkdtemp(prefix="turnlog-cluster-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    _prepare(folder)
+    prepare(folder)
     _run("initdb", "-D", str(folder), "-U", "postgres", "--auth=trust", "--encoding=utf8", "--no-sync")
     with started(Cluster(folder)) as cluster:
         cluster.sql(f"CREATE ROLE {ROLE} LOGIN", "postgres")
@@ -164,7 +181,8 @@ def _binaries() -> tuple[Path, str | None]:
     return programs, user
 
 
-def _prepare(folder: Path) -> None:
+def prepare(folder: Path) -> None:
+    """A folder that the server may write to."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
     _give(folder)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,12 @@ from helpers.databases import Postgres, run_module
 from helpers.warm import popen
 from sqlalchemy import text
 
-from app.store.engine import Database, create_engine
-from integration.stand import Stand, Talk, error_of, serving, until
+from app.store.engine import create_engine
+from integration.copying import Writers, checked, command, failure, url_of
+from integration.stand import Stand, error_of, serving, until
 from ops.backup import backup
 from ops.simulator.process import SimulatorProcess
-from ops.verify import Acknowledged, Report, verify, verify_url
+from ops.verify import verify_url
 
 pytestmark = pytest.mark.long
 
@@ -35,54 +33,6 @@ def own(sglang: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
     """A server over a file of the test's own."""
     with serving(tmp_path / "own", sglang.base_url) as made:
         yield made
-
-
-def command(stand: Stand, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_module(*arguments, environment=stand.server.environment)
-
-
-def failure(stand: Stand, *arguments: str) -> str:
-    """The one line with which a command says that nothing could be done."""
-    done = command(stand, *arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    [line] = done.stderr.splitlines()
-    return line
-
-
-class Writers:
-    """Clients that take turns until told to stop, and remember what they were told is on disk."""
-
-    def __init__(self, stand: Stand, count: int) -> None:
-        self._stop = threading.Event()
-        self.held: list[Acknowledged] = []
-        talks = [stand.talk(group_id="writers") for _ in range(count)]
-        self._runs: list[Future[Any]] = [stand.meanwhile(self._run, talk) for talk in talks]
-
-    def _run(self, talk: Talk) -> None:
-        number = 0
-        while not self._stop.is_set():
-            number += 1
-            body = talk.say(f"Question {number}").content
-            self.held.append(Acknowledged(talk.id, number, hashlib.sha256(body).hexdigest()))
-
-    def stop(self) -> list[Acknowledged]:
-        self._stop.set()
-        for run in self._runs:
-            run.result(60)
-        return self.held
-
-
-async def checked(url: str, held: list[Acknowledged]) -> Report:
-    database = Database(url)
-    try:
-        return await verify(database, held)
-    finally:
-        await database.close()
-
-
-def url_of(path: Path) -> str:
-    return f"sqlite+aiosqlite:///{path}"
 
 
 def test_a_copy_made_under_load_is_whole_and_takes_the_stores_place(own: Stand, tmp_path: Path) -> None:

@@ -21,29 +21,55 @@ def verify(ctx: typer.Context, database_url: DatabaseUrl = None, as_json: Json =
     raise typer.Exit(perform(database_url, as_json=wants_json(ctx, as_json)))
 
 
+Keep = Annotated[int | None, typer.Option("--keep", min=1, help="Delete all but the newest N backups.")]
+
+
 def backup(
     ctx: typer.Context,
-    copy: Annotated[Path, typer.Argument(help="The file to make.")],
+    place: Annotated[str, typer.Argument(help="A file to make; or a folder or URL (s3, gs, az, file) with backups.")],
+    keep: Keep = None,
+    percent: Annotated[
+        float, typer.Option("--percent", min=1, max=100, help="How much of the time it may work.")
+    ] = 25.0,
+    scratch: Annotated[
+        Path | None, typer.Option("--scratch", help="The folder of the temporary copy; default: the store's.")
+    ] = None,
     salvage: Annotated[bool, typer.Option("--salvage", help="Of a damaged store copy what can be read.")] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Copy an SQLite store while its server runs; for PostgreSQL, print how."""
-    from ops.backup import perform
+    """Back up an SQLite store while its server runs; for PostgreSQL, print how."""
+    from ops.backup import Options, perform
 
-    raise typer.Exit(perform(database_url, copy, salvage=salvage, as_json=wants_json(ctx, as_json)))
+    options = Options(salvage=salvage, percent=percent, keep=keep, scratch=scratch)
+    raise typer.Exit(perform(database_url, place, options, as_json=wants_json(ctx, as_json)))
+
+
+def backups(
+    ctx: typer.Context,
+    place: Annotated[str, typer.Argument(help="The folder or URL.")],
+    keep: Keep = None,
+    as_json: Json = False,
+) -> None:
+    """List the backups in a bucket or folder, oldest first."""
+    from ops.backups import perform
+
+    raise typer.Exit(perform(place, keep, as_json=wants_json(ctx, as_json)))
 
 
 def restore(
     ctx: typer.Context,
-    copy: Annotated[Path | None, typer.Argument(help="What backup made; none for PostgreSQL.")] = None,
+    place: Annotated[
+        str | None, typer.Argument(help="The file, folder or URL that was given to backup; none for PostgreSQL.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--at", help="One of a bucket's backups; default: the newest.")] = None,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Replace an SQLite store by a copy, or finish the restore of a PostgreSQL one. No server may run."""
+    """Replace an SQLite store by a backup, or finish the restore of a PostgreSQL one. No server may run."""
     from ops.restore import perform
 
-    raise typer.Exit(perform(database_url, copy, as_json=wants_json(ctx, as_json)))
+    raise typer.Exit(perform(database_url, place, name, as_json=wants_json(ctx, as_json)))
 
 
 def vacuum(
