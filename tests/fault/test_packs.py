@@ -146,7 +146,7 @@ def site(
         yield Site(bucket, server, engine, url)
 
 
-@pytest.mark.fault(16, "a bucket that is slow, fails, is full or is gone")
+@pytest.mark.fault(17, "a bucket that is slow, fails, is full or is gone")
 @pytest.mark.parametrize("weather", ["slow", "failing", "gone", "full"])
 @BOTH
 def test_no_turn_is_lost(site: Site, tally: Tally, weather: Weather) -> None:
@@ -163,7 +163,7 @@ def test_no_turn_is_lost(site: Site, tally: Tally, weather: Weather) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(17, "kill -9 around a pack")
+@pytest.mark.fault(18, "kill -9 around a pack")
 @pytest.mark.parametrize("point", POINTS)
 @BOTH
 def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
@@ -180,7 +180,7 @@ def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(17, "kill -9 around a pack")
+@pytest.mark.fault(18, "kill -9 around a pack")
 @pytest.mark.parametrize("point", COLLECTING)
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True)
 def test_a_collection(site: Site, tally: Tally, point: CrashPoint) -> None:
@@ -203,7 +203,7 @@ def test_a_collection(site: Site, tally: Tally, point: CrashPoint) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(18, "an object is deleted behind the server's back")
+@pytest.mark.fault(19, "an object is deleted behind the server's back")
 @BOTH
 def test_a_lost_object(site: Site, tally: Tally) -> None:
     """Its sessions say so, and only they; their turns go on."""
@@ -221,7 +221,7 @@ def test_a_lost_object(site: Site, tally: Tally) -> None:
         site.ends_empty(stand)
 
 
-@pytest.mark.fault(19, "an erasure in a bucket that keeps versions")
+@pytest.mark.fault(20, "an erasure in a bucket that keeps versions")
 @BOTH
 def test_versions_are_erased_too(site: Site, tally: Tally) -> None:
     site.bucket.keep_versions()
