@@ -118,15 +118,13 @@ class PackWriter:
             reach("before_put")
             await self.bucket.put(pack.name, pack.body)
             reach("after_put")
-        except AppError as error:
-            log.warning("replay payloads of %d turns were not stored: %s", len(taken), error)
+        except BaseException as error:
+            log.warning("replay payloads of %d turns were not stored: %r", len(taken), error)
             for one in taken:
                 if not one.places.done():
                     one.places.set_exception(error)
-        except BaseException:
-            for one in taken:
-                one.places.cancel()
-            raise
+            if not isinstance(error, AppError):
+                raise
         else:
             places = iter(pack.places)
             for one in taken:
