@@ -281,6 +281,31 @@ goes with its claim.
 pack_erasures = Table("pack_erasures", metadata, Column("session_id", SESSION_ID, primary_key=True))
 """Erased sessions of which packs may still hold bytes."""
 
+archives = Table(
+    "archives",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("created_at", Double, nullable=False),
+)
+"""Archives in object storage: Parquet files that hold closed sessions. `created_at` is the database's clock."""
+
+archived_sessions = Table(
+    "archived_sessions",
+    metadata,
+    Column("session_id", SESSION_ID, primary_key=True),
+    Column("archive_id", BigInteger, nullable=False),
+    Column("row_group", Integer, nullable=False),
+    Column("tx", BigInteger, nullable=False),
+    Column("position", BigInteger, nullable=False),
+    Index("ix_archived_sessions_archive_id", "archive_id"),
+    Index("ix_archived_sessions_tx_position", "tx", "position"),
+)
+"""Sessions whose events and content are in an archive, in this row group of its file, and nowhere else.
+
+Their heads stay. (`tx`, `position`) is the place of the session's last event in the order of commits.
+"""
+
 refused_replies = Table(
     "refused_replies",
     metadata,
