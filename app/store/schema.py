@@ -298,12 +298,16 @@ archived_sessions = Table(
     Column("row_group", Integer, nullable=False),
     Column("tx", BigInteger, nullable=False),
     Column("position", BigInteger, nullable=False),
+    Column("exported_tx", BigInteger, nullable=False),
+    Column("exported_position", BigInteger, nullable=False),
     Index("ix_archived_sessions_archive_id", "archive_id"),
     Index("ix_archived_sessions_tx_position", "tx", "position"),
+    Index("ix_archived_sessions_exported_tx_exported_position", "exported_tx", "exported_position"),
 )
 """Sessions whose events and content are in an archive, in this row group of its file, and nowhere else.
 
-Their heads stay. (`tx`, `position`) is the place of the session's last event in the order of commits.
+Their heads stay. (`tx`, `position`) is the place of the session's last event in the order of commits, (`exported_tx`,
+`exported_position`) that of its last event in `events.EXPORTED`, which is its place in an export.
 """
 
 refused_replies = Table(

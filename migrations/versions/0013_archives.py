@@ -29,9 +29,16 @@ def upgrade() -> None:
         sa.Column("row_group", sa.Integer, nullable=False),
         sa.Column("tx", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
+        sa.Column("exported_tx", sa.BigInteger, nullable=False),
+        sa.Column("exported_position", sa.BigInteger, nullable=False),
     )
     op.create_index("ix_archived_sessions_archive_id", "archived_sessions", ["archive_id"])
     op.create_index("ix_archived_sessions_tx_position", "archived_sessions", ["tx", "position"])
+    op.create_index(
+        "ix_archived_sessions_exported_tx_exported_position",
+        "archived_sessions",
+        ["exported_tx", "exported_position"],
+    )
 
 
 def downgrade() -> None:
