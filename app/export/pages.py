@@ -17,6 +17,7 @@ from app.domain.events import EXPORTED
 from app.domain.groups import grpo
 from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
+from app.store.archives.fetching import fetch_archived
 from app.store.broken import BrokenRow
 from app.store.bulk import ExportHead, StoredSession
 from app.store.engine import Database
@@ -176,6 +177,7 @@ class ExportPages:
             return found, self._rollout_rows.members_around_damage(connection, found)
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
+        found = await fetch_archived(self._database, found, self._high, replay=self._replay)
         await fetch_packed(self._database, found.values())
         stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
         return await self._rollout_rows.counted(stored, members)

@@ -16,7 +16,8 @@ import msgspec
 from app.domain.branches import Branches, Picker, pick
 from app.domain.events import UnknownEvent
 from app.domain.session import fold
-from app.store import bulk, rollouts, survey
+from app.store import bulk, reads, rollouts, survey
+from app.store.archives.fetching import read_archived
 from app.store.bulk import StoredSession
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.ports import Database
@@ -88,6 +89,7 @@ class RolloutRows:
                 lambda connection: read(connection, part),  # noqa: B023
                 or_else=lambda connection: split(connection, part, read)[0],  # noqa: B023
             )
+            logs |= await read_archived(self._database, part, partial(bulk.read_logs, upto=reads.END))
             counts.update(await asyncio.to_thread(self._rows, logs, members))
         return dict(counts)
 

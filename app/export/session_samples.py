@@ -116,7 +116,8 @@ class SessionSamples:
             return msgspec.Raw(b"{}")
         try:
             found = await self._cache.database.read(
-                lambda connection: reads.load_blobs(connection, session.session_id, [blob.number])
+                lambda connection: reads.load_blobs(connection, session.session_id, [blob.number]),
+                session_id=session.session_id,
             )
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from app.store import tail
 from app.store.engine import Database
 from app.store.horizon import wait_for_horizon
-from app.store.reads import Connection, Position
-from app.store.tail import START, Synced
+from app.store.reads import START, Connection, Position
+from app.store.tail import Synced
 from app.tasks import cancelled
 
 POLL_S = 0.25

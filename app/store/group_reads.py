@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import Connection, case, func, or_, select, tuple_
+from sqlalchemy import Connection, and_, case, func, or_, select, tuple_
 
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.domain.groups import Attempt
@@ -146,28 +146,30 @@ _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions.
 
-    Sessions of agents and children are included.
+    Sessions of agents and children are included; archived ones have no events here.
     """
     counted_in = group()
+    of_session = and_(events.c.session_id == sessions.c.session_id, events.c.type.in_(_AGING))
     query = (
-        select(counted_in, events.c.session_id, *(events.c[name] for name in reads.EventRow._fields))
-        .join_from(sessions, events, events.c.session_id == sessions.c.session_id)
-        .where(
-            in_groups(group_ids),
-            sessions.c.status == "closed",
-            events.c.type.in_(_AGING),
-        )
-        .order_by(events.c.session_id, events.c.seq)
+        select(counted_in, sessions.c.session_id, *(events.c[name] for name in reads.EventRow._fields))
+        .select_from(sessions.outerjoin(events, of_session))
+        .where(in_groups(group_ids), sessions.c.status == "closed")
+        .order_by(sessions.c.session_id, events.c.seq)
     )
     found: TurnEvents = {group_id: {} for group_id in group_ids}
     for row in connection.execute(query):
-        found[row[0]].setdefault(row[1], []).append(reads.EventRow(*row[2:]))
+        log = found[row[0]].setdefault(row[1], [])
+        if row[2] is not None:
+            log.append(reads.EventRow(*row[2:]))
     return found
 
 
-def turn_events_of(connection: Connection, session_id: str) -> list[reads.EventRow]:
-    """The same events of one session."""
-    return [row for row in reads.event_rows(connection, session_id) if row.type in _AGING]
+def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[reads.EventRow]]:
+    """The same events of some sessions."""
+    return {
+        session_id: [row for row in reads.event_rows(connection, session_id) if row.type in _AGING]
+        for session_id in session_ids
+    }
 
 
 def newest_version(connection: Connection) -> int | None:

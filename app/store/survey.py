@@ -15,11 +15,12 @@ from app.domain.events import UnknownEvent
 from app.domain.groups import Attempt
 from app.store import group_reads, heads_view
 from app.store import projections as heads
+from app.store.archives.places import exported_places
 from app.store.broken import BrokenRow
 from app.store.damaged import PageDamaged, attempt, attempt_or, rows_in_parts, session_ids, split
 from app.store.dialect import AlchemyTx, oldest_tx
 from app.store.heads_view import HeadRow
-from app.store.reads import SYNCED, EventRow, Position
+from app.store.reads import SPAN, SYNCED, Position, last_archived
 from app.store.schema import events
 
 PLACES = 5000
@@ -95,6 +96,8 @@ def last_places(
         return _last_places(again, part, upto, types)
 
     found, lost = split(connection, ids, read)
+    for at in range(0, len(ids), SPAN):
+        found |= exported_places(connection, ids[at : at + SPAN], upto)
     unknown = 0
     for session_id, (place, rows) in _places_of_lost(connection, list(lost), upto, types).items():
         if place is None and rows:
@@ -195,7 +198,8 @@ def horizon(connection: Connection) -> Position:
     """As `reads.horizon`, from each session's own events."""
     oldest: int = connection.execute(select(oldest_tx())).scalar_one()
     places = last_places(connection, session_ids(connection), Position(oldest, 0), SYNCED)
-    return max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
+    last = max((place for place in places.values() if place.position < BEHIND), default=Position(0, 0))
+    return max(last, last_archived(connection))
 
 
 def newest_version(connection: Connection) -> int | None:
@@ -241,11 +245,7 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> group_reads
         for row in rows
         if row.status == "closed"
     }
-
-    def read(again: Connection, ids: Sequence[str]) -> Mapping[str, list[EventRow]]:
-        return {session_id: group_reads.turn_events_of(again, session_id) for session_id in ids}
-
     found: group_reads.TurnEvents = {group_id: {} for group_id in group_ids}
-    for session_id, rows in split(connection, list(group_of), read)[0].items():
+    for session_id, rows in split(connection, list(group_of), group_reads.turn_events_of)[0].items():
         found[group_of[session_id]][session_id] = rows
     return found

@@ -18,8 +18,8 @@ from app.sessions.log_position import LogPosition, decode_position
 from app.sessions.session_list import SessionList, SessionRow
 from app.store import reads, tail
 from app.store.engine import Database
-from app.store.reads import Connection
-from app.store.tail import START, Tail
+from app.store.reads import START, Connection
+from app.store.tail import Tail
 
 log = logging.getLogger("turnlog.watch")
 

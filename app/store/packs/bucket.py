@@ -8,12 +8,13 @@ endpoints come from the environment, by the names that each vendor's own tools u
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import msgspec
 import obstore
@@ -152,6 +153,30 @@ class Bucket:
         self.counters.read_bytes += sum(map(len, pieces))
         return pieces if list(map(len, pieces)) == lengths else None
 
+    def open(self, name: str) -> BinaryIO:
+        """An object as a file, for a thread: it blocks. Raises FileNotFoundError; PayloadsUnavailable, as its reads
+        do."""
+        try:
+            size = obstore.head(self._store, name)["size"]
+        except FileNotFoundError:
+            raise
+        except _FAULTS as error:
+            raise self._unavailable(error) from error
+        return io.BufferedReader(_ObjectFile(self, name, size))
+
+    def read_now(self, name: str, offset: int, length: int) -> bytes:
+        """As `read`, for a thread. Raises FileNotFoundError."""
+        try:
+            found = bytes(obstore.get_range(self._store, name, start=offset, length=length))
+        except FileNotFoundError:
+            raise
+        except _FAULTS as error:
+            self.counters.failed += 1
+            raise self._unavailable(error) from error
+        self.counters.read += 1
+        self.counters.read_bytes += len(found)
+        return found
+
     async def owner(self) -> str | None:
         """The name of the store whose packs these are; None if none has said so."""
         try:
@@ -208,6 +233,37 @@ class Bucket:
 
     def _unavailable(self, error: BaseException) -> PayloadsUnavailable:
         return PayloadsUnavailable(f"{self.url} does not answer: {_first_line(error) or type(error).__name__}")
+
+
+class _ObjectFile(io.RawIOBase):
+    """Reads an object from any place on."""
+
+    def __init__(self, bucket: Bucket, name: str, size: int) -> None:
+        self._bucket = bucket
+        self._name = name
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), self._size - self._at)
+        if length <= 0:
+            return 0
+        buffer[:length] = self._bucket.read_now(self._name, self._at, length)
+        self._at += length
+        return length
 
 
 def _first_line(error: BaseException) -> str:

@@ -33,18 +33,18 @@ async def load_chunks(database: Database, session_id: str, keys: Collection[Chun
     )
     frames: Frames = {key: one for key, one in found.items() if not isinstance(one, InPack)}
     places = {key: one for key, one in found.items() if isinstance(one, InPack)}
-    return frames | await _fetched(database, session_id, places)
+    return frames | await fetch_frames(database, session_id, places)
 
 
 async def fetch_packed(database: Database, sessions: Iterable[StoredSession]) -> None:
     """Fetch the chunks of sessions that are in packs. Raises PayloadsUnavailable, StoreUnavailable."""
     for stored in sessions:
         if stored.packed:
-            stored.chunks.update(await _fetched(database, stored.session_id, stored.packed))
+            stored.chunks.update(await fetch_frames(database, stored.session_id, stored.packed))
             stored.packed.clear()
 
 
-async def _fetched(database: Database, session_id: str, places: Mapping[ChunkKey, InPack]) -> Frames:
+async def fetch_frames(database: Database, session_id: str, places: Mapping[ChunkKey, InPack]) -> Frames:
     """The frames in packs. A chunk may be moved between the look at its row and that at its pack; one that is
     tombstoned meanwhile is left out."""
     frames: Frames = {}
