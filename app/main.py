@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from app import logs
 from app.api import (
+    archives,
     checkpoints,
     counting,
     events,
@@ -57,6 +58,7 @@ from app.protocols.registry import protocol_at
 from app.sessions.registration import Registration
 from app.settings import Settings, load_settings
 from app.stopping import end_without_store, on_stop_signal
+from app.store.archives.rows import has_archives
 from app.store.engine import Database, load_driver
 from app.store.packs.opening import open_bucket
 from app.store.packs.rows import has_packs
@@ -93,11 +95,8 @@ async def run_services(
         database = Database(settings.database_url, metrics.committed, end_without_store, bucket)
         stack.push_async_callback(database.close)
         await database.open()
-        if bucket is None and await database.read(has_packs):
-            raise StartupError(
-                "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones "
-                "should go into the database, TURNLOG_PAYLOADS_FROM"
-            )
+        if bucket is None:
+            await _require_nothing_in_bucket(database)
         client = _client(settings)
         stack.push_async_callback(client.close)
         prompts = await _prompts(settings, load_prompts)
@@ -116,6 +115,13 @@ async def run_services(
         made.start()
         registration.start(made.registered)
         stack.push_async_callback(registration.stop)
+        if settings.archive_after_s is not None:
+            archiver = await made.archiver()
+            stack.push_async_callback(archiver.stop)
+            try:
+                archiver.start()
+            except AppError as error:
+                raise StartupError(f"TURNLOG_ARCHIVE_AFTER_S: {error}") from error
         made.health.start()
         made.pool.start()
         yield made
@@ -127,6 +133,20 @@ async def _open(made: Services) -> None:
         await made.open()
     except AppError as error:
         raise StartupError(f"the fleet's log cannot be read: {error}") from error
+
+
+async def _require_nothing_in_bucket(database: Database) -> None:
+    """Raises StartupError."""
+    if await database.read(has_packs):
+        raise StartupError(
+            "replay payloads of this store are in object storage: set TURNLOG_PAYLOADS to it, or, if new ones should "
+            "go into the database, TURNLOG_PAYLOADS_FROM"
+        )
+    if await database.read(has_archives):
+        raise StartupError(
+            "sessions of this store are archived in object storage: set TURNLOG_PAYLOADS to it, or, if replay payloads "
+            "should go into the database, TURNLOG_PAYLOADS_FROM"
+        )
 
 
 async def _bucket(settings: Settings) -> Bucket | None:
@@ -254,6 +274,7 @@ def create_app(settings: Settings) -> Turnlog:
     app.include_router(metrics_route.router)
     app.include_router(groups.router)
     app.include_router(payloads.router)
+    app.include_router(archives.router)
     app.include_router(fleet_routes.router)
     app.include_router(checkpoints.router)
     app.include_router(skyrl.router)

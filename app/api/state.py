@@ -33,6 +33,7 @@ from workers.pool import Pool
 
 if TYPE_CHECKING:
     from app.api.page.page import PageReaders
+    from app.export.archiver import Archiver
     from app.export.exporter import Exporter
     from app.tito.prompts import Prompts
 
@@ -76,6 +77,7 @@ class Services(Assembly):
         self.picker = load_picker(settings.picker)
         self.exporter = LazyImport("app.export.exporter", lambda: _exporter(self))
         self.feed = Feed(database, self.writer, self.exporter)
+        self.archiver = LazyImport("app.export.archiver", lambda: _archiver(self))
         self.samples = SessionSamples(self.cache, self.token_in, release, settings.samples_versions)
         self.health = HealthWatch(
             self.engines,
@@ -104,6 +106,20 @@ def _exporter(made: Services) -> Exporter:
     from app.export.exporter import Exporter  # a start does not need it
 
     return Exporter(made.database, made.release, exported=made.exported, picker=made.picker)
+
+
+def _archiver(made: Services) -> Archiver:
+    from app.export.archiver import Archiver
+
+    return Archiver(
+        made.database,
+        made.writer,
+        made.archives,
+        made.exporter,
+        made.collector,
+        time.time,
+        closed_for_s=made.settings.archive_after_s,
+    )
 
 
 def _page(made: Services) -> PageReaders:

@@ -36,6 +36,7 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
+from app.sessions.archives import Archives
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.followers import Followers
 from app.store import reads, rollouts
@@ -87,6 +88,7 @@ class Sessions:
         cache: SessionCache,
         followers: Followers,
         clock: Clock,
+        archives: Archives,
         *,
         names_engine_sessions: bool = False,
         collector: Collector | None = None,
@@ -96,6 +98,7 @@ class Sessions:
         self._cache = cache
         self._followers = followers
         self._clock = clock
+        self._archives = archives
         self._names_engine_sessions = names_engine_sessions
         self._collector = collector
         self._on_close: list[Callable[[str, Sequence[int]], None]] = []
@@ -185,7 +188,7 @@ class Sessions:
         """The seq of the assignment. Raises SessionNotFound, SessionClosed (erased), InvalidRequest."""
         live = await self._cache.current(session_id)
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
-        outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
+        outcome = await self._archives.submit(AssignReward(session_id, self._clock(), event))
         reach("after_reward")
         seq = self._appended(session_id, outcome).events[-1].seq
         if turn is None:
@@ -232,7 +235,7 @@ class Sessions:
             self._closed(session_id, self._appended(session_id, outcome))
 
     async def _share_reward(self, session_id: str) -> None:
-        outcome = await self._writer.submit(ShareReward(session_id, self._clock()))
+        outcome = await self._archives.submit(ShareReward(session_id, self._clock()))
         reach("after_reward_shared")
         if isinstance(outcome, Appended):
             self._appended(session_id, outcome)
@@ -312,13 +315,16 @@ class Sessions:
         """Erase a closed session. Its content is in the log files until those are emptied.
 
         `unless_pinned`: not if a checkpoint has it.
-        Raises SessionUnreadable if the content is on a damaged page.
+        An archived session is brought back first. Raises SessionUnreadable if the content is on a damaged page or in a
+        damaged archive, PayloadsUnavailable.
         """
+        if self._database.archives is not None:
+            await self._archives.bring_back(session_id)
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
         upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
         has_packs = self._collector is not None
-        erased = await self._writer.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
+        erased = await self._archives.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
         reach("after_erase")
         self._cache.drop(session_id)
         if isinstance(erased, Appended):

@@ -24,6 +24,7 @@ from app.domain.events import Recorded, UnknownEvent
 from app.domain.restore import restoring
 from app.domain.session import Session, apply, fold
 from app.errors import NotFound, SessionUnreadable
+from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.groups import settle_groups
@@ -84,6 +85,7 @@ class Restores:
         *,
         database: Database,
         writer: Writer,
+        archives: Archives,
         cache: SessionCache,
         followers: Followers,
         sessions: Sessions,
@@ -91,6 +93,7 @@ class Restores:
     ) -> None:
         self._database = database
         self._writer = writer
+        self._archives = archives
         self._cache = cache
         self._followers = followers
         self._sessions = sessions
@@ -144,7 +147,7 @@ class Restores:
                 )
                 work = partial(_decided, session_id, rows, seq, name, self._clock(), before_id)
                 operation = work() if len(rows) <= INLINE else await asyncio.to_thread(work)
-                outcome = await self._writer.submit(operation)
+                outcome = await self._archives.submit(operation)
             except (UnknownEvent, SessionUnreadable) as error:
                 self._database.unreadable.warn(session_id, error)
                 tally.unreadable.append(session_id)

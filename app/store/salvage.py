@@ -22,6 +22,7 @@ from app.store.projections import FoldedLog
 from app.store.reads import EventRow, decode_events
 from app.store.rollouts import root_in_logs
 from app.store.schema import (
+    archived_sessions,
     blobs,
     chunks,
     events,
@@ -103,12 +104,14 @@ class _Copy:
         self._damage = Damage()
         self._markers: list[Fields] = []
         self._last_position = 0
+        self._archived: frozenset[str] = frozenset()
 
     def run(self, report: Report) -> Damage:
         for table in metadata.sorted_tables:
             if table not in NOT_COPIED and table not in OF_SESSIONS:
                 report(f"table {table.name}")
                 self._table(table)
+        self._find_archived()
         every = session_ids(self._source, OF_SESSIONS)
         for number, session_id in enumerate(every, 1):
             report(f"{number} of {len(every)} sessions")
@@ -119,6 +122,13 @@ class _Copy:
             self._insert(events, [{**marker, "position": self._last_position}])
         self._note_groups()
         return self._damage
+
+    def _find_archived(self) -> None:
+        """The archived sessions that were copied: their logs are elsewhere."""
+        query = select(archived_sessions.c.session_id, archived_sessions.c.position)
+        found = dict(row._tuple() for row in self._target.execute(query))
+        self._archived = frozenset(found)
+        self._last_position = max(found.values(), default=0)
 
     def _insert(self, table: Table, rows: Sequence[Fields]) -> None:
         for row in rows:
@@ -144,7 +154,9 @@ class _Copy:
         log = self._events(session_id)
         version = self._version(session_id, head, log)
         missing = sorted(set(range(1, version + 1)) - {row["seq"] for row in log})
-        if not log and not missing and head is None:
+        if session_id in self._archived:
+            missing = []
+        if not log and not missing and head is None and session_id not in self._archived:
             missing = [1]
         folded = None if missing else _folded(self._source, session_id, log)
         if missing:

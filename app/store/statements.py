@@ -19,6 +19,7 @@ from sqlalchemy import (
 
 from app.store.dialect import now, up_since
 from app.store.schema import (
+    archived_sessions,
     blobs,
     chunks,
     events,
@@ -41,6 +42,11 @@ def of_session(table: Table) -> ColumnElement[bool]:
 
 has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
 """Condition on heads: neither erased nor set aside."""
+
+
+_in_database = ~exists().where(archived_sessions.c.session_id == sessions.c.session_id)
+"""Condition on heads: the session is not archived."""
+archived = select(archived_sessions.c.session_id).where(of_session(archived_sessions))
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -125,7 +131,7 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(of_session(sessions), has_rows)
+    .where(of_session(sessions), has_rows, _in_database)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
@@ -149,7 +155,7 @@ ENDED = ("closed", "set_aside")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)
-    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
+    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)), _in_database)
     .values(status="erased")
 )
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.

@@ -26,6 +26,8 @@ import msgspec
 from app.crash_points import reach
 from app.errors import AppError
 from app.store import incarnations
+from app.store.archives.format import archive_of
+from app.store.archives.keeping import ArchiveKeeper
 from app.store.packs.format import Entry, InPack, Packed, distinct_bytes, frame_bytes, read_index
 from app.store.packs.rows import (
     ChunkRow,
@@ -103,6 +105,7 @@ class Collector:
         self._lease_s = lease_s
         self._clock = clock
         self._keep_s = keep_s
+        self._archives = ArchiveKeeper(database, writer, packs.bucket, clock, keep_s=keep_s)
         self._dead_since: dict[str, float] = {}
         self._told_of: str | None = None
         self._due = asyncio.Event()
@@ -128,14 +131,14 @@ class Collector:
                 pass
             self._due.clear()
             try:
-                if await self._is_first():
+                if await self.is_first():
                     await self.round()
             except AppError as error:
                 log.warning("a round over the packs was cut short: %s", error)
             except Exception:
                 log.exception("an unexpected fault in a round over the packs")
 
-    async def _is_first(self) -> bool:
+    async def is_first(self) -> bool:
         """Only one process should collect: the living one with the lowest number. Two would only repeat work."""
         first = await self._database.read(partial(incarnations.first_alive, lease_s=self._lease_s()))
         return first is None or first >= self._incarnation()
@@ -149,11 +152,14 @@ class Collector:
             pending = await self._database.read(erasures)
             holding: set[str] = set()
             seen: set[str] = set()
+            archives: set[str] = set()
             async for page in self._bucket.pages():
                 packs = [one for one in page if frame_bytes(one.name) is not None]
+                archives.update(name for one in page if (name := archive_of(one.name)) is not None)
                 seen.update(one.name for one in packs)
                 holding |= await self._page(token, packs, pending)
             self._dead_since = {name: since for name, since in self._dead_since.items() if name in seen}
+            holding |= await self._archives.round(token, archives, pending)
             if done := sorted(pending - holding):
                 await self._writer.submit(EndErasures(done))
 

@@ -164,7 +164,7 @@ class MoveChunks(StoreOperation, frozen=True):
         return sum(256 if isinstance(one.new, InPack) else len(one.new) for one in self.moved)
 
     def apply(self, tx: Tx) -> int:
-        if not _holds(tx, self.token):
+        if not holds_token(tx, self.token):
             return 0
         count = 0
         for one in sorted(self.moved):
@@ -190,7 +190,7 @@ class ForgetPacks(StoreOperation, frozen=True):
     packs: Sequence[str]
 
     def apply(self, tx: Tx) -> list[str]:
-        if not _holds(tx, self.token):
+        if not holds_token(tx, self.token):
             return []
         unused = [pack for pack in self.packs if tx.one(_is_used, {"old": pack}) is None]
         for pack in unused:
@@ -222,7 +222,7 @@ _take = update(store_meta).where(_is_keeper).values(value=bindparam("token", typ
 _keeper = select(store_meta.c.value).where(_is_keeper).with_for_update(read=True)
 
 
-def _holds(tx: Tx, token: str) -> bool:
+def holds_token(tx: Tx, token: str) -> bool:
     """Is this the current token? It cannot change before the transaction ends."""
     row = tx.one(_keeper, {})
     return row is not None and row[0] == token
