@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
+from app.sessions.archives import Archives
 from app.sessions.cache import SessionCache
 from app.sessions.followers import Followers
 from app.sessions.janitor import REST_S, Janitor
@@ -65,7 +66,7 @@ async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
         await _abandon_dead(writer, 0.0 if database.is_sqlite else settings.lease_s)
         cache = SessionCache(database, writer, settings.cache_bytes)
         stack.push_async_callback(cache.close)
-        sessions = Sessions(database, writer, cache, Followers(), time.time)
+        sessions = Sessions(database, writer, cache, Followers(), time.time, Archives(database, writer))
         rest_s = 0.0 if database.is_sqlite else REST_S
         yield Janitor(database, writer, sessions, settings, time.time, rest_s=rest_s)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from ops.bench import (
+    archive,
     backup,
     export,
     latency,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "staging": staging,
     "export": export,
     "backup": backup,
+    "archive": archive,
     "postgres": postgres,
     "payloads": payloads,
     "startup": startup,

@@ -74,9 +74,9 @@ async def main(arguments: argparse.Namespace) -> int:
     cpu_sets = cores(arguments.spread)
     with folder_for_bench(arguments.folder) as folder, simulator(cpu_sets) as engine:
         count = min(POOL, arguments.sessions * arguments.turns)
-        pool = await _pool(folder, engine.base_url, cpu_sets, arguments.tokens, count)
+        pool = await made_turns(folder, engine.base_url, cpu_sets, arguments.tokens, count)
         server = ServerProcess(folder).migrate()
-        stored = await _fill(server, pool, arguments.sessions, arguments.turns)
+        stored = await fill_with(server, pool, arguments.sessions, arguments.turns)
         print(f"{arguments.sessions} sessions x {arguments.turns} turns: {stored / MIB:.0f} MiB", flush=True)
         rows = [await _export(server, form, arguments.sessions, stored, cpu_sets) for form in arguments.forms]
     table(rows)
@@ -84,7 +84,7 @@ async def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _pool(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
+async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
     """Turns as the service stores them: a server ran each of them with a different question.
 
     Only the logprobs are replaced by random ones with 32 bits, as engines send them: the simulator has few different
@@ -122,7 +122,7 @@ def _with_logprobs(facts: Facts, rng: np.random.Generator) -> Facts:
     return msgspec.structs.replace(facts, logprobs=drawn.astype("<f8").tobytes())
 
 
-async def _fill(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
+async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> int:
     """Fill the store; returns the bytes of content that an export has to read."""
     rng = random.Random(1)
 

@@ -33,10 +33,11 @@ class Report(msgspec.Struct):
     `not_compared` counts acknowledged turns whose reply cannot be restored, because payloads were tombstoned or the
     session was erased. `noted_groups` of the `groups` have changed and their rows are updated at the next read of the
     feed, so they were not compared. `unreadable` are sessions with rows, and `damaged_tables` tables with pages, that
-    the database cannot read.
+    the database cannot read. `archived` of the `sessions` are in archives; without object storage they are not checked.
     """
 
     sessions: int = 0
+    archived: int = 0
     events: int = 0
     turns: int = 0
     groups: int = 0
@@ -57,6 +58,7 @@ class Report(msgspec.Struct):
         return tables + sessions
 
     def summary(self) -> str:
-        seen = f"{self.sessions} sessions, {self.events} events, {self.turns} turns, {self.groups} groups"
+        archived = f" ({self.archived} archived)" if self.archived else ""
+        seen = f"{self.sessions} sessions{archived}, {self.events} events, {self.turns} turns, {self.groups} groups"
         noted = f" ({self.noted_groups} not compared: they have just changed)" if self.noted_groups else ""
         return f"{seen}{noted}: {len(self.problems)} problems"

@@ -200,7 +200,9 @@ def _counts(members: _Members) -> str:
 
 
 def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
-    """Check that the stored oldest weight version is that of the logs, if they can be read."""
+    """Check that the stored oldest weight version is that of the logs, if they can be read and none is archived."""
+    if not all(logs[group_id].values()):
+        return
     try:
         oldest = min(_oldest(logs, group_id), default=None)
     except UnknownEvent:

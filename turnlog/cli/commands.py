@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli import checkpoints, export, fleet, forks, maintain, payloads, sessions, tail, tree
+from turnlog.cli import archives, checkpoints, export, fleet, forks, maintain, payloads, sessions, tail, tree
 from turnlog.cli import serve as serving
 from turnlog.cli.doctor import command as doctor
 from turnlog.cli.run import DEFAULT_URL, Commands, Globals, ServerCommand, server_options
@@ -53,6 +53,7 @@ app.command("bench", cls=ServerCommand, rich_help_panel=RUN, add_help_option=Fal
 )
 app.add_typer(fleet.engines_app, name="engines", rich_help_panel=ORDER)
 app.add_typer(checkpoints.checkpoint_app, name="checkpoint", rich_help_panel=ORDER)
+app.add_typer(archives.archive_app, name="archive", rich_help_panel=KEEP)
 app.add_typer(payloads.payloads_app, name="payloads", rich_help_panel=KEEP)
 
 
