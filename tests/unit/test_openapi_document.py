@@ -16,6 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from app.api import (
+    archives,
     checkpoints,
     counting,
     engines,
@@ -47,6 +48,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     *(
         module.router
         for module in (
+            archives,
             checkpoints,
             counting,
             engines,
