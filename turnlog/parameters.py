@@ -35,7 +35,8 @@ class ExportParameters(RowParameters, total=False):
     min_reward: Annotated[float, "Only sessions with at least this reward."]
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     advantage: Annotated[Literal["grpo"], "grpo: add each rollout's advantage over its group."]
-    replay: Annotated[bool, "Include replay payloads."]
+    replay: Annotated[bool | Literal["urls"], "Include replay payloads."]
+    url_s: Annotated[int, "With replay=urls: how many seconds a URL is valid."]
     limit: Annotated[int, "At most this many rows."]
     cursor: Annotated[str, "Resume after an earlier export, or after one of its rows."]
 

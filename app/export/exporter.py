@@ -21,7 +21,7 @@ from app.domain.events import EXPORTED, UnknownEvent
 from app.domain.samples import Inconsistent, Truncate
 from app.domain.session import Session
 from app.errors import InvalidRequest
-from app.export import formats
+from app.export import formats, links
 from app.export.cursor import NO_VERSION, Cursor, decode_cursor
 from app.export.metrics import ExportMetrics
 from app.export.pages import ExportPage, ExportPages
@@ -88,7 +88,7 @@ class Exporter:
 
     async def start(self, query: ExportQuery, cursor: str | None) -> Export:
         """Fix the window. Raises InvalidRequest for an invalid cursor, or an unknown format or shape."""
-        formats.require(query.format, query.shape)
+        self._require(query)
         pinned, high, pages = await self._opened(query, cursor)
         following = Cursor(pinned.epoch, high)
         first = await anext(pages, None)
@@ -99,9 +99,14 @@ class Exporter:
 
     async def pages(self, query: ExportQuery, cursor: str | None) -> AsyncGenerator[Sequence[Fields]]:
         """The rows themselves instead of a file. Raises as `start`."""
-        formats.require(query.format, query.shape)
+        self._require(query)
         _, _, pages = await self._opened(query, cursor)
         return pages
+
+    def _require(self, query: ExportQuery) -> None:
+        formats.require(query.format, query.shape)
+        if query.replay == "urls":
+            links.require(self._database, query.format, query.shape)
 
     async def _opened(
         self, query: ExportQuery, cursor: str | None
@@ -146,6 +151,7 @@ class Exporter:
             grouped=grouped,
             advantages=advantages,
             replay=query.replay,
+            url_s=query.url_s,
             branches=self._branches(query),
         )
 
@@ -285,7 +291,7 @@ class Exporter:
                 )
             else:
                 advantage = page.advantages.get(session_id)
-                yield made.row(segment, cursor, routing=query.replay, advantage=advantage)
+                yield made.row(segment, cursor, payloads=query.replay, advantage=advantage)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = window.behind(at, nth, total)
             yield _excluded(session_id, cursor, reason, segment=found.session.turn(turn).segment, turn=turn)

@@ -9,12 +9,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
 from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
+from app.export.links import sign
 from app.export.rollout_rows import Members, RolloutRows
 from app.store import bulk, reads, survey
 from app.store.archives.fetching import fetch_archived
@@ -99,14 +101,16 @@ class ExportPages:
         *,
         grouped: bool,
         advantages: bool,
-        replay: bool,
+        replay: bool | Literal["urls"],
+        url_s: int,
         branches: Branches | Picker,
     ) -> None:
         self._database = database
         self._high = high
         self._grouped = grouped
         self._advantages = advantages
-        self._replay = replay
+        self._replay = bool(replay)
+        self._url_s = url_s if replay == "urls" else None
         self._rollout_rows = RolloutRows(database, high, branches)
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._known: _Known | None = None
@@ -178,7 +182,11 @@ class ExportPages:
 
         found, members = await self._database.read(read, one_moment=True, or_else=around_damage)
         found = await fetch_archived(self._database, found, self._high, replay=self._replay)
-        await fetch_packed(self._database, found.values())
+        if self._url_s is None:
+            await fetch_packed(self._database, found.values())
+        else:
+            urls = await sign(self._database, found.values(), self._url_s)
+            found = {one: msgspec.structs.replace(stored, urls=urls) for one, stored in found.items()}
         stored = {one: found.get(one) or StoredSession(one, "", None, [], {}, {}, {}) for one in every}
         return await self._rollout_rows.counted(stored, members)
 

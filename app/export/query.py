@@ -27,6 +27,10 @@ Moment = Annotated[float | None, WithJsonSchema({"type": "string"})]
 """Seconds since the epoch, or ISO 8601 text, UTC if it names no zone."""
 
 
+MAX_URL_S = 7 * 86400
+"""S3 signs for no longer."""
+
+
 class RowQuery(BaseModel):
     """The parameters that an export and the training feed share.
 
@@ -75,7 +79,12 @@ class ExportQuery(RowQuery):
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
     max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
     limit: Size = Field(default=None, description="At most so many.")
-    replay: bool = Field(default=False, description="Replay payloads too.")
+    replay: bool | Literal["urls"] = Field(
+        default=False, description="Replay payloads too; `urls`: as URLs of the object storage that they are in."
+    )
+    url_s: int = Field(
+        default=3600, ge=1, le=MAX_URL_S, description="With `replay=urls`: how many seconds a URL is valid."
+    )
     advantage: Literal["grpo"] | None = Field(
         default=None, description="Compute an advantage for each row within its group."
     )

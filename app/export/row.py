@@ -12,6 +12,7 @@ from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.samples import Sample
 from app.domain.session import Session
+from app.export.links import Links
 from app.export.sampling import TurnSampling
 
 Value = object
@@ -59,7 +60,7 @@ class Row(msgspec.Struct, frozen=True):
     are tombstoned. `is_last`: no later segment of the session is live. `advantage` is set if the export asks for one
     and the session has a reward and a group. `root` is the root of the session's rollout, None for the root itself.
     `rollout_rows`: how many rows the rollout has in this export, before any filter and limit leaves some out.
-    `sampling` has one for each of `turns`.
+    `sampling` has one for each of `turns`. `links`: instead of `routing`, where the export asks for URLs.
     """
 
     session: Session
@@ -76,6 +77,7 @@ class Row(msgspec.Struct, frozen=True):
     root: Root | None = None
     rollout_rows: int = 1
     sampling: Sequence[TurnSampling] = ()
+    links: Mapping[str, Links | None] | None = None
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

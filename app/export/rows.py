@@ -7,16 +7,17 @@ is always checked against the log's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 
 from app.domain.branches import Branches, Loss, Picker, branch_rows
-from app.domain.events import TurnCommitted, UnknownEvent, shape_of
+from app.domain.events import ChunkRef, ReplayKind, TurnCommitted, UnknownEvent, shape_of
 from app.domain.groups import Root
 from app.domain.samples import Sample, Segment, Truncate, TurnTokens, segments
 from app.domain.samples import sample as made
-from app.domain.session import Session, fold
+from app.domain.session import Payload, Session, fold
+from app.export.links import Links, links
 from app.export.row import Routing, Row, Source, TurnContent
 from app.export.sampling import TurnSampling, sampling_of
 from app.sessions import replay_payloads as replay
@@ -115,8 +116,10 @@ class SessionRows:
         self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
-    def row(self, segment: Segment, cursor: str, *, routing: bool, advantage: float | None = None) -> Row:
-        """`routing`: read the replay payloads. Raises CorruptContent, Inconsistent."""
+    def row(
+        self, segment: Segment, cursor: str, *, payloads: bool | Literal["urls"], advantage: float | None = None
+    ) -> Row:
+        """`payloads`: read the replay payloads, or say where they are. Raises CorruptContent, Inconsistent."""
         sample = made(segment)
         return Row(
             session=self.session,
@@ -127,12 +130,13 @@ class SessionRows:
             source=self._source(sample),
             cursor=cursor,
             is_last=self.session.is_tree or segment.row is self.rows[-1],
-            routing=dict(self._routing(sample, segment.row.turns)) if routing else {},
+            routing=dict(self._routing(sample, segment.row.turns)) if payloads is True else {},
             advantage=advantage,
-            replay=routing,
+            replay=payloads is True,
             root=self._known.root,
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
+            links=dict(self._links(sample, segment.row.turns)) if payloads == "urls" else None,
         )
 
     def _tokens(self, number: int) -> TurnTokens:
@@ -195,10 +199,19 @@ class SessionRows:
 
         Raises CorruptContent.
         """
-        for kind in REPLAY:
-            events = (self._known.events[span.turn] for span in sample.turns)
-            if any(ref.kind == kind for event in events for ref in event.payloads):
-                yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
+        for kind in self._kinds(sample):
+            yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
+
+    def _links(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Links | None]]:
+        """As `_routing`, unread."""
+        for kind in self._kinds(sample):
+            found = _payload(self.session, sample, path, kind)
+            yield kind, None if found is None else links(found.payload, found.chunks, self._stored, found.stop)
+
+    def _kinds(self, sample: Sample) -> list[ReplayKind]:
+        """The kinds of payloads that any turn of the sample has brought."""
+        brought = {ref.kind for span in sample.turns for ref in self._known.events[span.turn].payloads}
+        return [kind for kind in REPLAY if kind in brought]
 
 
 def as_messages(protocol: str, said: Messages) -> list[bytes]:
@@ -214,17 +227,31 @@ def _engines(event: TurnCommitted) -> Sequence[str]:
     return [part.engine for part in event.parts] or [event.engine]
 
 
-def _routing(
-    session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
-) -> Routing | None:
-    """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
+class _Needed(NamedTuple):
+    """A payload of a sample, and its chunks with rows before `stop`."""
+
+    payload: Payload
+    chunks: Sequence[ChunkRef]
+    stop: int
+
+
+def _payload(session: Session, sample: Sample, path: Sequence[int], kind: str) -> _Needed | None:
+    """None if the payloads are tombstoned."""
     payloads = (payload for number in reversed(path) for payload in session.payloads.get(number, ()))
     payload = next((payload for payload in payloads if payload.kind == kind), None)
     if payload is None:
         return None
     stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
-    needed = [chunk for chunk in payload.chunks if chunk.start < stop]
-    if any(chunk.key not in chunks for chunk in needed):
+    return _Needed(payload, [chunk for chunk in payload.chunks if chunk.start < stop], stop)
+
+
+def _routing(
+    session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
+) -> Routing | None:
+    """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
+    found = _payload(session, sample, path, kind)
+    if found is None or any(chunk.key not in chunks for chunk in found.chunks):
         return None
-    rows = replay.rows_of(payload, chunks, payload.start, stop)
+    payload = found.payload
+    rows = replay.rows_of(payload, chunks, payload.start, found.stop)
     return Routing(rows.reshape(len(rows), *payload.shape), payload.start)

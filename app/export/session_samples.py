@@ -78,7 +78,7 @@ class SessionSamples:
         metadata: dict[str, Any],
     ) -> bytes:
         made = SessionRows(stored, found, max_seq_len, "token", self._release, branches=branches)
-        rows = [made.row(segment, "", routing=True) for segment in made.segments]
+        rows = [made.row(segment, "", payloads=True) for segment in made.segments]
         reason = None if rows else "no_records" if made.session.leaf is None else "all_truncated"
         prompts = self._token_in.prompts
         responses = (

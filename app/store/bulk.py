@@ -25,7 +25,8 @@ from app.store.schema import blobs, chunks, events, sessions, turns
 class StoredSession(msgspec.Struct, frozen=True):
     """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
 
-    `packed` are chunks in packs, until `store.packs.reader` has fetched them into `chunks`. `place`: all but the head
+    `packed` are chunks in packs, until `store.packs.reader` has fetched them into `chunks`, or with `urls` of the packs
+    as they are. `place`: all but the head
     is in an archive, until `store.archives.fetching` has fetched it.
 
     `root` is None for a root. `damage`: why only its head is here. `rollout_rows`: how many rows its rollout has in an
@@ -44,6 +45,7 @@ class StoredSession(msgspec.Struct, frozen=True):
     rollout_rows: int | None = None
     packed: dict[ChunkKey, InPack] = {}
     place: Place | None = None
+    urls: Mapping[str, str] = {}
 
     @property
     def rollout_id(self) -> str:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 KEPT = "; what has come is kept, the same command goes on from there"
 
 
+OF_PROGRAMS = ("url_s",)
+"""Parameters that only a program has a use for."""
+
+
 def export(
     ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="The file to make; none: standard output.")] = None,
@@ -43,7 +47,7 @@ def export(
 def _option(name: str, hint: Any) -> inspect.Parameter:
     """The option for one of the export's parameters. Whether a text is one that it takes, the server says."""
     kind, told = get_args(hint)
-    kind = kind if kind in (bool, int, float) else str
+    kind = bool if bool in get_args(kind) else kind if kind in (bool, int, float) else str
     flag = "--" + name.removesuffix("_id").replace("_", "-")
     option = typer.Option(flag, help=told, min=1 if name == "limit" else None)
     default: object = False if kind is bool else "turnlog" if name == "shape" else None
@@ -56,7 +60,8 @@ def _signature() -> inspect.Signature:
     """`export`'s with an option for each parameter, from which Typer makes the command."""
     own = inspect.signature(export, eval_str=True)
     ctx, file, format, *others, _ = own.parameters.values()
-    options = [_option(*one) for one in get_type_hints(ExportParameters, include_extras=True).items()]
+    hints = get_type_hints(ExportParameters, include_extras=True)
+    options = [_option(name, hint) for name, hint in hints.items() if name not in OF_PROGRAMS]
     return own.replace(parameters=[ctx, file, format, *options, *others])
 
 

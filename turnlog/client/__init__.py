@@ -4,6 +4,7 @@ from turnlog.client._async.client import AsyncEvents, AsyncExport, AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._sync.client import Events, Export, Turnlog
 from turnlog.client._sync.session import Session
+from turnlog.client.replay_urls import fetch_payload
 from turnlog.client.samples import Sample, Samples
 from turnlog.errors import (
     Conflict,
@@ -45,4 +46,5 @@ __all__ = [
     "Unauthorized",
     "Unavailable",
     "Unreachable",
+    "fetch_payload",
 ]

@@ -53,6 +53,7 @@ COLUMNS: Columns = {
     "agent_id": "text",
     "pinned": "json",
     **identity.SAMPLING,
+    "replay_urls": "json",
 }
 
 
@@ -102,6 +103,7 @@ def fields(row: Row) -> Fields:
         "agent_id": sample.agent_id,
         "pinned": {"model": config.model, "params": config.params} if config.model or config.params else None,
         **identity.sampling(row),
+        **({} if row.links is None else {"replay_urls": row.links}),
     }
 
 

@@ -56,7 +56,7 @@ def _in_loss(made: SessionRows) -> tuple[Counter[int], Counter[int]]:
     """By turn how many rows own it, and how many of its tokens are in a loss."""
     owners, tokens = Counter[int](), Counter[int]()
     for segment in made.segments:
-        sample = made.row(segment, "", routing=True).sample
+        sample = made.row(segment, "", payloads=True).sample
         for span in sample.turns:
             owners[span.turn] += span.turn in segment.row.in_loss
             tokens[span.turn] += int(sample.loss_mask[span.output_start : span.end].sum())

@@ -1,0 +1,60 @@
+"""Replay payloads as URLs: a reader fetches the rows from object storage itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pybase64
+
+from app.domain.events import ChunkRef
+from app.domain.session import Payload
+from app.errors import InvalidRequest
+from app.store.bulk import StoredSession
+from app.store.ports import Database
+
+SHAPE, FORMATS = "turnlog", ("ndjson", "msgpack", "parquet")
+"""What has a place for them."""
+
+SIGNED_AT_ONCE = 32
+
+Links = Mapping[str, Any]
+"""A payload as a row gives it: `row_start`, `shape` of its rows, and `chunks`, each with its first row, rows, dtype,
+bytes and hash before compression, and either `url`, `offset` and `length` or, for what is in the database, `frame` as
+base64."""
+
+
+def require(database: Database, format: str, shape: str) -> None:
+    """Raises InvalidRequest."""
+    if format not in FORMATS or shape != SHAPE:
+        raise InvalidRequest(f"replay=urls needs shape={SHAPE} and one of the formats {', '.join(FORMATS)}")
+    if database.bucket is None:
+        raise InvalidRequest("replay=urls needs object storage: TURNLOG_PAYLOADS is not set")
+
+
+async def sign(database: Database, sessions: Iterable[StoredSession], seconds: int) -> dict[str, str]:
+    """A URL for each pack that these sessions' chunks are in. Raises Unsupported for a folder, PayloadsUnavailable."""
+    bucket = database.bucket
+    assert bucket is not None, "not required before"
+    packs = sorted({place.pack for stored in sessions for place in stored.packed.values()})
+    urls: list[str] = []
+    for at in range(0, len(packs), SIGNED_AT_ONCE):
+        part = packs[at : at + SIGNED_AT_ONCE]
+        urls += await asyncio.gather(*(bucket.url_of(pack, seconds) for pack in part))
+    return dict(zip(packs, urls, strict=True))
+
+
+def links(payload: Payload, needed: Sequence[ChunkRef], stored: StoredSession, stop: int) -> Links | None:
+    """The rows [start, stop) of a payload; None if they are tombstoned."""
+    chunks: list[dict[str, Any]] = []
+    for ref in needed:
+        described = {name: getattr(ref, name) for name in ("start", "rows", "dtype", "size", "hash")}
+        place, frame = stored.packed.get(ref.key), stored.chunks.get(ref.key)
+        if place is not None:
+            chunks.append({**described, "url": stored.urls[place.pack], "offset": place.offset, "length": place.length})
+        elif frame is not None:
+            chunks.append({**described, "frame": pybase64.b64encode(frame).decode()})
+        else:
+            return None
+    return {"row_start": payload.start, "shape": [max(stop - payload.start, 0), *payload.shape], "chunks": chunks}

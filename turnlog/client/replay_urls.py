@@ -1,0 +1,80 @@
+"""Replay payloads of rows that were exported with `replay=urls`, fetched from the object storage that they are in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+
+from turnlog.errors import NotTurnlog, Unreachable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+TIMEOUT_S = 60.0
+
+
+def fetch_payload(links: Mapping[str, Any], http: httpx.Client | None = None) -> Array:
+    """The rows of one payload, as `replay=true` gives them: ids of shape `links["shape"]`, in the smallest type that
+    holds them. The first row is that of token `links["row_start"]`.
+
+    Each chunk is one ranged request, verified by its hash. Needs zstandard: `turnlog[urls]`. Raises Unreachable, also
+    for a URL that has expired (export the row again); NotTurnlog for bytes that are not the chunk's.
+    """
+    stop = links["row_start"] + links["shape"][0]
+    with httpx.Client(timeout=TIMEOUT_S) if http is None else _Borrowed(http) as client:
+        parts = [_rows(chunk, client)[: stop - chunk["start"]] for chunk in links["chunks"]]
+    ids = np.concatenate(parts) if parts else np.zeros((0, 1), "u1")
+    wanted = ids[max(links["row_start"] - links["chunks"][0]["start"], 0) :] if parts else ids
+    return _smallest(wanted).reshape(links["shape"])
+
+
+class _Borrowed:
+    """A caller's client, which stays open."""
+
+    def __init__(self, http: httpx.Client) -> None:
+        self._http = http
+
+    def __enter__(self) -> httpx.Client:
+        return self._http
+
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def _rows(chunk: Mapping[str, Any], http: httpx.Client) -> Array:
+    from zstandard import ZstdDecompressor, ZstdError
+
+    frame = base64.b64decode(chunk["frame"]) if "frame" in chunk else _fetched(chunk, http)
+    try:
+        raw = ZstdDecompressor().decompress(frame, max_output_size=chunk["size"])
+    except ZstdError as error:
+        raise NotTurnlog(f"the chunk from row {chunk['start']} on cannot be decompressed") from error
+    if len(raw) != chunk["size"] or hashlib.sha256(raw).hexdigest()[:32] != chunk["hash"]:
+        raise NotTurnlog(f"the rows from {chunk['start']} on are not those that were stored")
+    return np.frombuffer(raw, np.dtype(chunk["dtype"]).newbyteorder("<")).reshape(chunk["rows"], -1)
+
+
+def _fetched(chunk: Mapping[str, Any], http: httpx.Client) -> bytes:
+    first = chunk["offset"]
+    last = first + chunk["length"] - 1
+    try:
+        reply = http.get(chunk["url"], headers={"range": f"bytes={first}-{last}"})
+    except httpx.TransportError as error:
+        raise Unreachable(f"the object storage does not answer: {type(error).__name__}") from error
+    if reply.status_code != httpx.codes.PARTIAL_CONTENT:
+        raise Unreachable(f"the object storage answered {reply.status_code}: the URL may have expired")
+    return reply.content
+
+
+def _smallest(ids: Array) -> Array:
+    if not ids.size:
+        return ids
+    most, least = int(ids.max()), int(ids.min())
+    kind = next(kind for kind in ("u1", "u2", "i2", "i4") if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max)
+    return ids.astype(kind, copy=False)
