@@ -288,3 +288,32 @@ def test_cursors_end_with_a_restore(used: Stand) -> None:
     done = restore(used, name)
     assert used.http.get("/export", params={"cursor": cursor}).status_code == 400
     delete(used, name, done["before"])
+
+
+def test_payloads_in_packs_are_kept(
+    sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A checkpoint keeps them against the window, the janitor and the collector; with it they go."""
+    folder = tmp_path_factory.mktemp("packs")
+    kept = {"TURNLOG_PAYLOADS": f"file://{folder}", "TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
+    with serving(places.new("checkpoints-packs"), sglang.base_url, environment={**BOTH, **kept}) as stand:
+        talk = said(stand, "One", "Two")
+        before = rows(talk)
+        name = make(stand)
+        for text in ("Three", "Four", "Five"):
+            talk.say(text)
+        stand.http.delete(talk.path)
+        other = said(stand, "One")
+        stand.http.delete(other.path)
+        until(lambda: other.rows(replay="true")[0]["tombstoned"])
+        restore(stand, name)
+        assert rows(talk) == before
+        assert stand.http.delete(talk.path).status_code == 204
+        assert rows(talk)[0][EXPERTS] == before[0][EXPERTS]
+        delete(stand, *(one["name"] for one in stand.http.get("/checkpoints").json()["checkpoints"]))
+        until(lambda: rows(talk)[0]["tombstoned"])
+        erase = {"erase": "true"}
+        for one in (talk, other):
+            until(lambda one=one: stand.http.delete(one.path, params=erase).status_code == 204)  # type: ignore[misc]
+        assert [path for path in folder.rglob("*-*") if path.parent != folder] == []
+        assert problems(stand) == []
