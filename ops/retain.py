@@ -23,10 +23,12 @@ from app.settings import Settings
 from app.store import incarnations
 from app.store.engine import Database
 from app.store.log_turns import AbandonDead
+from app.store.packs.opening import open_bucket
 from app.store.writer import Writer
 from ops.keeping import DONE, CommandResult, Progress, require_store, run, run_as_turnlog, settings_for
 
 LIMITS = ("idle_close_s", "closed_replay_ttl_s", "closed_ttl_s", "retain_until_ack")
+PLACES = ("payloads", "payloads_from", "payloads_timeout_s")
 
 DEAD_AT_ONCE = 200
 """Open turns of ended processes that are abandoned in one transaction."""
@@ -43,7 +45,7 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
 
 
 async def _retain(database_url: str | None) -> CommandResult:
-    settings = settings_for(database_url, "lease_s", *LIMITS)
+    settings = settings_for(database_url, "lease_s", *LIMITS, *PLACES)
     require_store(settings.database_url)
     async with _janitor(settings) as janitor:
         await _run_round(janitor)
@@ -54,7 +56,7 @@ async def _retain(database_url: str | None) -> CommandResult:
 async def _janitor(settings: Settings) -> AsyncIterator[Janitor]:
     """The service's janitor. First it abandons the open turns of ended servers, which would make their sessions look in
     use."""
-    database = Database(settings.database_url)
+    database = Database(settings.database_url, bucket=open_bucket(settings))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(database.close)
         await database.open()

@@ -323,7 +323,7 @@ class Sessions:
         with contextlib.suppress(SessionUnreadable):
             await self.free_replay(session_id, unless_pinned=unless_pinned)
         upto = await self._erase_components(session_id, unless_pinned=unless_pinned)
-        has_packs = self._collector is not None
+        has_packs = self._database.bucket is not None
         erased = await self._archives.submit(Erase(session_id, self._clock(), upto, has_packs, unless_pinned))
         reach("after_erase")
         self._cache.drop(session_id)

@@ -173,13 +173,15 @@ def site(
 
 @pytest.mark.fault(17, "a bucket that is slow, fails, is full or is gone")
 @pytest.mark.parametrize("weather", ["slow", "failing", "gone", "full"])
+@pytest.mark.parametrize(("lasts_s", "slow_s"), [(2.0, 0.5), pytest.param(60.0, 2.0, marks=pytest.mark.untimed)])
 @BOTH
-def test_no_turn_is_lost(site: Site, tally: Tally, weather: Weather) -> None:
+def test_no_turn_is_lost(site: Site, tally: Tally, weather: Weather, lasts_s: float, slow_s: float) -> None:
     """Turns wait, or get a 503 and are taken again; every 200 can be read afterwards, and erased."""
+    site.bucket.slow_s = slow_s
     with site.serving(TURNLOG_PAYLOADS_TIMEOUT_S="1") as stand:
         site.crowd(stand, 1)
         site.bucket.weather = weather
-        ends = Timer(2.0, setattr, (site.bucket, "weather", "fair"))
+        ends = Timer(lasts_s, setattr, (site.bucket, "weather", "fair"))
         ends.start()
         tally.tried += 1
         site.crowd(stand)

@@ -33,10 +33,10 @@ class TestBucket:
 
     __test__ = False
 
-    def __init__(self, *, slow_s: float = 0.5) -> None:
+    def __init__(self) -> None:
         self.weather: Weather = "fair"
         self.requests = 0
-        self._slow_s = slow_s
+        self.slow_s = 0.5
         self._rng = random.Random(7)
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=_Handler)
@@ -109,7 +109,7 @@ class TestBucket:
             environ["werkzeug.socket"].close()
             raise ConnectionError("the bucket is gone")
         if weather == "slow":
-            time.sleep(self._slow_s)
+            time.sleep(self.slow_s)
         if weather == "full" and environ["REQUEST_METHOD"] == "PUT":
             return Response("full", status=507)(environ, start_response)
         if weather == "failing" and self._rng.random() < 0.2:

@@ -15,6 +15,9 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
+from app.sessions.projections import examined
+from app.store.engine import Database
+from app.store.projections import Examined
 from integration.places import Places
 from integration.routing import BOTH
 from integration.stand import Stand, Talk, serving, until
@@ -211,11 +214,21 @@ def test_it_is_read_as_it_lies(yard: Yard) -> None:
     assert [one for [one] in duckdb.sql(types).fetchall()] == talk.types()
 
 
+async def unsound(url: str) -> list[Examined]:
+    """The sessions whose heads are not what their logs say."""
+    database = Database(url)
+    try:
+        return [one async for one in examined(database) if not one.sound]
+    finally:
+        await database.close()
+
+
 def test_nothing_is_left_and_nothing_is_damaged(yard: Yard, clean_environment: Callable[..., None]) -> None:
     talk = yard.talk("Hello")
     yard.archive()
     if yard.stand.url.startswith("sqlite"):
         assert yard.rows_of(talk) == dict.fromkeys(CONTENT, 0)
     clean_environment(PAYLOADS=f"file://{yard.folder}")
+    assert asyncio.run(unsound(yard.stand.url)) == []
     report = asyncio.run(verify_url(yard.stand.url))
     assert (report.problems, report.archived > 0, report.events > 0) == ([], True, True)
