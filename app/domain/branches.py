@@ -107,19 +107,24 @@ def newest_of(session: Session, branch: int) -> Turn:
     raise KeyError(branch)
 
 
+SET_ASIDE = "set aside: the store was taken back to an earlier checkpoint"
+
+
 def turns_left_out(
     session: Session, rows: Sequence[BranchRow], branches: Branches | Picker | None
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[Turn, str]]:
     """The turns that no row has, and why. `branches` is what was asked for; None: nothing."""
     gone, taken = superseded(session), {number for row in rows for number in row.turns}
     for turn in session.turns:
         if turn.number in taken:
             continue
         if turn.number in gone:
-            yield turn.number, "superseded" if session.is_tree else "rolled back"
+            yield turn, "superseded" if session.is_tree else "rolled back"
         else:
             is_named = isinstance(branches, str)
-            yield turn.number, f"not in branches={branches}" if is_named else "not picked by TURNLOG_PICKER"
+            yield turn, f"not in branches={branches}" if is_named else "not picked by TURNLOG_PICKER"
+    for turn in session.aside:
+        yield turn, SET_ASIDE
 
 
 def _leaf(session: Session, turn: Turn, gone: set[int]) -> Leaf:

@@ -294,7 +294,7 @@ class Exporter:
                 yield made.row(segment, cursor, payloads=query.replay, advantage=advantage)
         for nth, (turn, reason) in enumerate(missing, len(made.rows) + 1):
             cursor = window.behind(at, nth, total)
-            yield _excluded(session_id, cursor, reason, segment=found.session.turn(turn).segment, turn=turn)
+            yield _excluded(session_id, cursor, reason, segment=turn.segment, turn=turn.number)
 
 
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.branches import Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
-from app.domain.events import BranchCause, History, TurnCommitted, UnknownEvent
+from app.domain.events import BranchCause, Event, History, TurnCommitted, UnknownEvent
 from app.domain.session import OpenTurn, Session, Status
 from app.domain.tree import superseded
 from app.domain.turns import Turn
@@ -28,13 +28,13 @@ class TreeTurn(msgspec.Struct, frozen=True):
     `tokens` are those of the whole history after the turn; a turn in flight has neither. `superseded`: a later turn
     took its place, so that it is only exported with `branches=all`; in a linear session it was rolled back.
     `loss_branches` are the branches whose rows have its sampled tokens in their loss. `reason` says why it is not
-    exported, or in no loss.
+    exported, or in no loss. `set_aside`: a restore of a checkpoint did that; it is in no branch any more.
     """
 
     turn: int
     parent: int
     agent_id: str | None
-    state: Literal["open", "committed"]
+    state: Literal["open", "committed", "set_aside"]
     branch: int | None = None
     cause: BranchCause | None = None
     carries: int | None = None
@@ -94,8 +94,11 @@ def tree_of(found: SessionAt, branches: Branches | Picker = "kept", loss: Loss =
     session = found.session
     is_erased = session.status == "erased"
     rows = [] if is_erased else branch_rows(session, branches, loss)
+    left_out = turns_left_out(session, rows, branches)
     reasons = (
-        {turn.number: ERASED for turn in session.turns} if is_erased else dict(turns_left_out(session, rows, branches))
+        {turn.number: ERASED for turn in session.every_turn}
+        if is_erased
+        else {turn.number: why for turn, why in left_out}
     )
     return Tree(
         session_id=session.session_id,
@@ -120,7 +123,7 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             turn=turn.number,
             parent=turn.history_parent,
             agent_id=turn.agent_id,
-            state="committed",
+            state="set_aside" if turn.number in session.aside else "committed",
             branch=turn.branch,
             cause=turn.branch_cause,
             carries=turn.carries,
@@ -129,16 +132,17 @@ def _committed(found: SessionAt, rows: Sequence[BranchRow], reasons: Mapping[int
             tokens=turn.token_count,
             output_tokens=turn.output_tokens,
             finish_reason=turn.finish_reason,
-            weight_versions=_versions(found.turn(turn.number)[1]),
+            weight_versions=_versions(found.events[turn.seq - 1].event),
             exported=turn.number not in reasons,
             reason=reasons.get(turn.number) or (COPIED if turn.number <= session.context_turns else None),
             loss_branches=losses.get(turn.number, ()),
         )
-        for turn in session.turns
+        for turn in session.every_turn
     ]
 
 
-def _versions(event: TurnCommitted) -> list[str]:
+def _versions(event: Event) -> list[str]:
+    assert isinstance(event, TurnCommitted)
     return list(dict.fromkeys(span.version for span in event.weight_versions))
 
 

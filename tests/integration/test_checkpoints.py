@@ -92,6 +92,8 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     done = restore(used, name)
     assert rows(talk) == at_cut
     assert talk.state()["metadata"]["status"] == "open"
+    assert [turn["state"] for turn in talk.tree()["turns"]] == ["committed", "committed", "set_aside"]
+    assert [row["turn"] for row in talk.rows(explain="true") if "set aside" in row.get("excluded", "")] == [3]
     assert error_of(refused := talk.chat([*talk.messages, {"role": "user", "content": "Four"}])) == (409, "restored")
     assert refused.headers["x-should-retry"] == "false"
     early.say("Three, another way")

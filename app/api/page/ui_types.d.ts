@@ -224,7 +224,7 @@ export interface TreeTurn {
   turn: number;
   parent: number;
   agent_id: string | null;
-  state: "open" | "committed";
+  state: "open" | "committed" | "set_aside";
   branch: number | null;
   cause: string | null;
   carries: number | null;
