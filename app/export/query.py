@@ -6,7 +6,18 @@ import math
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from app.domain.branches import Branches, Loss
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
@@ -26,6 +37,24 @@ Size = Annotated[int | None, Field(ge=1, le=MAX_INTEGER)]
 Moment = Annotated[float | None, WithJsonSchema({"type": "string"})]
 """Seconds since the epoch, or ISO 8601 text, UTC if it names no zone."""
 
+
+_boolean = TypeAdapter(bool)
+
+
+def _replay(given: object) -> bool | Literal["urls"]:
+    if given == "urls":
+        return "urls"
+    try:
+        return _boolean.validate_python(given)
+    except ValidationError:
+        raise PydanticCustomError("replay", "Input should be a boolean, or urls") from None
+
+
+Replay = Annotated[
+    bool | Literal["urls"],
+    PlainValidator(_replay),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
+]
 
 MAX_URL_S = 7 * 86400
 """S3 signs for no longer."""
@@ -79,7 +108,7 @@ class ExportQuery(RowQuery):
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
     max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
     limit: Size = Field(default=None, description="At most so many.")
-    replay: bool | Literal["urls"] = Field(
+    replay: Replay = Field(
         default=False, description="Replay payloads too; `urls`: as URLs of the object storage that they are in."
     )
     url_s: int = Field(
