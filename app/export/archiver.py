@@ -7,6 +7,7 @@ transaction that makes it refer to the archive, the many of a large one in steps
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
@@ -45,6 +46,9 @@ log = logging.getLogger("turnlog.archives")
 
 EVERY_S = 30.0
 """Pause between two rounds of the background task."""
+
+WHOLE_EVERY = 20
+"""Of so many rounds, one looks at all closed sessions; the others at those that were closed since the last one."""
 
 EXAMINED = 1000
 """Sessions of one step."""
@@ -114,12 +118,14 @@ class Archiver:
         await cancelled(self._task)
 
     async def _run(self, closed_for_s: float) -> None:
-        while True:
+        upto = START
+        for number in itertools.count():
             await asyncio.sleep(EVERY_S)
             try:
                 if self._collector is not None and await self._collector.is_first():
-                    after: Place | None = START
+                    after: Place | None = upto if number % WHOLE_EVERY else START
                     while after is not None:
+                        upto = after
                         after = (await self.step(closed_for_s, after)).after
             except AppError as error:
                 log.warning("sessions are not archived: %s", error)
