@@ -80,7 +80,7 @@ class Yard(NamedTuple):
 @pytest.fixture(scope="module")
 def yard(sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
     folder = tmp_path_factory.mktemp("bucket")
-    environment = {**BOTH, "TURNLOG_PAYLOADS": f"file://{folder}", "TURNLOG_PAYLOADS_KEEP_S": "0"}
+    environment = {**BOTH, "TURNLOG_PAYLOADS": f"file://{folder}"}
     with serving(places.new("archives"), sglang.base_url, environment=environment) as made:
         yield Yard(made, folder)
 
