@@ -11,13 +11,14 @@ from sqlalchemy import Connection, Select, case, or_, select
 
 from app.domain.events import ChunkKey, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.groups import Root
+from app.domain.session import fold
 from app.domain.upcast import decode
 from app.store import rollouts
 from app.store.archives.format import Place
 from app.store.archives.places import exported_places, places_of
 from app.store.damaged import PageDamaged, attempt, split
 from app.store.packs.format import InPack
-from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, frame_of
+from app.store.reads import FRAME, SPAN, EventRow, Frames, Position, at_or_before, decode_events, frame_of
 from app.store.rollouts import RESTORED, REWARD
 from app.store.schema import blobs, chunks, events, sessions, turns
 
@@ -111,14 +112,24 @@ def _read_damaged(connection: Connection, session_id: str, upto: Position, why: 
         attempt(connection, lambda again: read_content(again, {session_id: stored}, upto, replay=replay))
     except PageDamaged as error:
         return msgspec.structs.replace(stored, events=[], frames={}, blobs={}, chunks={}, packed={}, damage=str(error))
-    return msgspec.structs.replace(stored, status=_status(stored.events))
+    return msgspec.structs.replace(stored, status=_status(session_id, stored.events))
 
 
-def _status(log: Sequence[EventRow]) -> str:
-    types = {row.type for row in log}
-    if SessionErased.__name__ in types:
+def _status(session_id: str, log: Sequence[EventRow]) -> str:
+    """What the log says; of one that cannot be folded, as far as the types of its events tell."""
+    try:
+        session = fold(session_id, decode_events(log))
+    except UnknownEvent:
+        session = None
+    if session is not None:
+        return session.status
+    if _is_erased(log):
         return "erased"
-    return "closed" if SessionClosed.__name__ in types else "open"
+    return "closed" if any(row.type == SessionClosed.__name__ for row in log) else "open"
+
+
+def _is_erased(log: Sequence[EventRow]) -> bool:
+    return any(row.type == SessionErased.__name__ for row in log)
 
 
 def _read_part(
@@ -185,7 +196,7 @@ def read_logs(connection: Connection, session_ids: Sequence[str], upto: Position
     for row in connection.execute(_log.where(events.c.session_id.in_(session_ids), or_(at_or_before(upto), erased))):
         if row[0] in found:
             found[row[0]].append(EventRow(*row[1:]))
-    return {session_id: log for session_id, log in found.items() if _status(log) != "erased"}
+    return {session_id: log for session_id, log in found.items() if not _is_erased(log)}
 
 
 def group_members(connection: Connection, group_id: str) -> list[ExportHead]:

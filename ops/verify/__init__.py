@@ -97,6 +97,7 @@ async def _check_archived(database: Database, session_id: str, report: Report) -
     """Check an archived session, if the object storage is known."""
     report.archived += 1
     if database.archives is None:
+        report.sessions += 1
         return
     check = partial(_check_session, session_id=session_id, report=report, is_archived=True)
     try:
