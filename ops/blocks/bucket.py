@@ -1,7 +1,4 @@
-"""A place for backups: an S3, Google Cloud Storage or Azure bucket, or a folder.
-
-Credentials, regions and endpoints come from the environment, by the names that each vendor's own tools use.
-"""
+"""A place for backups: an S3, Google Cloud Storage or Azure bucket, or a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,9 +14,10 @@ from urllib.parse import unquote, urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
-from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
+from obstore.store import LocalStore
 
 from app.errors import StartupError
+from app.store.object_storage import RemoteStore, first_line, open_remote
 
 CREDENTIALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -30,13 +28,10 @@ CREDENTIALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Of each scheme, variables of which one is set unless the machine itself has a role."""
 
-ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
-"""Variables with the address of an own server; one that begins with `http://` allows HTTP."""
-
 PROBE_S, RETRY_S = 10, 120
 """For how many seconds a first request and a later one are repeated before they fail."""
 
-CONNECT_S, ANSWER_S = 5, 60
+ANSWER_S = 60
 
 DELETED_AT_ONCE = 500
 
@@ -73,22 +68,12 @@ class Bucket:
                 break
             self._store = self._opened(RETRY_S, create)
 
-    def _opened(self, retry_s: int, create: bool) -> S3Store | GCSStore | AzureStore | LocalStore:
+    def _opened(self, retry_s: int, create: bool) -> RemoteStore | LocalStore:
         if self._folder is not None:
             if create:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return LocalStore(self._folder)
-        store = from_url(
-            self.url,
-            client_options={
-                "allow_http": any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS),
-                "connect_timeout": timedelta(seconds=CONNECT_S),
-                "timeout": timedelta(seconds=ANSWER_S),
-            },
-            retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=retry_s)},
-        )
-        assert isinstance(store, S3Store | GCSStore | AzureStore)
-        return store
+        return open_remote(self.url, answer_s=ANSWER_S, retry_s=retry_s)
 
     @property
     def is_folder(self) -> bool:
@@ -159,7 +144,7 @@ class Bucket:
         try:
             yield
         except (BaseError, OSError) as error:
-            raise StartupError(f"{self.url}: {self._hint()}{str(error).partition(chr(10))[0]}") from error
+            raise StartupError(f"{self.url}: {self._hint()}{first_line(error)}") from error
 
     def _hint(self) -> str:
         """What may be missing, judged by the environment."""

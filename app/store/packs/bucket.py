@@ -1,8 +1,6 @@
 """The object storage of replay payloads: S3, Google Cloud Storage, Azure, or a folder.
 
-Requests are repeated by obstore, with growing pauses, for at most `timeout_s` seconds. Credentials, regions and
-endpoints come from the environment, by the names that each vendor's own tools use (`AWS_ACCESS_KEY_ID`,
-`AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_KEY`, …).
+Requests are repeated, with growing pauses, for at most `timeout_s` seconds (`store.object_storage`).
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import msgspec
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
-from obstore.store import AzureStore, GCSStore, LocalStore, S3Store, from_url
+from obstore.store import LocalStore
 
 if TYPE_CHECKING:
     from obstore import PutResult
-    from obstore.store import BackoffConfig
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull, Unsupported
+from app.store.object_storage import RemoteStore, first_line, open_remote
 from app.store.packs.versions import Versions
 
 SCHEMES = ("s3", "gs", "az", "file")
@@ -78,24 +76,13 @@ class Bucket:
         try:
             self._store = self._opened(url, timeout_s)
         except (*_FAULTS, ValueError) as error:
-            raise StartupError(f"TURNLOG_PAYLOADS={url!r}: {_first_line(error)}") from error
+            raise StartupError(f"TURNLOG_PAYLOADS={url!r}: {first_line(error)}") from error
 
-    def _opened(self, url: str, timeout_s: float) -> S3Store | GCSStore | AzureStore | LocalStore:
+    def _opened(self, url: str, timeout_s: float) -> RemoteStore | LocalStore:
         if url.startswith("file://"):
             self._folder = Path(url.removeprefix("file://"))
             return LocalStore(self._folder, mkdir=True)
-        pauses: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3)}
-        store = from_url(
-            url,
-            client_options={
-                "connect_timeout": timedelta(seconds=5),
-                "timeout": timedelta(seconds=timeout_s),
-                "allow_http": True,  # of an endpoint that is so named
-            },
-            retry_config={"max_retries": 1000, "retry_timeout": timedelta(seconds=timeout_s), "backoff": pauses},
-        )
-        assert isinstance(store, S3Store | GCSStore | AzureStore)
-        return store
+        return open_remote(url, answer_s=timeout_s, retry_s=timeout_s)
 
     async def probe(self) -> str | None:
         """Write a small object; returns why that failed, if it may pass. Raises StartupError if it cannot: there is
@@ -104,9 +91,9 @@ class Bucket:
             async with asyncio.timeout(PROBE_S):
                 written = await obstore.put_async(self._store, PROBE, b"", use_multipart=False)
         except (TimeoutError, GenericError) as error:
-            return f"{self.url} does not answer: {_first_line(error) or f'{PROBE_S:.0f} s'}"
+            return f"{self.url} does not answer: {first_line(error) or f'{PROBE_S:.0f} s'}"
         except _FAULTS as error:
-            raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {_first_line(error)}") from error
+            raise StartupError(f"TURNLOG_PAYLOADS={self.url!r}: {first_line(error)}") from error
         self._note_version(written)
         return None
 
@@ -232,7 +219,7 @@ class Bucket:
             raise self._unavailable(error) from error
 
     def _unavailable(self, error: BaseException) -> PayloadsUnavailable:
-        return PayloadsUnavailable(f"{self.url} does not answer: {_first_line(error) or type(error).__name__}")
+        return PayloadsUnavailable(f"{self.url} does not answer: {first_line(error) or type(error).__name__}")
 
 
 class _ObjectFile(io.RawIOBase):
@@ -264,11 +251,6 @@ class _ObjectFile(io.RawIOBase):
         buffer[:length] = self._bucket.read_now(self._name, self._at, length)
         self._at += length
         return length
-
-
-def _first_line(error: BaseException) -> str:
-    """obstore's messages go on with the structure of the fault."""
-    return str(error).partition("\n")[0]
 
 
 def _sync(root: Path, path: Path) -> None:
