@@ -92,7 +92,8 @@ def written_at(connection: Connection, place: Position) -> float | None:
 def next_archived(
     connection: Connection, after: Position, upto: Position, wanted: EventFilter
 ) -> tuple[Position, str] | None:
-    """The first archived session in (after, upto] that matches: the place of its last event, where all are given."""
+    """The first archived session in (after, upto] that matches: the place of its last event, where all are given; also
+    of one that has been brought back, since this reader may have passed its events before."""
     place = (archived_sessions.c.tx, archived_sessions.c.position)
     query = (
         select(*place, archived_sessions.c.session_id)

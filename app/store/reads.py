@@ -377,9 +377,10 @@ def changed_sessions(
     )
     in_log = select(events.c.session_id, events.c.tx, events.c.position).where(events.c.type.in_(types), ~newer)
     exported = (archived_sessions.c.exported_tx, archived_sessions.c.exported_position)
+    in_archives = select(archived_sessions.c.session_id, *exported).where(archived_sessions.c.archive_id.is_not(None))
     queries = (
         (events, (events.c.tx, events.c.position), in_log),
-        (archived_sessions, exported, select(archived_sessions.c.session_id, *exported)),
+        (archived_sessions, exported, in_archives),
     )
     found: list[tuple[str, Position]] = []
     for table, place, query in queries:

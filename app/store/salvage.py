@@ -125,10 +125,10 @@ class _Copy:
 
     def _find_archived(self) -> None:
         """The archived sessions that were copied: their logs are elsewhere."""
-        query = select(archived_sessions.c.session_id, archived_sessions.c.position)
-        found = dict(row._tuple() for row in self._target.execute(query))
-        self._archived = frozenset(found)
-        self._last_position = max(found.values(), default=0)
+        query = select(archived_sessions)
+        found = self._target.execute(query).all()
+        self._archived = frozenset(row.session_id for row in found if row.archive_id is not None)
+        self._last_position = max((row.position for row in found), default=0)
 
     def _insert(self, table: Table, rows: Sequence[Fields]) -> None:
         for row in rows:

@@ -294,7 +294,7 @@ archived_sessions = Table(
     "archived_sessions",
     metadata,
     Column("session_id", SESSION_ID, primary_key=True),
-    Column("archive_id", BigInteger, nullable=False),
+    Column("archive_id", BigInteger),
     Column("row_group", Integer, nullable=False),
     Column("tx", BigInteger, nullable=False),
     Column("position", BigInteger, nullable=False),
@@ -308,6 +308,8 @@ archived_sessions = Table(
 
 Their heads stay. (`tx`, `position`) is the place of the session's last event in the order of commits, (`exported_tx`,
 `exported_position`) that of its last event in `events.EXPORTED`, which is its place in an export.
+`archive_id` null: the session has been brought back. A reader of all events may have passed the places of its events
+while they were in the archive; so it is given them here.
 """
 
 refused_replies = Table(

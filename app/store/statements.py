@@ -44,9 +44,10 @@ has_rows = or_(sessions.c.status == "open", sessions.c.status == "closed")
 """Condition on heads: neither erased nor set aside."""
 
 
-_in_database = ~exists().where(archived_sessions.c.session_id == sessions.c.session_id)
+is_in_archive = archived_sessions.c.archive_id.is_not(None)
+in_database = ~exists().where(archived_sessions.c.session_id == sessions.c.session_id, is_in_archive)
 """Condition on heads: the session is not archived."""
-archived = select(archived_sessions.c.session_id).where(of_session(archived_sessions))
+archived = select(archived_sessions.c.session_id).where(of_session(archived_sessions), is_in_archive)
 
 
 def _fenced(table: Table) -> ColumnElement[bool]:
@@ -131,7 +132,7 @@ advance_head = (
 )
 touch = (
     update(sessions)
-    .where(of_session(sessions), has_rows, _in_database)
+    .where(of_session(sessions), has_rows, in_database)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version)
 )
@@ -155,7 +156,7 @@ ENDED = ("closed", "set_aside")
 """What a session may be whose content is freed or erased."""
 erase_head = (
     update(sessions)
-    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)), _in_database)
+    .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)), in_database)
     .values(status="erased")
 )
 # No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.

@@ -25,7 +25,7 @@ def upgrade() -> None:
     op.create_table(
         "archived_sessions",
         sa.Column("session_id", sa.String(128), primary_key=True),
-        sa.Column("archive_id", sa.BigInteger, nullable=False),
+        sa.Column("archive_id", sa.BigInteger),
         sa.Column("row_group", sa.Integer, nullable=False),
         sa.Column("tx", sa.BigInteger, nullable=False),
         sa.Column("position", sa.BigInteger, nullable=False),
@@ -43,7 +43,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Refuses while a session is archived: its content would be lost."""
-    archived = op.get_bind().execute(sa.text("SELECT count(*) FROM archived_sessions")).scalar_one()
+    archived = op.get_bind().execute(sa.text("SELECT count(archive_id) FROM archived_sessions")).scalar_one()
     if archived:
         raise RuntimeError(f"{archived} sessions are archived: restore them first (turnlog archive restore)")
     op.drop_table("archived_sessions")

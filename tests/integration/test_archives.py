@@ -140,6 +140,21 @@ def test_a_position_of_all_events_outlives_the_archive(yard: Yard) -> None:
     assert [one["session_id"] for one in lines(yard.stand.http.get("/events", params=kinds))] == [talk.id]
 
 
+def test_a_reader_of_all_events_misses_none_that_comes_back(yard: Yard) -> None:
+    """It passed the places of the first events while they were in the archive."""
+    [end] = lines(yard.stand.http.get("/events", params={"after": "end"}))
+    talk = yard.talk("Hello", close=False)
+    other = yard.talk("Hello", close=False)
+    yard.stand.http.delete(talk.path)
+    yard.archive()
+    [first] = lines(yard.stand.http.get("/events", params={"after": end["position"], "limit": 1}))
+    assert first["session_id"] == other.id
+    yard.restore(talk)
+    rest = lines(yard.stand.http.get("/events", params={"after": first["position"]}))
+    numbers = {line["seq"] for line in rest if line.get("session_id") == talk.id}
+    assert numbers == {event["seq"] for event in talk.events()}
+
+
 @pytest.mark.parametrize("change", ["reward", "erase", "fork", "restore"])
 def test_a_change_brings_it_back(yard: Yard, change: str) -> None:
     word = uuid.uuid4().hex

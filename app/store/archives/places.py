@@ -42,6 +42,8 @@ def exported_places(connection: Connection, session_ids: Sequence[str], upto: Po
     """The place in an export of those of the sessions that are archived, if it is at or before `upto`."""
     place = (archived_sessions.c.exported_tx, archived_sessions.c.exported_position)
     query = select(archived_sessions.c.session_id, *place).where(
-        archived_sessions.c.session_id.in_(session_ids), tuple_(*place) <= (upto.tx, upto.position)
+        archived_sessions.c.session_id.in_(session_ids),
+        archived_sessions.c.archive_id.is_not(None),
+        tuple_(*place) <= (upto.tx, upto.position),
     )
     return {row[0]: Position(row[1], row[2]) for row in connection.execute(query)}

@@ -36,7 +36,6 @@ MOST_BYTES = 64 << 20
 
 _roots = sessions.alias("roots")
 _members = sessions.alias("members")
-_is_archived = exists().where(archived_sessions.c.session_id == sessions.c.session_id)
 _changed_since_cut = exists().where(
     checkpoint_sessions.c.session_id == sessions.c.session_id,
     checkpoints.c.id == checkpoint_sessions.c.checkpoint_id,
@@ -78,7 +77,7 @@ def candidates(connection: Connection, cutoff: float, after: tuple[float, str], 
             sessions.c.status == "closed",
             sessions.c.closed_at <= cutoff,
             place > after,
-            ~_is_archived,
+            sql.in_database,
             ~_changed_since_cut,
             _root_is_settled,
             _members_are_settled,
@@ -149,7 +148,8 @@ def sessions_of(connection: Connection, archive: str) -> dict[str, int]:
 
 def has_archives(connection: Connection) -> bool:
     """Is any session archived?"""
-    return connection.execute(select(archived_sessions.c.session_id).limit(1)).first() is not None
+    query = select(archived_sessions.c.session_id).where(sql.is_in_archive).limit(1)
+    return connection.execute(query).first() is not None
 
 
 def left_over(connection: Connection, after: str, limit: int) -> list[str]:
@@ -158,6 +158,7 @@ def left_over(connection: Connection, after: str, limit: int) -> list[str]:
         select(archived_sessions.c.session_id)
         .where(
             archived_sessions.c.session_id > after,
+            sql.is_in_archive,
             or_(
                 *(exists().where(table.c.session_id == archived_sessions.c.session_id) for table in (turns, chunks)),
             ),
@@ -212,6 +213,7 @@ class Archive(BaseOperation, frozen=True):
         place = {"tx": self.last.tx, "position": self.last.position}
         exported = {"exported_tx": self.exported.tx, "exported_position": self.exported.position}
         row = {"session_id": self.session_id, "archive_id": self.archive_id, "row_group": self.row_group}
+        tx.run(_forget_line, {"sid": self.session_id})  # from an earlier archive
         tx.insert(insert(archived_sessions), [{**row, **place, **exported}])
         for statement in _drop_small:
             tx.run(statement, {"sid": self.session_id})
@@ -257,7 +259,7 @@ class BringBack(BaseOperation, frozen=True):
             if table is events and not line[2]:  # a restore of the store has moved it in front of all transactions
                 rows = [{**row, "tx": 0} for row in rows]
             tx.insert(_insert[table.name], rows)
-        tx.run(_forget_line, {"sid": self.session_id})
+        tx.run(_bring_back, {"sid": self.session_id})
         reach("in_bring_back")
         return True
 
@@ -338,6 +340,7 @@ _line = (
     .where(_of_line)
 )
 _forget_line = delete(archived_sessions).where(_of_line)
+_bring_back = update(archived_sessions).where(_of_line).values(archive_id=None, row_group=0)
 _move = (
     update(archived_sessions)
     .where(_of_line, archived_sessions.c.archive_id == bindparam("old", type_=BigInteger))
